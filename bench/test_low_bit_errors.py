@@ -1,15 +1,17 @@
-"""The gradient errors of 8, 4 and 2 bits beside those of bf16 autocast, against float64, on trained networks.
+"""The gradient errors of 8, 4 and 2 bits of the compiler backend beside those of bf16 autocast, on trained networks.
 
-One rounding gives the error.  The mean over many roundings tells the part of it that is a bias.  The public functions
-refuse 2 bits; they are measured here only.  All cases are slow: each trains a network and rounds hundreds of times.
+Errors are relative to the gradient in float64.  One rounding gives the error.  The mean over many roundings tells the
+part of it that is a bias.  The backend refuses 2 bits; they are measured here only.  All cases are slow: each trains a
+network and rounds hundreds of times.
 """
 
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 import fusedseg
 from examples.demo import slices, training
 from examples.demo.problem import Problem
-from fusedseg.scope import packed
+from fusedseg.compiler import settings
+from fusedseg.ops.low_bit import graph
+from fusedseg.ops.low_bit.op import unpack
+from fusedseg.ops.low_bit.spec import Packed
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
 
@@ -76,27 +81,25 @@ class Signs:
 
     count = wrong = 0
 
-    def pack(self, t: Tensor, bits: int, seed: int, kink: Tensor | None = None) -> Any:
-        codes = ORIGINAL_PACK(t, bits, seed, kink)
+    def pack(self, t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+        codes = PACK(t, kink, bits, key)
+        unpacked = unpack(Packed(*codes, kink, bits, tuple(t.shape), t.stride()))
         # A kink has a number for each channel, or for each channel of each sample.
         border = 0.0 if kink is None else kink.reshape(-1, t.shape[1], *[1] * (t.dim() - 2))
         self.count += t.numel()
-        self.wrong += int(((packed.unpack(codes) >= border) != (t >= border)).sum())
+        self.wrong += int(((unpacked >= border) != (t >= border)).sum())
         return codes
 
 
-ORIGINAL_PACK = packed.pack
+PACK = graph._pack
 
 
 @contextmanager
 def counted() -> Iterator[Signs]:
-    """Counts the signs of all tensors that are packed."""
+    """Counts the signs of all tensors that are packed, also in 2 bits."""
     signs = Signs()
-    packed.pack = signs.pack
-    try:
+    with mock.patch.object(graph, "_pack", signs.pack), mock.patch.object(settings, "BITS", BITS):
         yield signs
-    finally:
-        packed.pack = ORIGINAL_PACK
 
 
 def trained(case: Case, device: torch.device) -> tuple[nn.Module, Problem]:
@@ -117,20 +120,25 @@ class Step:
         self._weight: Any = training.loss_of(True, problem).weight
         self._batch = problem.batch(torch.Generator().manual_seed(1))
 
-    def gradient(self, scope: Any = None, dtype: torch.dtype = torch.float32, autocast: bool = False) -> Tensor:
-        """All gradients as one vector in float64."""
+    def gradients(
+        self, times: int = 1, *, bits: int | None = None, dtype: torch.dtype = torch.float32, autocast: bool = False
+    ) -> Tensor:
+        """All gradients as one vector in float64, for each of ``times`` roundings."""
         net = copy.deepcopy(self._net).to(dtype)
         images = [image.to(dtype) for image in self._batch.images]
-        with torch.autocast(images[0].device.type, torch.bfloat16, enabled=autocast), scope or nullcontext():
-            out = net(*images)
         loss_of = training.StockDiceCE(self._weight.to(dtype))
-        loss = loss_of(out.to(dtype), self._batch.labels[:, None])
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]).double()
+        run: Any = net
+        if bits is not None:
+            torch.compiler.reset()
+            run = torch.compile(net, backend="fusedseg", options={"codegen": "aten", "bits": bits})
 
+        def one() -> Tensor:
+            with torch.autocast(images[0].device.type, torch.bfloat16, enabled=autocast):
+                out = run(*images)
+            loss = loss_of(out.to(dtype), self._batch.labels[:, None])
+            return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]).double()
 
-def rounding(bits: int, seed: int) -> Any:
-    # The public scope refuses 2 bits.
-    return fusedseg.recompute.guided(None, rounding=packed.Rounding(bits, seed))
+        return torch.stack([one() for _ in range(times)])
 
 
 def judged(gradients: Tensor, expected: Tensor) -> Found:
@@ -146,17 +154,16 @@ def judged(gradients: Tensor, expected: Tensor) -> Found:
 def measure(case: Case, device: torch.device) -> tuple[dict[str, Found], Signs]:
     net, problem = trained(case, device)
     step = Step(net, problem)
-    exact = step.gradient(dtype=torch.float64)
+    (exact,) = step.gradients(dtype=torch.float64)
 
-    def error(gradient: Tensor) -> Found:
-        return Found(((gradient - exact).norm() / exact.norm()).item())
+    def error(gradients: Tensor) -> Found:
+        return Found(((gradients[0] - exact).norm() / exact.norm()).item())
 
-    found = {"fp32": error(step.gradient()), "bf16": error(step.gradient(autocast=True))}
+    found = {"fp32": error(step.gradients()), "bf16": error(step.gradients(autocast=True))}
     with counted() as signs:
         for bits in BITS:
-            gradients = torch.stack([step.gradient(rounding(bits, seed)) for seed in range(ROUNDINGS)])
-            found[f"{bits} bits"] = judged(gradients, exact)
-        found["bf16, 4 bits"] = error(step.gradient(rounding(4, 0), autocast=True))
+            found[f"{bits} bits"] = judged(step.gradients(ROUNDINGS, bits=bits), exact)
+        found["bf16, 4 bits"] = judged(step.gradients(ROUNDINGS // 8, bits=4, autocast=True), exact)
     return found, signs
 
 

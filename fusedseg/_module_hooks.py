@@ -6,7 +6,6 @@ whether anybody would notice.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +66,7 @@ def is_observed(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and ("forward" in own or "_conv_forward" in own)
 
 
-def is_called_unseen(*modules: Any) -> bool:
+def is_called_unseen(*modules: nn.Module) -> bool:
     """Whether other code may do the work of these modules, because nobody looks at their calls."""
     # The compiler of early versions follows no generator here.
     for module in modules:

@@ -15,9 +15,10 @@ classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documen
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 
@@ -113,7 +114,10 @@ get_sequence_nr = _for_scope(
     "torch.autograd._get_sequence_nr", lambda: _raise("torch.autograd._get_sequence_nr", "the memory profiler")
 )
 # The classes of ops in torch.ops, whose schemas name the tensors that a call writes to.
-OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+else:
+    OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
 OpOverloadPacket = _for_scope("torch._ops.OpOverloadPacket", SimpleNamespace)
 # Functions that keep the compiler from compiling the scope where plain Python enters it; they exist since 2.7.
 _skips = [
@@ -236,7 +240,7 @@ class _Aten:
 
 
 # Bindings that stock functions call; they have less overhead than torch.ops.
-nn: Any = _or("torch._C._nn", _Aten())
+nn = _or("torch._C._nn", _Aten())
 prelu_kernel = _or("torch._prelu_kernel", lambda y, w: torch.where(y > 0, y, w * y))
 
 
@@ -371,7 +375,7 @@ def partitioner() -> SimpleNamespace:
     return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
 
 
-def is_optimized_module(module: object) -> bool:
+def is_optimized_module(module: object) -> TypeGuard[torch.nn.Module]:
     """Whether ``torch.compile`` has made a module of another one."""
     compiled = _find("torch._dynamo.OptimizedModule")
     return compiled is not _ABSENT and isinstance(module, compiled)
@@ -443,7 +447,7 @@ def decomposition(op: object) -> Any:
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
 
 
-def uncompiled(compiled: torch.nn.Module) -> Any:
+def uncompiled(compiled: Callable[..., object]) -> Any:
     """The module or function of which ``torch.compile`` has made ``compiled``."""
     if is_optimized_module(compiled):
         return compiled._orig_mod

@@ -90,7 +90,7 @@ def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[Row]:
     return [Row(op, kind, (op,), cheap=cheap) for op in ops]
 
 
-def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
     if low is not None:
         x = torch.where(x < low, low, x)
     return x if high is None else torch.where(x > high, high, x)

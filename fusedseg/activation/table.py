@@ -23,7 +23,7 @@ from .. import _torch
 # binding; a call of an overload, such as ``.default``, has the least overhead for them.
 # PyTorch's type stubs lack some of them.
 aten = torch.ops.aten
-_nn: Any = _torch.nn
+_nn = _torch.nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +327,7 @@ OF_MODULE: dict[type[nn.Module], Row] = {
 }
 
 
-def is_invertible(name: str, param: Any) -> bool:
+def is_invertible(name: str, param: float | str | None) -> bool:
     """Whether an op can store only the output of this activation, with this number as the parameter."""
     row = TABLE[name]
-    return row.inverse is not None and (row.parameter is None or param > 0)
+    return row.inverse is not None and (row.parameter is None or (isinstance(param, (int, float)) and param > 0))

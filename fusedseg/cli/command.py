@@ -41,7 +41,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Any, name: str, summary: str, description: str, examples: Sequence[str], run: Callable[..., int]
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    summary: str,
+    description: str,
+    examples: Sequence[str],
+    run: Callable[..., int],
 ) -> Parser:
     """Adds a command to the result of ``add_subparsers``.
 

@@ -65,7 +65,7 @@ Shapes = Sequence[Shape]
 
 
 @dataclass(frozen=True)
-class Spec:
+class ModelSource:
     """The model of a command.
 
     name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
@@ -86,12 +86,12 @@ class Spec:
         return "" if self.code is None else f"fusedseg stands for {self.how}."
 
 
-def parse_model(text: str) -> Spec:
+def parse_model(text: str) -> ModelSource:
     """The model that a preset's name or ``package.module:callable`` stands for; raises Refused if there is none."""
     if text in PRESETS:
         make = PRESETS[text]
         code = f"model = fusedseg.unet.{text}()"
-        return Spec(text, partial(make, plain=True), partial(_preset, make), "the preset's fused blocks", code)
+        return ModelSource(text, partial(make, plain=True), partial(_preset, make), "the preset's fused blocks", code)
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise Refused(
@@ -107,11 +107,11 @@ def parse_model(text: str) -> Spec:
             raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return Spec(text, lambda: found, _converter, CONVERTED)
+        return ModelSource(text, lambda: found, _converter, CONVERTED)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
     _check_signature(text, found)
-    return Spec(text, found, _converter, CONVERTED)
+    return ModelSource(text, found, _converter, CONVERTED)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -187,30 +187,30 @@ def _check_signature(text: str, build: Callable) -> None:
         return
 
 
-def build(spec: Spec, on_fake_tensors: bool = False) -> nn.Module:
+def build(source: ModelSource, on_fake_tensors: bool = False) -> nn.Module:
     """The stock model; raises Refused if the constructor fails, or returns no module."""
     try:
         if on_fake_tensors:
             with fake.fake_mode() as mode:
-                return fake.build(spec.build, mode)
-        model = spec.build()
+                return fake.build(source.build, mode)
+        model = source.build()
     # A constructor may raise any error.
     except Exception as error:
-        raise Refused(f"{spec.name} cannot be built: {first_line(error)}{place_of(error)}") from error
+        raise Refused(f"{source.name} cannot be built: {first_line(error)}{place_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise Refused(
-            f"MODEL {spec.name!r} must be a module or build one, and built an object of class {type(model).__name__}"
+            f"MODEL {source.name!r} must be a module or build one, and built an object of class {type(model).__name__}"
         )
     return model
 
 
-def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[Shape], int | None]:
+def split_batch(source: ModelSource, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[Shape], int | None]:
     """The shapes of one sample, and the batch: ``--batch``, or the first number of the shapes, or None.
 
     Let d be the number of spatial dimensions of the model's first convolution.  A shape of d + 2 numbers contains the
     batch, and a shape of d + 1 numbers does not.  For any other shape ``named`` says whether it contains the batch.
     """
-    convs = (module for module in build(spec, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
+    convs = (module for module in build(source, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
     dims = next((len(conv.kernel_size) for conv in convs), None)
     if dims is not None and len(shapes[0]) in (dims + 1, dims + 2):
         named = len(shapes[0]) == dims + 2
@@ -222,9 +222,9 @@ def split_batch(spec: Spec, shapes: Shapes, batch: int | None, named: bool) -> t
     return [shape.sample() for shape in shapes], batches.pop()
 
 
-def batched(spec: Spec, args: argparse.Namespace) -> list[Shape]:
+def batched(source: ModelSource, args: argparse.Namespace) -> list[Shape]:
     """The shapes of ``--input`` with their batch, which is 1 if the user names none."""
-    samples, batch = split_batch(spec, args.input, args.batch, named=True)
+    samples, batch = split_batch(source, args.input, args.batch, named=True)
     return [shape.batch_of(batch or 1) for shape in samples]
 
 

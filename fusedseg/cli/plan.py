@@ -16,8 +16,8 @@ from .models import (
     DTYPES,
     FUSED,
     OPTIMIZERS,
+    ModelSource,
     Shapes,
-    Spec,
     add_choice,
     add_common,
     check_new,
@@ -103,17 +103,17 @@ def run(args: argparse.Namespace) -> int:
         check(args)
         if args.nnunet is not None:
             return run_plan(args)
-        spec = parse_model(args.model)
-        samples, batch = split_batch(spec, args.input, args.batch, named=False)
+        source = parse_model(args.model)
+        samples, batch = split_batch(source, args.input, args.batch, named=False)
         try:
             with Progress("fusedseg plan") as progress:
-                found = _plan(spec, samples, batch, args, progress.update) if args.budget is not None else None
-                drawn = _curve(spec, samples, batch, args, progress.update) if args.curve else None
+                found = _plan(source, samples, batch, args, progress.update) if args.budget is not None else None
+                drawn = _curve(source, samples, batch, args, progress.update) if args.curve else None
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # A model may raise any error.
         except Exception as error:
-            raise Refused(f"{spec.name} does not run: {first_line(error)}{place_of(error)}") from error
+            raise Refused(f"{source.name} does not run: {first_line(error)}{place_of(error)}") from error
         if args.json:
             figures = {} if found is None else found.to_dict()
             write_json(figures if drawn is None else {**figures, "curve": drawn.to_dict()}, args.json, args.overwrite)
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if drawn is not None:
         print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
     if found is not None:
-        print(replace(found, remarks=(spec.meaning,) if spec.meaning else ()))
+        print(replace(found, remarks=(source.meaning,) if source.meaning else ()))
     return 0
 
 
@@ -157,17 +157,19 @@ def partitions(*args: Any) -> Any:
     return partitions(*args)
 
 
-def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]) -> Plan:
+def _plan(
+    source: ModelSource, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
+) -> Plan:
     return plan(
-        spec.build,
+        source.build,
         samples,
         args.budget,
         batch=batch,
-        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
+        convert=source.convert([shape.batch_of(batch or 2) for shape in samples]),
         backend=partitions,
         bits=(8, 4),
         converted=FUSED,
-        code=spec.code,
+        code=source.code,
         dtype=DTYPES[args.dtype],
         autocast=DTYPES[args.amp_dtype],
         optimizer=OPTIMIZERS[args.optimizer],
@@ -177,12 +179,12 @@ def _plan(spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespa
 
 
 def _curve(
-    spec: Spec, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
+    source: ModelSource, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
 ) -> Curve:
     return curve(
-        spec.build,
+        source.build,
         samples,
-        convert=spec.convert([shape.batch_of(batch or 2) for shape in samples]),
+        convert=source.convert([shape.batch_of(batch or 2) for shape in samples]),
         batch=batch or 2,
         dtype=DTYPES[args.dtype],
         backend=partitions,

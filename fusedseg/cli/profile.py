@@ -19,8 +19,8 @@ from .models import (
     DTYPES,
     FUSED,
     OPTIMIZERS,
+    ModelSource,
     Shapes,
-    Spec,
     add_choice,
     add_common,
     batched,
@@ -80,19 +80,19 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 2 if the command was refused."""
     try:
         strategies = check(args)
-        spec = parse_model(args.model)
-        shapes = batched(spec, args)
+        source = parse_model(args.model)
+        shapes = batched(source, args)
         reports = []
         with Progress("fusedseg profile") as progress:
             for count, strategy in enumerate(strategies, 1):
                 progress.update(f"{strategy.label(FUSED)} ({count} of {len(strategies)})")
-                reports.append(report_of(spec, shapes, strategy, args))
-            graphs = compiled_reports(spec, shapes, args, progress.update)
+                reports.append(report_of(source, shapes, strategy, args))
+            graphs = compiled_reports(source, shapes, args, progress.update)
         write(reports, args)
     except Refused as refusal:
         print(f"fusedseg profile: {refusal}", file=sys.stderr)
         return 2
-    show(reports, spec, shapes, args)
+    show(reports, source, shapes, args)
     for label, report in graphs.items():
         print(f"\n{label}, counted on its graphs\n{report}")
     return 0
@@ -113,7 +113,7 @@ def options_of(label: str) -> dict[str, str]:
 
 
 def compiled_reports(
-    spec: Spec, shapes: Shapes, args: argparse.Namespace, say: Callable[[str], None]
+    source: ModelSource, shapes: Shapes, args: argparse.Namespace, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """What the compiler's own partitioner keeps, and what the backend of this package keeps; no step runs."""
     ways = compiled_ways(args)
@@ -132,10 +132,10 @@ def compiled_reports(
             settings = parse({"codegen": "inductor"} | {name: OPTIONS[name](text) for name, text in options.items()})
             with fake_mode() as mode:
                 inputs = fake_inputs([shape.without_values() for shape in shapes], dtype)
-                found[label] = counted(fake_model(spec.build, mode, dtype), inputs, settings=settings)
+                found[label] = counted(fake_model(source.build, mode, dtype), inputs, settings=settings)
         # A model, and the compiler, may raise any error.
         except Exception as error:
-            raise Refused(f"{spec.name} is not compiled as {label}: {first_line(error)}{place_of(error)}") from error
+            raise Refused(f"{source.name} is not compiled as {label}: {first_line(error)}{place_of(error)}") from error
     return found
 
 
@@ -164,7 +164,7 @@ def check(args: argparse.Namespace) -> list[Strategy]:
         raise Refused(f"--compare: {error}") from error
 
 
-def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
+def report_of(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
     label = strategy.label(FUSED)
     dtype = DTYPES[args.dtype]
     options: dict[str, Any] = {
@@ -172,13 +172,13 @@ def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Nam
         "autocast": strategy.autocast(DTYPES[args.amp_dtype]),
         "optimizer": OPTIMIZERS[args.optimizer],
     }
-    convert = spec.convert(shapes)
+    convert = source.convert(shapes)
     try:
         if args.device == "fake":
             with fake_mode() as mode:
-                model = strategy.prepare(fake_model(spec.build, mode, dtype), convert)
+                model = strategy.prepare(fake_model(source.build, mode, dtype), convert)
                 return profile_fake(model, fake_inputs([shape.without_values() for shape in shapes], dtype), **options)
-        model = strategy.prepare(build(spec).to(dtype), convert).to(args.device)
+        model = strategy.prepare(build(source).to(dtype), convert).to(args.device)
         inputs = [shape.example(dtype, args.device) for shape in shapes]
         return profile(model, *inputs, **options)
     except Refused:
@@ -186,7 +186,7 @@ def report_of(spec: Spec, shapes: Shapes, strategy: Strategy, args: argparse.Nam
     # A model may raise any error.
     except Exception as error:
         raise Refused(
-            f"{spec.name} does not run as {label} on {shapes_text(shapes)} {args.dtype}: "
+            f"{source.name} does not run as {label} on {shapes_text(shapes)} {args.dtype}: "
             f"{first_line(error)}{place_of(error)}"
         ) from error
 
@@ -207,8 +207,8 @@ def write(reports: list[MemoryReport], args: argparse.Namespace) -> None:
                 raise Refused(f"--{name.replace('_', '-')}: {error}") from error
 
 
-def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse.Namespace) -> None:
-    subject = f"{spec.name} on {shapes_text(shapes)} {args.dtype}"
+def show(reports: list[MemoryReport], source: ModelSource, shapes: Shapes, args: argparse.Namespace) -> None:
+    subject = f"{source.name} on {shapes_text(shapes)} {args.dtype}"
     if len(reports) == 1:
         print(f"{subject}\n\n{reports[0]}")
     else:
@@ -216,8 +216,8 @@ def show(reports: list[MemoryReport], spec: Spec, shapes: Shapes, args: argparse
         print(compare(*reports))
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
-    if spec.meaning and any(FUSED in report.label for report in reports):
-        print(f"\n{spec.meaning}")
+    if source.meaning and any(FUSED in report.label for report in reports):
+        print(f"\n{source.meaning}")
     if args.rows:
         for report in reports:
             print(f"\nRows of {report.label}, in MiB\n{report.rows_table()}")

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import _torch, rules
-from .joint import is_op, is_tensor, items_of, name_of, outputs_of, value_of
+from .joint import calls_view, is_op, is_tensor, items_of, name_of, op_of, outputs_of, value_of
 
 LINEAR, SMOOTH, EXACT = rules.LINEAR, rules.SMOOTH, rules.EXACT
 # Products, which are right on average where their factors do not come from the same rounding.
@@ -34,16 +34,15 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     """How a node reads its inputs; ``reads`` tells which of them are rounded."""
     if not is_op(node):
         return LINEAR  # one of several results
-    target: Any = node.target
+    target = op_of(node)
     if target.namespace == "fusedseg":
         return LINEAR if target._schema.name.partition("::")[2] in _OURS else EXACT
     name = name_of(node)
-    given: tuple[object, ...] = node.args
     if name == "div":
-        return SMOOTH if reads(given[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
+        return SMOOTH if reads(node.args[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
     if name == "pow":
-        return SMOOTH if given[1] in (1, 2, 3) else EXACT
-    if name == "where" and reads(given[0]):
+        return SMOOTH if node.args[1] in (1, 2, 3) else EXACT
+    if name == "where" and reads(node.args[0]):
         return EXACT
     row = rules.OF_OP.get(name)
     kind = EXACT if row is None or row.kinks else row.kind
@@ -61,8 +60,7 @@ def is_question(node: fx.Node) -> bool:
 def _is_elementwise(node: fx.Node) -> bool:
     if not is_op(node):
         return False
-    target: Any = node.target
-    return torch.Tag.pointwise in target.tags or target.is_view or not node.all_input_nodes
+    return torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes
 
 
 def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
@@ -85,7 +83,7 @@ def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     inside = list(traced.graph.nodes)
     if not all(inner.op in ("placeholder", "output") or _is_elementwise(inner) for inner in inside):
         return None
-    env: dict[fx.Node, Any] = dict(zip((n for n in inside if n.op == "placeholder"), sources, strict=True))
+    env: dict[object, fx.Node] = dict(zip((n for n in inside if n.op == "placeholder"), sources, strict=True))
     with graph.inserting_before(node):
         for inner in inside:
             if inner.op == "call_function":

@@ -16,6 +16,7 @@ from ..ops.interpolate import interpolate
 from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as pools
 from ..ops.norm import op as norms
+from .joint import node_at
 
 NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
@@ -23,8 +24,8 @@ NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_in
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
 
-    def max_pool(input: Tensor, *args: Any, **kwargs: object) -> Any:  # noqa: A002
-        named = dict(zip(NAMES, args, strict=False)) | kwargs
+    def max_pool(input: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:  # noqa: A002
+        named: dict[str, Any] = {**dict(zip(NAMES, args, strict=False)), **kwargs}
         x = input
         trained = torch.is_grad_enabled() and x.requires_grad
         if not trained or named.pop("return_indices", False) or x.dim() != dims + 2 or layout_of(x) is None:
@@ -68,8 +69,9 @@ def unfold(module: fx.GraphModule) -> None:
         if node.target is norms.norm_op._opoverload:
             node.target = norms.as_stock
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
-        wrapped: Any = node.args[0]
-        body: Any = module.get_submodule(wrapped.target).graph
+        wrapped = module.get_submodule(str(node_at(node, 0).target))
+        assert isinstance(wrapped, fx.GraphModule)
+        body = wrapped.graph
         calls = [inner for inner in body.nodes if isinstance(inner.meta.get("example_value"), Tensor)]
         if any(inner.op == "call_function" and inner.target not in JOINING for inner in calls):
             continue
@@ -77,8 +79,7 @@ def unfold(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             results: Any = module.graph.graph_copy(body, env)
         for item in list(node.users):
-            place: object = item.args[1]
-            item.replace_all_uses_with(results[place])
+            item.replace_all_uses_with(results[item.args[1]])
             module.graph.erase_node(item)
         module.graph.erase_node(node)
     module.recompile()

@@ -14,7 +14,7 @@ from ..activation import TABLE, Activation
 from ..ops.low_bit.op import unpack_op
 from ..ops.norm import sample_norm
 from ..ops.norm.spec import Spec
-from .joint import is_alike, is_op, is_tensor, items_of, name_of, value_of
+from .joint import arguments_of, is_alike, is_op, is_tensor, items_of, name_of, node_at, value_of
 from .norm_calls import is_served
 
 aten = torch.ops.aten
@@ -29,13 +29,6 @@ ROWS = [
 ]
 OF_FORWARD, OF_BACKWARD = ({row[column] for row in ROWS} for column in (0, 1))
 VIEWS = ("view", "_unsafe_view", "reshape")
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op by their names in its schema, with defaults."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {arg.name: arg.default_value for arg in schema if arg.has_default_value()}
-    return given | dict(zip((arg.name for arg in schema), node.args, strict=False)) | node.kwargs
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -72,12 +65,12 @@ class Norm(NamedTuple):
     rebuilt: bool = False
 
 
-def norm_of(node: Any) -> Norm | None:
+def norm_of(node: fx.Node) -> Norm | None:
     """The norm that a node computes, if the ops of this package compute the same."""
     if name_of(node) not in NORMS:
         return None
     given = arguments_of(node)
-    x: Any = given["input"]
+    x = given["input"]
     if not is_served(x) or not is_alike(value_of(x), value_of(node)[0]):
         return None
     weight, bias, mean, var = (given.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
@@ -93,22 +86,23 @@ def norm_of(node: Any) -> Norm | None:
     if spec.own or not isinstance(var, fx.Node) or name_of(var) != "full_like":
         return Norm(node, x, weight, bias, mean, var, spec)
     # ``forms.BatchNorm`` writes its output so: the weight is multiplied by rstd, and the variance is 1.
-    scale = _before_cast(weight)
-    rstd, weight = scale.args if name_of(scale) == "mul" else (scale, None)
-    bias, mean = _before_cast(bias), _before_cast(mean)
+    scale = _before_cast(given["weight"])
+    rstd, weight = (node_at(scale, 0), node_at(scale, 1)) if name_of(scale) == "mul" else (scale, None)
+    bias, mean = bias and _before_cast(bias), mean and _before_cast(mean)
     return Norm(node, x, weight, bias, mean, rstd, spec._replace(own=True), rebuilt=True)
 
 
-def _before_cast(node: Any) -> Any:
-    return node.args[0] if name_of(node) in ("_to_copy", "convert_element_type") else node
+def _before_cast(node: fx.Node) -> fx.Node:
+    return node_at(node, 0) if name_of(node) in ("_to_copy", "convert_element_type") else node
 
 
-def content_of(value: Any) -> Any:
+def content_of(value: object) -> object:
     """What a node computes: equal for two views, or two repetitions, of one tensor, or if both unpack the same."""
     if isinstance(value, (list, tuple)):
         return tuple(map(content_of, value))
-    again = name_of(value) in (*VIEWS, "repeat") or (is_op(value) and value.target is unpack_op._opoverload)
-    return (value.target, *map(content_of, value.args)) if again else value
+    if is_op(value) and (name_of(value) in (*VIEWS, "repeat") or value.target is unpack_op._opoverload):
+        return (value.target, *map(content_of, value.args))
+    return value
 
 
 class Chain(NamedTuple):
@@ -120,17 +114,20 @@ class Chain(NamedTuple):
     inner: list[fx.Node]
 
 
-def chain_of(y: Any) -> Chain | None:
+def chain_of(y: object) -> Chain | None:
     """The norm whose output, perhaps in another view and with a residual, is ``y``."""
-    ways: list[tuple[Any, Any]] = [(y, None)]
-    if is_op(y) and y.target in (aten.add.Tensor, aten.add_.Tensor) and not y.kwargs and all(map(is_tensor, y.args)):
-        ways = [(y.args[0], y.args[1]), (y.args[1], y.args[0])]
+    if not isinstance(y, fx.Node):
+        return None
+    ways: list[tuple[fx.Node, fx.Node | None]] = [(y, None)]
+    if y.target in (aten.add.Tensor, aten.add_.Tensor) and not y.kwargs and all(map(is_tensor, y.args)):
+        one, other = node_at(y, 0), node_at(y, 1)
+        ways = [(one, other), (other, one)]
     for way, residual in ways:
         inner = [] if residual is None else [y]
         view = way if name_of(way) in VIEWS else None
-        out: Any = way if view is None else view.args[0]
-        first = isinstance(out, fx.Node) and out.target is operator.getitem and out.args[1] == 0
-        norm = norm_of(out.args[0]) if first else None
+        out = way if view is None else node_at(view, 0)
+        first = out.target is operator.getitem and out.args[1] == 0
+        norm = norm_of(node_at(out, 0)) if first else None
         if norm is None or (view is not None and name_of(norm.x) not in VIEWS):
             continue
         if residual is not None and not is_alike(value_of(residual), value_of(way)):

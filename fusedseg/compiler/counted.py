@@ -29,7 +29,7 @@ def counted(model: nn.Module, inputs: Sequence[Tensor], settings: Settings = IND
     parts = _torch.partitioner()
     found: list[tuple[Graph, Captured]] = []
 
-    def divide(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def divide(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
         outputs = options["num_fwd_outputs"]
         graph, _ = found[-1]
         with parts.config.patch(activation_memory_budget=1.0):
@@ -40,7 +40,7 @@ def counted(model: nn.Module, inputs: Sequence[Tensor], settings: Settings = IND
         note_after(plan, made, outputs, fused=True)
         return made
 
-    def as_it_is(graph: fx.GraphModule, example: Any) -> Any:
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
     compiler = parts.aot_autograd(

@@ -17,7 +17,7 @@ from ..ops import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import sample_norm
 from . import in_turn, joined, order, reinplace, triton_ops
-from .joint import is_gradient, is_op, is_tensor, last_readers
+from .joint import is_gradient, is_op, is_tensor, last_readers, outputs_of
 
 aten = torch.ops.aten
 # The functions that do the same as an op, with the same arguments.
@@ -66,10 +66,10 @@ class Source:
     def __init__(self, direct: Mapping[Any, Callable[..., Any]]) -> None:
         self.lines: list[str] = []
         self._direct = direct
-        self.objects: dict[str, Any] = {}
+        self.objects: dict[str, object] = {}
         self._names: dict[int, str] = {}
 
-    def name(self, thing: Any, hint: str) -> str:
+    def name(self, thing: object, hint: str) -> str:
         """The name of an object, which is no name of a node."""
         if id(thing) not in self._names:
             name = f"_of_{hint}_{len(self.objects)}"
@@ -77,7 +77,7 @@ class Source:
             self.objects[name] = thing
         return self._names[id(thing)]
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """An argument as code."""
         if isinstance(value, fx.Node):
             return value.name
@@ -128,7 +128,7 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
         out.lines.append(f"    del {', '.join(unread)}")
     for node in graph.nodes:
         if node.op == "output":
-            out.lines.append(f"    return {out.text(_as_list(node.args[0]))}")
+            out.lines.append(f"    return {out.text(outputs_of(graph))}")
         elif node.op == "get_attr":
             out.lines.append(f"    {node.name} = {out.name(_attribute(module, node.target), 'constant')}")
         gone = [one.name for one in ends.get(node, ()) if node.op == "call_function"]
@@ -143,12 +143,8 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
     return out
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _attribute(module: Any, path: Any) -> Any:
-    for part in path.split("."):
+def _attribute(module: object, path: object) -> object:
+    for part in str(path).split("."):
         module = getattr(module, part)
     return module
 

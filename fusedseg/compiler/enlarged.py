@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..ops import interpolate
 
 # The arguments of a convolution after its bias, and their values where it looks at one position.
-UNIT: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 NAMES = tuple(UNIT)
 HALF = (torch.float16, torch.bfloat16)
 
@@ -28,14 +28,14 @@ class _Convolution(torch.autograd.Function):
     """The 1x1 convolution of ``large``, which is the small ``x``, interpolated; ``large`` gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, large: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+    def forward(ctx, x: Tensor, large: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
         # A network may write over x later.  The copy is not made: ``simplify`` drops it.
         ctx.save_for_backward(x.clone(), weight)
         ctx.how = how
         return torch.convolution(large, weight, bias, *_pointwise(x.dim() - 2))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         factors, mode, corners = ctx.how
         small = [x.shape[0], dy.shape[1], *x.shape[2:]]
@@ -53,7 +53,14 @@ def _pointwise(dims: int) -> tuple[Any, ...]:
 def _convolve(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock convolution ``stock`` of a tensor that ``F.interpolate`` has made, with the short way of backward."""
 
-    def convolve(made: Any, input: Tensor, weight: Tensor, bias: Any = None, *args: Any, **kwargs: object) -> Any:  # noqa: A002
+    def convolve(
+        made: tuple[tuple, dict[str, Any]],
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
         call = interpolate.parse(*made[0], **made[1])
         named = dict(zip(NAMES, args, strict=False)) | kwargs
         if call is None or not _is_shorter(call.x, input, weight, named):
@@ -68,7 +75,7 @@ def _convolve(stock: Callable[..., Any]) -> Callable[..., Any]:
     return convolve
 
 
-def _is_shorter(x: Tensor, large: Tensor, weight: Tensor, named: dict[str, Any]) -> bool:
+def _is_shorter(x: Tensor, large: Tensor, weight: Tensor, named: dict[str, object]) -> bool:
     if not torch.is_grad_enabled() or not x.requires_grad or x.dim() != weight.dim():
         return False
     if x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu")):

@@ -16,6 +16,7 @@ on all devices and in all dtypes, layer norm too; and a max-pool of this package
 backward reads anyway, because the maximum of rounded values would be too large on average.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from .. import _torch
 from ..ops.low_bit.spec import wide_dtype
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
 from ..ops.norm.sample_norm import sample_norm_op
-from .joint import call, form_in, is_tensor, items_of, name_of, value_of
+from .joint import arguments_of, call, form_in, is_tensor, items_of, name_of, node_at, value_of
 from .norm_calls import is_planes_or_rows, is_served
 
 aten = torch.ops.aten
@@ -86,9 +87,7 @@ class GroupNorm(_FromStatistics):
         mean, rstd = (_widened(graph, x, t, before) for t in statistics)
         shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
         N, C = shape[:2]
-
-        def make(op: object, *args: object, **kwargs: object) -> fx.Node:
-            return call(graph, op, *args, before=before, **kwargs)
+        make = functools.partial(call, graph, before=before)
 
         def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
             """The product of a value for each group and one for each channel, for all channels of all samples."""
@@ -101,7 +100,7 @@ class GroupNorm(_FromStatistics):
         by_weight = per_channel if weight is None else make(aten.view.default, weight, [G, C // G])
         shift = None if bias is None else make(aten.view.default, make(aten.mul.Tensor, ones, bias), [-1])
         # One sample with the channels of all samples; its number of positions follows.
-        channels = N * C if isinstance(N, int) else make(operator.mul, N, C)
+        channels = N * C if isinstance(N, int) and isinstance(C, int) else make(operator.mul, N, C)
         flat = make(aten.view.default, x, [1, channels, -1])
         again = _normed(graph, flat, spread(rstd, by_weight), shift, spread(mean, per_channel), before)
         return make(aten.view.default, again, list(shape))
@@ -134,10 +133,7 @@ class LayerNorm(_FromStatistics):
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
         x, weight, bias, mean, rstd = map(read, self)
-
-        def make(op: object, *args: object) -> fx.Node:
-            return call(graph, op, *args, before=before)
-
+        make = functools.partial(call, graph, before=before)
         shape = form_in(graph, x, before)[0]
         rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
         rows = form_in(graph, mean, before)[0]
@@ -205,17 +201,11 @@ class Dropout(NamedTuple):
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
-# The batch norms, by name: the places of ``training`` and ``eps`` among their arguments.
-NORMS = {
-    "_native_batch_norm_legit_functional": (5, 7),
-    "_native_batch_norm_legit": (5, 7),
-    "native_batch_norm": (5, 7),
-    "cudnn_batch_norm": (5, 7),
-    "miopen_batch_norm": (5, 7),
-}
-WITHOUT_RUNNING = (3, 5)
-
-
+BATCH_NORMS = {
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm",
+    "miopen_batch_norm",
+}  # fmt: skip
+CALLS = {"native_dropout", "native_group_norm", "native_layer_norm", "sample_norm", *BATCH_NORMS}
 # The norms that multiply and shift each channel.
 OF_CHANNELS = BatchNorm, GroupNorm, SampleNorm
 Form = BatchNorm | GroupNorm | SampleNorm | LayerNorm | Dropout | MaxPool
@@ -231,42 +221,44 @@ def form_of(node: fx.Node) -> Form | None:
     """The form in which backward computes ``node`` again, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
-    made: Any = node.args[0]
+    made = node_at(node, 0)
     name, items, rounded = name_of(made), items_of(made), ROUNDED in made.meta
-    if name == "native_dropout" and 1 in items and made.args[2] is not False:
-        return Dropout(made.args[0], items[1], made.args[1])
-    if name == "native_group_norm":
-        return _group_norm(made, items, rounded)
-    if name == "sample_norm" and {1, 2} <= set(items):
-        x, weight, bias, *_, groups, eps = made.args
-        return SampleNorm(x, weight, bias, items[1], items[2], groups, eps)
-    if rounded and name == "native_layer_norm":
-        return _layer_norm(made, items)
     if rounded and made.target is max_pool_op._opoverload and 1 in items:
-        return MaxPool(made.args[0], items[1], tuple(made.args[1:6]))
-    if name not in NORMS:
+        return MaxPool(node_at(made, 0), items[1], made.args[1:6])
+    if name not in CALLS:
         return None
-    training, eps = WITHOUT_RUNNING if made.target._overloadname == "no_stats" else NORMS[name]
-    if made.args[training] is not True:
+    given = arguments_of(made)
+    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    if name == "native_dropout":
+        return Dropout(x, items[1], given["p"]) if 1 in items and given["train"] is not False else None
+    if name not in BATCH_NORMS:
+        if not {1, 2} <= set(items):
+            return None
+        if name == "sample_norm":
+            return SampleNorm(x, weight, bias, items[1], items[2], given["group"], given["eps"])
+        if name == "native_group_norm":
+            return _group_norm(GroupNorm(x, weight, bias, items[1], items[2]), rounded)
+        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if rounded else None
+    if given["training"] is not True:
         return None
-    norm = BatchNorm(made.args[0], made.args[1], made.args[2], made.args[eps], items.get(1), items.get(2))
+    eps = given["eps"] if "eps" in given else given["epsilon"]
+    norm = BatchNorm(x, weight, bias, eps, items.get(1), items.get(2))
     if rounded and norm.mean is not None and norm.rstd is not None:
         return norm
     return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
 
 
-def _group_norm(made: Any, items: dict[int, fx.Node], rounded: bool) -> GroupNorm | None:
+def _group_norm(norm: GroupNorm, rounded: bool) -> GroupNorm | None:
     """The norm if a batch norm gives the same bits, as it does in contiguous memory for parameters of one dtype."""
-    x, weight, bias = made.args[:3]
-    if not {1, 2} <= set(items) or not value_of(x).is_contiguous() or value_of(x).dim() < 3:
+    x, weight, bias, mean, _ = norm
+    if not value_of(x).is_contiguous() or value_of(x).dim() < 3:
         return None
-    norm = GroupNorm(x, weight, bias, items[1], items[2])
     if rounded:
         return norm
     if weight is None or bias is None or is_served(x):
         # ``triton_ops.py`` computes the output from the statistics, or the call runs again.
         return None
-    values = [value_of(t) for t in (x, weight, bias, items[1])]
+    values = [value_of(t) for t in (x, weight, bias, mean)]
     sizes = values[0].shape
     alike = values[0].dtype in (torch.float32, torch.float64) and len({t.dtype for t in values}) == 1
     if not alike or values[0].device.type != "cpu" or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
@@ -274,13 +266,11 @@ def _group_norm(made: Any, items: dict[int, fx.Node], rounded: bool) -> GroupNor
     return norm
 
 
-def _layer_norm(made: Any, items: dict[int, fx.Node]) -> LayerNorm | None:
+def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
     """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
-    x, _, weight, bias = made.args[:4]
-    alike = all(value_of(t).dtype == value_of(x).dtype for t in (weight, bias) if t is not None)
-    if not {1, 2} <= set(items) or not value_of(x).is_contiguous() or not alike:
-        return None
-    return LayerNorm(x, weight, bias, items[1], items[2])
+    x = value_of(norm.x)
+    alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
+    return norm if x.is_contiguous() and alike else None
 
 
 def _is_certain(norm: BatchNorm) -> bool:

@@ -16,8 +16,7 @@ from .. import _torch
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit import traced
 from ..ops.low_bit.op import unpack_op
-from .chains import arguments_of
-from .joint import items_of, outputs_of, value_of
+from .joint import arguments_of, items_of, node_at, outputs_of, value_of
 from .keep import KEEP, LABEL
 
 _parts = _torch.compiler_parts()
@@ -52,7 +51,7 @@ class _Fusing:
     def pack(self, node: fx.Node) -> None:
         """Packs in forward; the results are kept in place of those of the call."""
         given = arguments_of(node)
-        source: Any = node.args[0]
+        source = node_at(node, 0)
         value = value_of(source)
         if given.get("kink") is not None or any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
             return
@@ -78,11 +77,11 @@ class _Fusing:
         if node.args[0] not in self.packed:
             return
         (made, form), value, last = self.packed[node.args[0]], value_of(node), node.prev
-        bits: Any = arguments_of(node).get("bits")
+        given = arguments_of(node)
 
         def run(*packed: Tensor) -> Tensor:
             if node.target is unpack_op._opoverload:
-                return traced.unpack(packed[0], packed[1:], bits, form)
+                return traced.unpack(packed[0], packed[1:], given["bits"], form)
             return traced.unpack_mask(packed[0], form).to(value.dtype)
 
         (result,) = spliced(self.graph, run, *made, before=node)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ops.conv.convolution import shape_only
-from .joint import has_symbols, last_readers, name_of, value_of
+from .joint import has_symbols, last_readers, name_of, node_at, value_of
 
 aten = torch.ops.aten
 
@@ -34,8 +34,9 @@ def input_of(node: fx.Node) -> fx.Node | None:
     """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
     if name_of(node) != "convolution_backward":
         return None
-    given: Any = node.args
-    dy, x, w, _, _, _, _, transposed, _, _, mask = given
+    dy, x, w = (node_at(node, place) for place in range(3))
+    transposed, mask = node.args[7], node.args[10]
+    assert isinstance(mask, (list, tuple))
     apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
     if not apart or has_symbols(value_of(dy), value_of(x)):
         return None

@@ -7,15 +7,15 @@ A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the s
 enlarged map is convolved in slabs of samples.  This may change last bits.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ..ops import interpolate
 from ..ops.conv.slabs import SLAB_BYTES, slabs
-from .joint import has_symbols, name_of, nbytes_of, value_of
+from .joint import has_symbols, name_of, nbytes_of, node_at, nodes_at, value_of
 
 aten = torch.ops.aten
 INTERPOLATE = interpolate.interpolate_op._opoverload
@@ -27,7 +27,7 @@ def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
     return whole
 
 
-def put_enlarged(whole: Tensor, x: Tensor, begin: int, *how: Any) -> Tensor:
+def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: interpolate.How) -> Tensor:
     """Enlarges ``x`` into its channels."""
     C = x.shape[1]
     nbytes = whole.numel() // whole.shape[1] * C * whole.element_size()
@@ -37,7 +37,7 @@ def put_enlarged(whole: Tensor, x: Tensor, begin: int, *how: Any) -> Tensor:
     return whole
 
 
-def add_enlarged(total: Tensor, first: bool, x: Tensor, how: Sequence[Any], weight: Tensor, *given: Any) -> Tensor:
+def add_enlarged(total: Tensor, first: bool, x: Tensor, how: interpolate.How, weight: Tensor, *given: Any) -> Tensor:
     """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
     for n in slabs(total.shape[0], total.nbytes):
         part = torch.convolution(interpolate.forward(x[n], *how), weight, *given)
@@ -57,23 +57,22 @@ def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
     value, terms = value_of(node), _terms(node, node)
     if len(terms) < 2 or has_symbols(value) or nbytes_of(node) < 2 * SLAB_BYTES:
         return False
-    last = [_is_large_map(term.args[0], term) for term in terms]  # type: ignore[arg-type]
+    last = [_is_large_map(term.args[0], term) for term in terms]
     if not any(last) or not value.is_contiguous():
         return False
-    total: Any = None
+    total: fx.Node | None = None
     with graph.inserting_before(node):
         for enlarged, term in sorted(zip(last, terms, strict=True), key=lambda row: row[0]):
-            source: Any = term.args[0]
+            source = node_at(term, 0)
             if enlarged:
-                first = total is None
-                if first:
-                    total = _allocated(graph, value)
-                given = (total, first, source.args[0], source.args[1:], *term.args[1:])
+                whole = _allocated(graph, value) if total is None else total
+                given = (whole, total is None, source.args[0], source.args[1:], *term.args[1:])
                 total = graph.call_function(add_enlarged, given)
             else:
                 made = graph.node_copy(term)
                 total = made if total is None else graph.call_function(aten.add.Tensor, (total, made))
             total.meta["val"] = value
+    assert total is not None
     node.replace_all_uses_with(total)
     graph.erase_node(node)
     for old in reversed(list(graph.nodes)):
@@ -82,9 +81,9 @@ def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _terms(node: Any, outermost: fx.Node) -> list[fx.Node]:
+def _terms(node: object, outermost: fx.Node) -> list[fx.Node]:
     """The convolutions of which a node is the sum; none if there is another term, or somebody else reads one."""
-    if node is not outermost and (not isinstance(node, fx.Node) or len(node.users) != 1):
+    if not isinstance(node, fx.Node) or (node is not outermost and len(node.users) != 1):
         return []
     if name_of(node) == "convolution":
         return [node]
@@ -100,7 +99,7 @@ def rewrite(graph: fx.Graph) -> int:
 
 
 def _write(graph: fx.Graph, node: fx.Node) -> bool:
-    sources: Any = node.args[0]
+    sources = nodes_at(node, 0)
     value = value_of(node)
     enlarged = [_is_large_map(source, node) for source in sources]
     if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
@@ -114,7 +113,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
         begins = [sum(value_of(source).shape[1] for source in sources[:place]) for place in range(len(sources))]
         # The maps come last, because the other sources are gone by then.
         for map_of, source, begin in sorted(zip(enlarged, sources, begins, strict=True), key=lambda row: row[0]):
-            given = (whole, source.args[0], begin, *source.args[1:]) if map_of else (whole, source, begin)
+            given = (whole, source.args[0], begin, source.args[1:]) if map_of else (whole, source, begin)
             whole = graph.call_function(put_enlarged if map_of else put, given)
             whole.meta["val"] = value
     node.replace_all_uses_with(whole)
@@ -127,12 +126,13 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _allocated(graph: fx.Graph, value: Tensor) -> fx.Node:
     """Memory for a result."""
-    options: Any = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    options: dict[str, Argument] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     made = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
     made.meta["val"] = value
     return made
 
 
-def _is_large_map(source: fx.Node, reader: fx.Node) -> bool:
-    made = isinstance(source, fx.Node) and source.target is INTERPOLATE
-    return made and set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES
+def _is_large_map(source: object, reader: fx.Node) -> bool:
+    if not isinstance(source, fx.Node) or source.target is not INTERPOLATE:
+        return False
+    return set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES

@@ -1,25 +1,45 @@
 """A joint graph of forward and backward, as AOTAutograd traces it, and new nodes in it."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
 
 
-def outputs_of(graph: fx.Graph) -> list[Any]:
+def outputs_of(graph: fx.Graph) -> list[Argument]:
     """What a graph returns, one after the other."""
     (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
 
-def is_op(node: object) -> bool:
+def is_op(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.target, _torch.OpOverload)
+
+
+def op_of(node: object) -> Any:
+    """The overload of the op that a node calls; None for other nodes."""
+    return node.target if is_op(node) else None
+
+
+def node_at(node: fx.Node, place: int) -> fx.Node:
+    """An argument that is a node."""
+    argument = node.args[place]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def nodes_at(node: fx.Node, place: int) -> list[fx.Node]:
+    """An argument that is a list of nodes."""
+    argument = node.args[place]
+    assert isinstance(argument, (list, tuple))
+    return [source for source in argument if isinstance(source, fx.Node)]
 
 
 def is_gradient(node: fx.Node) -> bool:
@@ -28,27 +48,34 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return torch.Tag.nondeterministic_seeded in op_of(node).tags
 
 
 # The norms of this package that stand in graphs for PyTorch's.
 _NORMS = ("fusedseg::sample_norm", "fusedseg::sample_norm_backward")
 
 
-def name_of(node: fx.Node) -> str:
+def name_of(node: object) -> str:
     """The name of the aten op of a node, or of such a norm, without its overload; "" for other nodes."""
     if not is_op(node):
         return ""
-    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    namespace, _, name = op_of(node)._schema.name.partition("::")
     return name if namespace in ("aten", "prims") or f"{namespace}::{name}" in _NORMS else ""
 
 
-def value_of(node: Any) -> Any:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op by their names in its schema, with defaults."""
+    schema = op_of(node)._schema.arguments
+    given = {arg.name: arg.default_value for arg in schema if arg.has_default_value()}
+    return given | dict(zip((arg.name for arg in schema), node.args, strict=False)) | node.kwargs
+
+
+def value_of(node: fx.Node) -> Any:
     """The result of a node: tensors without values."""
     return node.meta.get("val")
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
 
 
@@ -80,10 +107,12 @@ def flops_of(node: fx.Node) -> int:
         return torch.Size(map(hint_of, value.shape)) if isinstance(value, Tensor) else value
 
     args, kwargs, out = _torch.tree_map(numbers, fx.map_arg((node.args, node.kwargs, node), value_of))
-    return int(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=out))  # type: ignore[union-attr]
+    return int(flop_registry[op_of(node).overloadpacket](*args, **kwargs, out_val=out))
 
 
-def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
+def call(
+    graph: fx.Graph, target: Callable[..., object], *args: Argument, before: fx.Node, **kwargs: Argument
+) -> fx.Node:
     """A new node before another one; its result is computed on tensors without values."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
@@ -95,11 +124,11 @@ def call(graph: fx.Graph, target: Any, *args: Any, before: fx.Node, **kwargs: An
     return node
 
 
-def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[Any], list[Any]]:
+def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[int | fx.Node], list[int | fx.Node]]:
     """The sizes and the strides of a result: numbers, and new nodes for symbolic ones."""
     value = value_of(node)
 
-    def number(known: object, op: object, place: int) -> Any:
+    def number(known: object, op: Callable[..., object], place: int) -> int | fx.Node:
         return known if isinstance(known, int) else call(graph, op, node, place, before=before)
 
     sizes = [number(n, torch.ops.aten.sym_size.int, place) for place, n in enumerate(value.shape)]
@@ -183,7 +212,7 @@ class Joint:
         self.overwritten = {node.args[0] for node in writing}
         self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
         for node in self.graph.nodes:
-            if is_op(node) and node.target.is_view and any(n in self.overwritten for n in node.all_input_nodes):
+            if calls_view(node) and any(n in self.overwritten for n in node.all_input_nodes):
                 self.overwritten.add(node)
 
     def _before(self, ends: list[fx.Node]) -> Iterator[fx.Node]:
@@ -198,8 +227,13 @@ class Joint:
                 yield node
 
 
+def calls_view(node: fx.Node) -> bool:
+    """Whether a node calls an op whose result lies in the memory of its argument."""
+    return is_op(node) and op_of(node).is_view
+
+
 def writes(node: fx.Node) -> bool:
-    return is_op(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
+    return is_op(node) and op_of(node)._schema.is_mutable
 
 
 def _is_written_later(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from ..ops.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
 from ..ops.low_bit.spec import FEWEST_VALUES
 from ..ops.observer import LARGER, MAX_STEPS, SMALL
 from . import forms, twice
-from .joint import Goal, Joint, copied, is_op, is_random, nbytes_of
+from .joint import Goal, Joint, calls_view, copied, is_op, is_random, nbytes_of, node_at
 
 LABEL = "recompute"
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
@@ -58,12 +58,11 @@ def is_free(node: fx.Node) -> bool:
 
 def call_node(node: fx.Node) -> fx.Node:
     """The call of which a node picks one of several results, or the node itself."""
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+    return node_at(node, 0) if node.target is operator.getitem else node
 
 
 def is_view(node: fx.Node) -> bool:
-    call = call_node(node)
-    return is_op(call) and call.target.is_view  # type: ignore[union-attr]
+    return calls_view(call_node(node))
 
 
 def _may_run_again(node: fx.Node) -> bool:
@@ -276,7 +275,15 @@ def _take_along(found: Plan) -> None:
             _read(node, found)
 
 
-def apply(joint: Joint, decided: Plan, storage: Any = None) -> None:
+class Unpacking(Protocol):
+    """Kept nodes that are packed, and what backward reads in their place."""
+
+    packed: dict[fx.Node, tuple[Any, ...]]
+
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node: ...
+
+
+def apply(joint: Joint, decided: Plan, storage: Unpacking | None = None) -> None:
     """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
     for node in decided.kept:
         if storage is None or node not in storage.packed:
@@ -296,11 +303,11 @@ def apply(joint: Joint, decided: Plan, storage: Any = None) -> None:
 class _Writer:
     """Gives backward the nodes that it reads."""
 
-    def __init__(self, graph: fx.Graph, decided: Plan, storage: Any) -> None:
+    def __init__(self, graph: fx.Graph, decided: Plan, storage: Unpacking | None) -> None:
         self.graph, self.decided, self.storage = graph, decided, storage
         self.made: dict[fx.Node, fx.Node] = {}
 
-    def read(self, node: Any, before: fx.Node) -> Any:
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
         node = self.decided.instead.get(node, node)
         if self.storage is not None and node in self.storage.packed:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from ..ops.layout import FORMATS
 from ..ops.norm.sample_norm import in_pieces, sample_norm_op
 
+Size = int | list[int] | tuple[int, ...]
+
 
 def _is_rows(x: Tensor) -> bool:
     """Whether an image is in channels_last, and not contiguous as well."""
@@ -61,9 +63,9 @@ def _norms(norm: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
 
 def _avg_pool3d(
     input: Tensor,  # noqa: A002
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -92,7 +94,7 @@ def rewrite(module: fx.GraphModule, memory_format: torch.memory_format, *, fuses
     dims = next(dims for dims, known in FORMATS.items() if known == memory_format)
     places = graph.find_nodes(op="placeholder")
     for node in places:
-        value: Any = node.meta.get("example_value")
+        value = node.meta.get("example_value")
         image = isinstance(value, Tensor) and value.dim() == dims and value.is_floating_point()
         if image and not value.is_contiguous(memory_format=memory_format):
             with graph.inserting_after(places[-1]):

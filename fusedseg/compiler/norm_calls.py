@@ -9,7 +9,6 @@ They are the functions of nodes that ``triton_ops.py`` writes.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from ..ops.norm.spec import Passed, Saved, Spec, Wanted, stats_dtype
 from .joint import is_tensor, value_of
 
 
-def is_served(x: Any) -> bool:
+def is_served(x: object) -> bool:
     """Whether the Triton ops serve the dense tensor of a node; its device and dtype decide."""
     value = value_of(x) if is_tensor(x) else None
     if value is None or value.dtype not in ACTIVATION_DTYPES or not _backend.takes_triton(value.device):
@@ -60,10 +59,11 @@ class Forward:
         return z, mean, second, *running
 
 
-def _saved(x: Tensor, weight: Any, bias: Any, residual: Tensor | None, mean: Tensor, second: Tensor) -> Saved:
+def _saved(x: Tensor, *tensors: Tensor | None) -> Saved:
     """aten keeps the statistics of some norms in half precision."""
-    statistics = (v.flatten().to(stats_dtype(x)) for v in (mean, second))
-    return Saved(dense(x)[0], weight, bias, residual, None, *statistics)
+    weight, bias, residual, *statistics = tensors
+    mean, second = (v.flatten().to(stats_dtype(x)) for v in statistics if v is not None)
+    return Saved(dense(x)[0], weight, bias, residual, None, mean, second)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rebuild:
     in_place: bool = False
     __name__ = "norm_act_rebuild"
 
-    def __call__(self, x: Tensor, *tensors: Any) -> Tensor:
+    def __call__(self, x: Tensor, *tensors: Tensor | None) -> Tensor:
         saved = _saved(x, *tensors)
         return passes.rebuild(saved, self.spec, saved.source if self.in_place else None)
 
@@ -104,7 +104,7 @@ class Backward:
     in_place: bool = False
     __name__ = "norm_act_backward"
 
-    def __call__(self, dz: Tensor, x: Tensor, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, dz: Tensor, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = _saved(x, *tensors)
         layout = self.spec.layout(*dense(saved.source))
         into = dz if self.in_place and dz.stride() == saved.source.stride() else None

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import in_turn, reinplace
-from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, value_of, writes
+from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, op_of, value_of, writes
 from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
@@ -307,7 +307,7 @@ def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
-    return is_op(node) and (torch.Tag.pointwise in node.target.tags or name_of(node) in INLINED)  # type: ignore[union-attr]
+    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or name_of(node) in INLINED)
 
 
 def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:

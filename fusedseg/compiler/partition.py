@@ -27,16 +27,15 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         return _parts.get_hash_for_files(FILES, repr(self.settings))
 
     def __call__(
-        self, module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any
+        self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        outputs = options["num_fwd_outputs"]
-        plan = prepare(module, outputs, self.settings)
+        plan = prepare(module, num_fwd_outputs, self.settings)
         # Equal nodes are one already, and the partitioner does not know which must stay apart.
         with _parts.config.patch(activation_memory_budget=1.0, cse=False):
-            forward, backward = _parts.min_cut(module, joint_inputs, **options)
+            forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         fused_code = self.settings.codegen == "inductor"
         order.rewrite(backward, plan.goal, fused_code)
-        note_after(plan, (forward, backward), outputs, fused_code)
+        note_after(plan, (forward, backward), num_fwd_outputs, fused_code)
         return forward, backward
 
 

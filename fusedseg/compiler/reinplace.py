@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch, rules
-from .joint import is_alike, is_op, items_of, name_of, outputs_of, value_of
+from .joint import calls_view, is_alike, is_op, items_of, name_of, outputs_of, value_of
 from .norm_calls import Backward, Forward, Rebuild
 
 aten = torch.ops.aten
@@ -44,13 +44,12 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         root = node
-        if is_op(node) and (node.target.is_view or name_of(node) in UNSAFE_VIEWS):
+        if calls_view(node) or name_of(node) in UNSAFE_VIEWS:
             root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
         elif node.target is operator.getitem:
             # One of several results; they may be views, as those of split.
             source = node.all_input_nodes[0]
-            of_view = is_op(source) and source.target.is_view
-            root = roots[source] if of_view else node
+            root = roots[source] if calls_view(source) else node
         roots[node] = root
     return roots
 
@@ -113,7 +112,7 @@ def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node
     return _is_whole(value_of(root), value_of(x))
 
 
-def _is_whole(root: Any, x: Any) -> bool:
+def _is_whole(root: object, x: Tensor) -> bool:
     """Whether a view covers the memory that it lies in; ``root`` may have several results."""
     return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())
 
@@ -147,7 +146,7 @@ def statistics(graph: fx.Graph) -> int:
     return count
 
 
-def _is_counter(buffer: Any, more: Any) -> bool:
+def _is_counter(buffer: object, more: Tensor) -> bool:
     return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
 
 

@@ -6,6 +6,7 @@ graphs as they run, and for Inductor as if it fused what it can.
 
 import contextvars
 import json
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +158,7 @@ class Form(NamedTuple):
         return made if self.is_leaf else made.clone()
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     shape, stride = tuple(value.shape), tuple(value.stride())
@@ -171,9 +172,9 @@ class Row(NamedTuple):
     kind: what the module has in common with others that run the graph; None for a function.
     """
 
-    run: Callable[[], Any]
-    of: Callable[[], Any]
-    kind: Any
+    run: Callable[[], object]
+    of: Callable[[], object]
+    kind: object
     graph: Graph
     captured: Captured
 
@@ -184,7 +185,7 @@ _found: list[Row] = []
 _open: contextvars.ContextVar[Graph | None] = contextvars.ContextVar("fusedseg graph", default=None)
 
 
-def report(compiled: Any) -> Report:
+def report(compiled: Callable[..., object]) -> Report:
     """What the backend keeps of a compiled model, graph by graph, and what eager mode keeps.
 
     PyTorch runs the graphs of a model for all models of its class and structure, and each has them in its report.
@@ -212,7 +213,7 @@ def report(compiled: Any) -> Report:
     return counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
 
 
-def _kind(module: nn.Module) -> Any:
+def _kind(module: nn.Module) -> object:
     """What two modules have in common of which one runs the graphs of the other one."""
     return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
@@ -238,7 +239,7 @@ def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tu
         _open.reset(token)
 
 
-def remember(run: Any, graph: Graph, captured: Captured) -> None:
+def remember(run: Callable[..., object], graph: Graph, captured: Captured) -> None:
     """Notes a graph of what the compiler compiles now; ``run`` runs it."""
     target = _torch.compiling()
     _found[:] = [row for row in _found if row.run() is not None or row.of() is not None]
@@ -259,10 +260,9 @@ def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], ou
         # Comparing symbolic sizes would make guards of them.
         return
     graph.ours = Bytes(kept_of(parts[0], outputs), peak_of(parts, fused))
-    # A result of several stands for its call; a node that the graph has no longer has no arguments.
-    again = [n for n in map(keep.call_node, plan.again) if isinstance(n, fx.Node) and not keep.is_view(n)]
-    calls: dict[Any, None] = dict.fromkeys(again)
-    graph.again = dict(Counter(_readable(node) for node in calls))
+    # A result of several stands for its call; a node that the graph has no longer has None as its argument.
+    calls = dict.fromkeys(keep.call_node(n) for n in plan.again if n.target is not operator.getitem or n.args[0])
+    graph.again = dict(Counter(_readable(call) for call in calls if not keep.is_view(call)))
     graph.repeated = _repeated(*parts)
     graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
 
@@ -299,14 +299,10 @@ def peak_of(parts: tuple[fx.GraphModule, fx.GraphModule], fused: bool) -> int:
     return max(of.alive(list(of.as_it_stands(of.graph.nodes).values())).peak[0] for of in counted)
 
 
-def _storages(nodes: Sequence[Any]) -> dict[int, int]:
+def _storages(nodes: Sequence[object]) -> dict[int, int]:
     """The bytes of the storages of nodes that are no inputs."""
     made = [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
-    given = {key_of(t) for node in made for n in _roots(node) for t in results(n)}
+    # A result may be a view of an input.
+    given = {key_of(t) for node in made for n in node.all_input_nodes if n.op == "placeholder" for t in results(n)}
     sizes = {key_of(t): t.untyped_storage().nbytes() for node in made for t in results(node)}
     return {key: n for key, n in sizes.items() if key not in given}
-
-
-def _roots(node: fx.Node) -> list[fx.Node]:
-    """The inputs of the graph among the sources of a view."""
-    return [source for source in node.all_input_nodes if source.op == "placeholder"]

@@ -22,7 +22,7 @@ from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.observer import SMALL
 from . import forms
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
-from .joint import Joint, call, form_in, is_op, is_tensor, name_of, value_of
+from .joint import Joint, call, form_in, is_op, is_tensor, name_of, node_at, op_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave, plan, plan_of, sources_of
 
 # They bend at 0, and do not change signs.
@@ -80,8 +80,8 @@ def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
     if node.target is not operator.getitem:
         return name_of(node) == "rsqrt"
-    call: Any = node.args[0]
-    return name_of(call) == "var_mean" or ("norm" in name_of(call) and bool(node.args[1]))
+    name = name_of(node.args[0])
+    return name == "var_mean" or ("norm" in name and bool(node.args[1]))
 
 
 def bits_of(node: fx.Node, bits: int) -> int:
@@ -99,7 +99,7 @@ class _Choice:
     def __init__(self, joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> None:
         self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
         self.rounded = Rounded()
-        self.questions: dict[Any, fx.Node] = {}
+        self.questions: dict[object, fx.Node] = {}
         self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
@@ -210,14 +210,14 @@ class _Choice:
             return False
         if name == "threshold_backward" and node.args[2] != 0:
             return False
-        source: Any = node.args[SIGNS[name]]
+        source = node_at(node, SIGNS[name])
         if name_of(source) == "relu" and source in self.rounded.bits:
             # 0 is a value of the grid.
             return True
         source = _bent(source)
         while is_op(source) and is_view(source):
             # An instance norm is a batch norm of another shape.
-            source = _bent(source.args[0])
+            source = _bent(node_at(source, 0))
         norm = forms.form_of(source) if source in self.found.again else None
         if not isinstance(norm, forms.OF_CHANNELS) or norm.mean is None or norm.rstd is None:
             return False
@@ -286,7 +286,7 @@ def _gradients(node: fx.Node) -> set[fx.Node]:
     """The gradients that an op of backward is given.  PyTorch's schemas name them so."""
     if not is_op(node):
         return set()
-    pairs = zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
+    pairs = zip(op_of(node)._schema.arguments, node.args, strict=False)
     return {given for argument, given in pairs if argument.name.startswith("grad") and isinstance(given, fx.Node)}
 
 
@@ -299,17 +299,20 @@ def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
     return found
 
 
-def _bent(node: Any) -> Any:
+def _bent(node: fx.Node) -> fx.Node:
     """The argument of an activation that does not change signs, or the node itself."""
-    while name_of(node) in BENDS and (len(node.args) < 2 or node.args[1] > 0):
-        node = node.args[0]
+    while name_of(node) in BENDS:
+        slope = node.args[1] if len(node.args) > 1 else 1
+        if not isinstance(slope, (int, float)) or slope <= 0:
+            break
+        node = node_at(node, 0)
     return node
 
 
-def _asked(question: fx.Node) -> Any:
+def _asked(question: fx.Node) -> object:
     """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0."""
     source, *rest = question.args
-    if name_of(question) in ("le", "gt") and rest == [0]:
+    if isinstance(source, fx.Node) and name_of(question) in ("le", "gt") and rest == [0]:
         source = _bent(source)
     return question.target, source, *rest
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from ..ops.conv.slabs import SLAB_BYTES
 from ..ops.interpolate import interpolate_backward_op, interpolate_op
-from .joint import call, is_tensor, items_of, name_of, nbytes_of, value_of
+from .joint import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, op_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE, ITS_BACKWARD = interpolate_op._opoverload, interpolate_backward_op._opoverload
@@ -53,9 +53,9 @@ def _call(node: fx.Node) -> Any:
 
 def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
     """Adds slices, if slices alone are read of a sum."""
-    terms: tuple[object, ...] = node.args
-    if node.kwargs or not all(map(is_tensor, terms)) or not all(map(_is_slice, node.users)):
+    if node.kwargs or not all(map(is_tensor, node.args)) or not all(map(_is_slice, node.users)):
         return
+    terms = node_at(node, 0), node_at(node, 1)
     if value_of(terms[0]).shape != value_of(terms[1]).shape:
         return
     for user in list(node.users):
@@ -67,8 +67,7 @@ def _add_slices(graph: fx.Graph, node: fx.Node) -> None:
 
 def _is_slice(node: fx.Node) -> bool:
     """Whether a node is a slice of the channels."""
-    given: tuple[object, ...] = node.args
-    return name_of(node) == "slice" and given[1] == 1 and len(given) == 4
+    return name_of(node) == "slice" and node.args[1:2] == (1,) and len(node.args) == 4
 
 
 class Source(NamedTuple):
@@ -103,7 +102,7 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
     """The sources of a convolution of ``x`` whose gradient is ``dx``."""
     if name_of(x) != "cat":
         return [Source(x, 0, dx, True)]
-    nodes: Any = x.args[0]
+    nodes = nodes_at(x, 0)
     channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
     if channels != 1 or len(set(nodes)) < len(nodes):
         return []
@@ -148,7 +147,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
     def convolve(source: Source, begin: int, end: int, of: fx.Node, small: fx.Node | None = None) -> None:
         piece = call(graph, aten.slice.Tensor, weight, 1, source.begin + begin, source.begin + end, before=node)
         flags = [True, True, bool(mask[2]) and not parts]
-        made = call(graph, node.target, dy, of, piece, *geometry[:7], flags, before=node)
+        made = call(graph, op_of(node), dy, of, piece, *geometry[:7], flags, before=node)
         # Right here, so that the bytes count from here on.
         gradient = item(made, 0)
         if small is not None:

@@ -21,13 +21,12 @@ from .chains import (
     Gradient,
     Norm,
     activation_of,
-    arguments_of,
     chain_of,
     content_of,
     gradient_of,
     statistics_of,
 )
-from .joint import is_op, items_of, name_of, value_of, writes
+from .joint import arguments_of, is_op, items_of, name_of, node_at, value_of, writes
 from .norm_calls import Backward, Forward, Rebuild, Statistics
 
 aten = torch.ops.aten
@@ -73,7 +72,7 @@ def _write_gradient(graph: fx.Graph, found: Gradient) -> None:
     slope.replace_all_uses_with(whole)
 
 
-def _viewed(graph: fx.Graph, t: Any, chain: Chain) -> Any:
+def _viewed(graph: fx.Graph, t: fx.Node | None, chain: Chain) -> fx.Node | None:
     """A tensor of the activation's shape in the shape of the norm's input."""
     if t is None or chain.view is None:
         return t
@@ -127,8 +126,8 @@ def _forward(graph: fx.Graph, node: fx.Node, statistics: dict[Any, Any], place: 
 
 def _is_packed(norm: Norm) -> bool:
     """Whether the input of a batch norm is packed, so that the output may be written over it only then."""
-    x = norm.x.args[0] if name_of(norm.x) in VIEWS else norm.x
-    packs = any(user.target is round_op._opoverload for user in x.users)  # type: ignore[union-attr]
+    x = node_at(norm.x, 0) if name_of(norm.x) in VIEWS else norm.x
+    packs = any(user.target is round_op._opoverload for user in x.users)
     own = norm.spec.own and norm.spec.kind == "batch" and not norm.rebuilt
     return packs and own and {1, 2} <= set(items_of(norm.node))
 

@@ -29,7 +29,7 @@ def _divides(settings: Settings) -> Way:
 
     partition = Partition(settings)
 
-    def divide(joint: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+    def divide(joint: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> Any:
         return partition(joint, inputs, compiler="inductor", **options)
 
     return divide

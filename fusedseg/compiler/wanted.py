@@ -1,7 +1,6 @@
 """What the options ``budget`` and ``extra_flops`` of the backend ask for."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from .._sizes import parse_bytes
 
@@ -93,7 +92,7 @@ class Wanted:
         return self.budget.nbytes is not None or self.peak is not None
 
 
-def parse_wanted(op: str, budget: Any, extra_flops: Any) -> Wanted | None:
+def parse_wanted(op: str, budget: float | str | None, extra_flops: float | None) -> Wanted | None:
     """The options as ``Wanted``; None without them.  Raises ValueError or TypeError for wrong ones."""
     peak = None
     if isinstance(budget, str) and budget.strip().lower().startswith(PEAK):

@@ -99,7 +99,7 @@ def _subclasses(base: type[_DoneByNorm]) -> dict[type, Any]:
     made: dict[type, Any] = {}
     for cls, row in OF_MODULE.items():
         if row.learned:
-            # ``spec_of`` refuses this activation.
+            # ``activation_of`` refuses this activation.
             continue
         qualname = base.__name__ + cls.__name__
         parameter = None if row.parameter is None else row.parameter.attribute

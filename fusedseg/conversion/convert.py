@@ -17,7 +17,7 @@ from .aside import share
 from .flow import Flow, listed
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
-from .plan import Plan, Planner, is_lazy
+from .plan import Changes, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
 from .revert import revert
 from .trace import trace
@@ -145,24 +145,24 @@ def convert(
         before, uncounted = (None, "") if inputs is None else _stock_footprint(model, inputs)
         if mode == "leaky":
             _make_leaky(flows, float(slope))
-        plan = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).plan()
-        asides = share([(fusion.norm, *fusion.acts) for fusion in plan.fusions])
-        _apply(plan, asides)
+        changes = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).changes()
+        asides = share([(fusion.norm, *fusion.acts) for fusion in changes.fusions])
+        _apply(changes, asides)
         fused = [
             Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
-            for fusion in plan.fusions
+            for fusion in changes.fusions
         ]
-        scope.install(model, Wiring(model, fused, plan.paths))
+        scope.install(model, Wiring(model, fused, changes.paths))
         after = None if before is None else _converted_footprint(model, inputs)
-    count = Counter(fusion.inplace for fusion in plan.fusions)
+    count = Counter(fusion.inplace for fusion in changes.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(
         model,
         mode,
         how,
-        plan.replaced,
-        plan.recomputed,
-        plan.skipped,
+        changes.replaced,
+        changes.recomputed,
+        changes.skipped,
         before=before,
         after=after,
         uncounted=uncounted,
@@ -200,13 +200,13 @@ def _make_leaky(flows: list[Flow], slope: float) -> None:
                 call.module.__dict__["negative_slope"] = slope
 
 
-def _apply(plan: Plan, asides: dict[nn.Module, Aside]) -> None:
-    for fusion in plan.fusions:
+def _apply(changes: Changes, asides: dict[nn.Module, Aside]) -> None:
+    for fusion in changes.fusions:
         fusion.twin.__dict__.update(_aside=asides[fusion.norm], _marked=mark_applied if fusion.marks else None)
         become(fusion.norm, fusion.twin)
-    for act in (*plan.applied, *plan.shared):
-        become(act, applied(act, plan.paths[act], asides[act], once=act in plan.shared))
-    for module, twin in (*plan.pools, *plan.convs):
+    for act in (*changes.applied, *changes.shared):
+        become(act, applied(act, changes.paths[act], asides[act], once=act in changes.shared))
+    for module, twin in (*changes.pools, *changes.convs):
         become(module, twin)
 
 

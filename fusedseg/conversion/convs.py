@@ -14,7 +14,7 @@ In all other cases they run the stock convolution.  They also run it under ``tor
 the call, who must see its output.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .._module_hooks import is_called_unseen
 from ..nn.conv_abn import convolved_and_normalised
 from ..nn.join_conv import geometry_of
 from ..nn.leaf import as_leaf
+from ..nn.stock_norm import StockNorm
 from ..ops.conv import join_conv
 from ..ops.conv.convolution import looped
 from ..ops.conv.sources import Convolution, Source, is_pointwise, is_tensor, padded, tensors_of
@@ -45,7 +46,7 @@ def pays(x: Tensor) -> bool:
 
 class _LeanConv(nn.Module):
     # The norm is an attribute but no child module, because it has a path of its own in the model.
-    norm: Any
+    norm: StockNorm | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if isinstance(input, Proxy):
@@ -62,7 +63,7 @@ class _LeanConv(nn.Module):
                 return z
         return super().forward(input)
 
-    def _unobserved(self, norm: Any) -> bool:
+    def _unobserved(self, norm: StockNorm) -> bool:
         """Whether nobody sees the tensor between the convolution and the norm, and the norm looks for the mark.
 
         A norm that was converted to a synchronised norm does not look for the mark.  The wiring looks at the modules
@@ -93,12 +94,12 @@ class LeanConv3d(_LeanConv, nn.Conv3d):
 LEAN: dict[type, type[_LeanConv]] = {nn.Conv2d: LeanConv2d, nn.Conv3d: LeanConv3d}
 
 
-def joins(conv: object) -> bool:
+def joins(conv: object) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     """Whether the convolution of a concatenation can be computed from its sources one by one."""
     return type(conv) in LEAN and _is_linear_in_channels(conv)
 
 
-def shrinks(conv: Any) -> bool:
+def shrinks(conv: object) -> bool:
     """Whether the gradients of the convolution of an enlarged tensor can be computed at the size before."""
     return joins(conv) and conv.out_channels <= conv.in_channels and is_pointwise(conv.kernel_size, conv)
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import DisableTorchFunction, FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
+from .._torch import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    tree_leaves,
+    tree_map_only,
+)
 from ..memory.fake import quiet
 from ..memory.meter import key_of, tensors_of
 from .flow import Call, Flow, is_leaf, paths_of
@@ -97,7 +105,7 @@ class Observer:
                     self._stored.setdefault(key_of(stored), set()).add(self._values[key])
         return self._values[key]
 
-    def writes(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def writes(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
         """Notes the values over which an op writes.
 
         The version of a tensor does not tell all: ``.data`` has another one, and ``torch._foreach_mul_`` raises none.
@@ -172,7 +180,7 @@ class _Ops(TorchDispatchMode):
         self._observer = observer
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._observer.writes(func, args, kwargs or {})
         return self._observer.call(func.overloadpacket.__name__, func, args, kwargs or {})

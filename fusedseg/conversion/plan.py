@@ -13,7 +13,7 @@ from ..activation import TABLE
 from .convs import LEAN, joins, lean, shrinks
 from .flow import BATCH_NORMS, INSTANCE_NORMS, NORMS, UPSAMPLINGS, Call, Flow, listed, paths_of
 from .report import Row
-from .twins import POOLS, Refused, Spec, check_forward, check_hooks, spec_of, twin_of
+from .twins import POOLS, ActivationArguments, Refused, activation_of, check_forward, check_hooks, twin_of
 
 T = TypeVar("T")
 CATS = ("cat", "concat")
@@ -26,7 +26,7 @@ class Fusion:
 
     norm: nn.Module
     acts: list[nn.Module]
-    spec: Spec
+    activation: ActivationArguments
     inplace: bool
     twin: nn.Module
     # The convolution that may also do the work of the norm and the activation, or None.
@@ -40,7 +40,7 @@ class Fusion:
 
 
 @dataclass
-class Plan:
+class Changes:
     """The changes that ``convert`` will make.  ``paths`` has one path of every module of the model."""
 
     paths: dict[nn.Module, str]
@@ -57,7 +57,7 @@ class Plan:
 
 
 class Planner:
-    """Makes a ``Plan`` for a model.
+    """Makes the ``Changes`` for a model.
 
     Args:
         root: the model.
@@ -73,26 +73,26 @@ class Planner:
         self._refused: dict[nn.Module, str] = {}
         self._joined: dict[nn.Module, str] = {}
 
-    def plan(self) -> Plan:
-        plan = Plan({module: paths[0] for module, paths in self._paths.items()})
+    def changes(self) -> Changes:
+        changes = Changes({module: paths[0] for module, paths in self._paths.items()})
         fusions = dict(self._each(NORMS, self._fusion))
         while dropped := [norm for norm, fusion in fusions.items() if not self._sharing_allowed(fusion, fusions)]:
             for norm in dropped:
                 del fusions[norm]
                 self._refused[norm] = "its activation module is also called elsewhere"
-        plan.fusions = list(fusions.values())
-        for act in dict.fromkeys(act for fusion in plan.fusions for act in fusion.acts):
-            (plan.shared if self._is_shared(act, fusions) else plan.applied).append(act)
-        for fusion in plan.fusions:
-            fusion.marks = any(act in plan.shared for act in fusion.acts)
-        plan.pools = list(self._each(POOLS, self._pool))
-        norms = {fusion.conv: fusion.norm for fusion in plan.fusions if fusion.conv is not None}
+        changes.fusions = list(fusions.values())
+        for act in dict.fromkeys(act for fusion in changes.fusions for act in fusion.acts):
+            (changes.shared if self._is_shared(act, fusions) else changes.applied).append(act)
+        for fusion in changes.fusions:
+            fusion.marks = any(act in changes.shared for act in fusion.acts)
+        changes.pools = list(self._each(POOLS, self._pool))
+        norms = {fusion.conv: fusion.norm for fusion in changes.fusions if fusion.conv is not None}
         # For each convolution whose backward needs only the sources of its input: how that input is made.
         self._joined = {conv: what for conv in self._paths if (what := self._source_of(conv))}
         convs = [conv for conv in self._paths if conv in norms or conv in self._joined]
-        plan.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
-        self._rows(plan)
-        return plan
+        changes.convs = [(conv, lean(conv, norms.get(conv))) for conv in convs]
+        self._rows(changes)
+        return changes
 
     def _each(self, classes: Iterable[type], consider: Callable[[nn.Module], T]) -> Iterator[tuple[nn.Module, T]]:
         for module in self._paths:
@@ -111,9 +111,9 @@ class Planner:
             raise Refused("it is not called")
         check_hooks(norm)
         acts = list(dict.fromkeys(self._activation_after(flow, call) for flow, call in calls))
-        specs = list(dict.fromkeys(spec_of(act) for act in acts))
-        if len(specs) > 1:
-            raise Refused(f"it is called several times, followed by {listed(map(str, specs))}")
+        activations = list(dict.fromkeys(activation_of(act) for act in acts))
+        if len(activations) > 1:
+            raise Refused(f"it is called several times, followed by {listed(map(str, activations))}")
         for module in _seen_by(calls, inplace=False):
             check_hooks(module)
         for module in (norm, *acts):
@@ -122,12 +122,12 @@ class Planner:
             call.shape is not None and len(call.shape) == norm._get_no_batch_dim() for _, call in calls
         ):
             raise Refused("it is called without a batch dimension")
-        inplace = self._inplace and specs[0].invertible and all(self._may_overwrite(*call) for call in calls)
+        inplace = self._inplace and activations[0].invertible and all(self._may_overwrite(*call) for call in calls)
         conv = self._conv_before(calls) if inplace and isinstance(norm, BATCH_NORMS) else None
         makers = [flow.maker(call.reads[0]) for flow, call in calls] if inplace else []
         over = tuple(dict.fromkeys(maker.module for maker in makers if maker and maker.module))
-        twin = twin_of(norm, specs[0], inplace, conv is not None)
-        return Fusion(norm, acts, specs[0], inplace, twin, conv, over, _seen_by(calls, inplace))
+        twin = twin_of(norm, activations[0], inplace, conv is not None)
+        return Fusion(norm, acts, activations[0], inplace, twin, conv, over, _seen_by(calls, inplace))
 
     def _activation_after(self, flow: Flow, call: Call) -> nn.Module:
         value = call.makes[0]
@@ -177,7 +177,7 @@ class Planner:
         return not all(maker is not None and maker.module in fusions for maker in makers)
 
     def _sharing_allowed(self, fusion: Fusion, fusions: dict[nn.Module, Fusion]) -> bool:
-        if TABLE[fusion.spec.name].idempotent or not any(self._is_shared(act, fusions) for act in fusion.acts):
+        if TABLE[fusion.activation.name].idempotent or not any(self._is_shared(act, fusions) for act in fusion.acts):
             return True
         # The mark is on the output tensor itself, so no other call may lie between the norm and its activation.
         direct = all(call.makes[0] not in flow.passed for flow, call in self._calls(fusion.norm))
@@ -193,12 +193,12 @@ class Planner:
         except (TypeError, ValueError) as error:
             raise Refused(str(error)) from None
 
-    def _rows(self, plan: Plan) -> None:
+    def _rows(self, changes: Changes) -> None:
         """Adds a row for each module, and each function that a module calls, in the order of the calls in training."""
         flow = self._flows[0] if self._flows else Flow("")
-        fusions = {fusion.norm: fusion for fusion in plan.fusions}
-        convs = {fusion.conv for fusion in plan.fusions}
-        pools = {pool for pool, _ in plan.pools}
+        fusions = {fusion.norm: fusion for fusion in changes.fusions}
+        convs = {fusion.conv for fusion in changes.fusions}
+        pools = {pool for pool, _ in changes.pools}
         told: set[object] = set()
         left: dict[object, list[Call]] = {}
         for call in flow.calls:
@@ -208,12 +208,12 @@ class Planner:
             if of in told or after_fused:
                 continue
             if call.module in fusions:
-                plan.replaced.append(self._fused_row(flow, fusions[call.module]))
+                changes.replaced.append(self._fused_row(flow, fusions[call.module]))
             elif call.module in pools:
-                plan.replaced.append(self._pool_row(flow, call.module))
+                changes.replaced.append(self._pool_row(flow, call.module))
             elif call.module in self._joined and call.module not in convs:
                 conv, to = type(call.module).__name__, f"Join{type(call.module).__name__}"
-                plan.replaced.append(
+                changes.replaced.append(
                     Row(self._paths[call.module], f"{self._joined[call.module]} + {conv}", to, "", None)
                 )
             elif call.kind == "join" and not any(flow.readers(value) for value in call.makes):
@@ -225,14 +225,14 @@ class Planner:
             else:
                 continue
             told.add(of)
-        plan.recomputed += [self._left_row(flow, calls) for calls in left.values()]
+        changes.recomputed += [self._left_row(flow, calls) for calls in left.values()]
         told.update(left)
         # The row of a function stands for the norm module whose forward calls it.
         told_as_functions = {call.where for call in flow.calls if call.kind == "norm" and call.module is None}
         for module, paths in self._paths.items():
             why = self._refused.get(module) or _not_understood(module)
             if why and module not in told and told_as_functions.isdisjoint(paths):
-                plan.skipped.append(Row(paths, type(module).__name__, "", why, None))
+                changes.skipped.append(Row(paths, type(module).__name__, "", why, None))
 
     def _fused_row(self, flow: Flow, fusion: Fusion) -> Row:
         conv = [] if fusion.conv is None else [fusion.conv]
@@ -245,7 +245,7 @@ class Planner:
             type(fusion.twin).__name__ if fusion.conv is None else type(fusion.conv).__name__.replace("Conv", "ConvABN")
         )
         nbytes = _total(call.nbytes for call in flow.of(fusion.norm))
-        return Row((*before, *acts), " + ".join(what), f"{to}({fusion.spec})", "", nbytes)
+        return Row((*before, *acts), " + ".join(what), f"{to}({fusion.activation})", "", nbytes)
 
     def _pool_row(self, flow: Flow, pool: nn.Module) -> Row:
         # One byte for each element replaces an int64 index, which saves 7 bytes.

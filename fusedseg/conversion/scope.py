@@ -9,7 +9,7 @@ the forward of the original.
 import copy
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import fx, nn
 
@@ -61,7 +61,7 @@ class Scoped:
         inherited = getattr(super(), "__prepare_scriptable__", None)
         return self if inherited is None else inherited()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickles the root under the name of the class that it had; unpickling makes the scoped class again."""
         if STOCK_CLASS not in type(self).__dict__:
             # Other code has changed the class once more, and must pickle its own class.
@@ -84,7 +84,7 @@ class _ScopedGraph(Scoped):
         with recompute.of_converted():
             return call(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if STOCK_CLASS not in type(self).__dict__:
             return super().__reduce_ex__(protocol)
         state = {WIRING: self.__dict__[WIRING]} if WIRING in self.__dict__ else {}

@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ class _Tracer(fx.Tracer):
         # Each module that was called, with each value that it got or returned.
         self.seen: list[tuple[nn.Module, fx.Node]] = []
 
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         out = super().call_module(m, forward, args, kwargs)
         self.seen += [(m, leaf.node) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, fx.Proxy)]
         return out
@@ -135,10 +137,10 @@ def _is_metadata(node: fx.Node, name: str) -> bool:
     return node.op == "call_method" and name in METADATA
 
 
-def _changes_nothing(node: fx.Node, name: str, module: Any) -> bool:
+def _changes_nothing(node: fx.Node, name: str, module: object) -> bool:
     if type(module) is nn.Identity:
         return True
-    if type(module) in DROPOUTS:
+    if isinstance(module, DROPOUTS) and type(module) in DROPOUTS:
         return bool(module.p == 0 or not module.training)
     if node.op == "call_function" and name in DROPOUT_FUNCTIONS:
         return bool(node.kwargs.get("p", 0.5) == 0 or node.kwargs.get("training", True) is False)

@@ -18,7 +18,7 @@ POOLS: dict[type, type] = {nn.MaxPool2d: MaxPool2d, nn.MaxPool3d: MaxPool3d}
 STOCK = "_fusedseg_stock"
 
 
-class Spec(NamedTuple):
+class ActivationArguments(NamedTuple):
     """An activation as the arguments of a fused module."""
 
     name: str
@@ -36,7 +36,7 @@ class Refused(Exception):
     """Raised if a module cannot be replaced; the message says why, in words for the report."""
 
 
-def spec_of(act: nn.Module) -> Spec:
+def activation_of(act: nn.Module) -> ActivationArguments:
     """The activation of a stock module; raises Refused if no fused norm has such an activation."""
     row = OF_MODULE.get(type(act))
     if row is None:
@@ -53,9 +53,9 @@ def spec_of(act: nn.Module) -> Spec:
         if found != value:
             raise Refused(f"the {attribute} of its activation is {found!r}, and fused norms support only {value!r}")
     if row.parameter is None:
-        return Spec(row.name, None)
+        return ActivationArguments(row.name, None)
     value = getattr(act, row.parameter.attribute)
-    return Spec(row.name, value if row.parameter.choices else _number(row.parameter.name, value))
+    return ActivationArguments(row.name, value if row.parameter.choices else _number(row.parameter.name, value))
 
 
 def _number(what: str, value: object) -> float:
@@ -74,13 +74,13 @@ def check_forward(module: nn.Module) -> None:
         raise Refused(f"the forward of its {type(module).__name__} was replaced")
 
 
-def twin_of(norm: nn.Module, spec: Spec, inplace: bool, of_conv: bool) -> nn.Module:
+def twin_of(norm: nn.Module, activation: ActivationArguments, inplace: bool, of_conv: bool) -> nn.Module:
     """A fused module with the settings of ``norm``, without parameters and buffers.
 
     ``of_conv`` says that the convolution before the norm may do the norm's work.
     """
     cls = (NORM_OF_CONV if of_conv else STORE_OUTPUT if inplace else STORE_INPUT)[type(norm)]
-    act = {"activation": spec.name, "activation_param": spec.param}
+    act = {"activation": activation.name, "activation_param": activation.param}
     if isinstance(norm, nn.GroupNorm):
         return cls(norm.num_groups, norm.num_channels, norm.eps, False, **act)
     return cls(norm.num_features, norm.eps, norm.momentum, False, False, **act)

@@ -1,7 +1,7 @@
 """Snapshots of a model, to restore it."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -42,7 +42,7 @@ class Snapshot:
                     held.update(content)
 
 
-def _is_same(one: Any, two: Any) -> bool:
+def _is_same(one: Collection[object], two: Collection[object]) -> bool:
     """Whether two containers hold the same objects in the same order."""
     if isinstance(one, set):
         return one == two

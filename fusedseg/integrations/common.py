@@ -79,7 +79,7 @@ def compile_in_place(op: str, network: nn.Module, options: dict[str, Any]) -> No
     network.compile(backend=backend, options=options)
 
 
-def kept_by_backend(network: object) -> tuple[Report | None, str]:
+def kept_by_backend(network: nn.Module) -> tuple[Report | None, str]:
     """The report of the backend on a network that has run, and a text for the log."""
     try:
         found = report(network)

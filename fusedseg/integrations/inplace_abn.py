@@ -17,6 +17,7 @@ import warnings
 from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..activation import Activation, is_invertible, parse_activation
@@ -102,17 +103,21 @@ class ABN(_InPlaceABN):
         self.KEEP = keep if self._in_place else "input"
         self.activation, self.activation_param, self._act = activation, activation_param, act
 
-    def _kept_now(self, *call: Any) -> Kept | None:
-        return super()._kept_now(*call) if self.KEEP == "output" else None
+    def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
+        return super()._kept_now(weight, bias, dtype, residual) if self.KEEP == "output" else None
 
-    def _kept_eagerly(self, *call: Any) -> Kept | None:
-        return super()._kept_eagerly(*call) if self.KEEP == "output" else None
+    def _kept_eagerly(
+        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool
+    ) -> Kept | None:
+        return super()._kept_eagerly(weight, bias, dtype, residual) if self.KEEP == "output" else None
 
     def refresh_kept(self) -> None:
         if self.KEEP == "output":
             super().refresh_kept()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: object) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object], *rest: object
+    ) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if local_metadata.get("version") != self._version and isinstance(weight, Tensor) and bool((weight < 0).any()):
             _warn_of_negative_weights()

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,12 +23,25 @@ _pl: Any = needed("lightning", "lightning", "lightning.pytorch", "pytorch_lightn
 LAYER_SYNC = "_layer_sync"
 
 
-def _say(trainer: Any, text: str) -> None:
+class _Trainer(Protocol):
+    """What is read of a ``Trainer``."""
+
+    is_global_zero: bool
+    strategy: object
+
+
+class _OnDevice(Protocol):
+    """What is read of a ``LightningModule`` while it trains."""
+
+    device: torch.device
+
+
+def _say(trainer: _Trainer, text: str) -> None:
     if trainer.is_global_zero:
         _pl.utilities.rank_zero_info(text)
 
 
-def _network(op: str, pl_module: Any, name: str | None) -> nn.Module:
+def _network(op: str, pl_module: nn.Module, name: str | None) -> nn.Module:
     """The module with this name, or the only child that has parameters."""
     if name is not None:
         return pl_module.get_submodule(name)
@@ -78,7 +91,7 @@ class Convert(_pl.Callback):
         self.report: ConversionReport | None = None
         self._done = False
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: _Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
         self._done = False
@@ -89,10 +102,10 @@ class Convert(_pl.Callback):
         if not later and any(True for _ in pl_module.parameters()):
             self._convert(trainer, pl_module)
 
-    def on_fit_start(self, trainer: object, pl_module: object) -> None:
+    def on_fit_start(self, trainer: _Trainer, pl_module: nn.Module) -> None:
         self._convert(trainer, pl_module)
 
-    def _convert(self, trainer: object, pl_module: Any) -> None:
+    def _convert(self, trainer: _Trainer, pl_module: nn.Module) -> None:
         if self._done:
             return
         network = _network(f"{OP}.Convert", pl_module, self.module)
@@ -157,12 +170,12 @@ class Compile(_pl.Callback):
         self.report: Report | None = None
         self._said = False
 
-    def on_fit_start(self, trainer: object, pl_module: object) -> None:
+    def on_fit_start(self, trainer: _Trainer, pl_module: nn.Module) -> None:
         self._said = False
         op = f"{OP}.Compile"
         compile_in_place(op, _network(op, pl_module, self.module), self.options)
 
-    def on_train_batch_end(self, trainer: object, pl_module: object, *outputs: object) -> None:
+    def on_train_batch_end(self, trainer: _Trainer, pl_module: nn.Module, *outputs: object) -> None:
         if not self._said:
             self._said = True
             self.report, text = kept_by_backend(_network(f"{OP}.Compile", pl_module, self.module))
@@ -195,7 +208,7 @@ class MemoryReport(_pl.Callback):
         self._before = 0
         self._open = ExitStack()
 
-    def on_train_batch_start(self, trainer: object, pl_module: Any, *batch: object) -> None:
+    def on_train_batch_start(self, trainer: _Trainer, pl_module: _OnDevice, *batch: object) -> None:
         if self._seen == self.batch:
             if pl_module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -204,12 +217,12 @@ class MemoryReport(_pl.Callback):
                 self._live = self._open.enter_context(LiveBytes())
         self._seen += 1
 
-    def on_before_backward(self, trainer: object, pl_module: Any, loss: object) -> None:
+    def on_before_backward(self, trainer: _Trainer, pl_module: _OnDevice, loss: object) -> None:
         if self._seen == self.batch + 1 and self.held is None:
             live = torch.cuda.memory_allocated(pl_module.device) if self._live is None else self._live.current
             self.held = live - self._before
 
-    def on_train_batch_end(self, trainer: object, pl_module: Any, *outputs: object) -> None:
+    def on_train_batch_end(self, trainer: _Trainer, pl_module: _OnDevice, *outputs: object) -> None:
         if self._seen != self.batch + 1 or self.peak is not None:
             return
         self._open.close()
@@ -218,9 +231,9 @@ class MemoryReport(_pl.Callback):
         held = "" if self.held is None else f"{self.held / 2**20:.1f} MiB alive before backward, "
         _say(trainer, f"fusedseg: training batch {self.batch}: {held}{self.peak / 2**20:.1f} MiB at the peak")
 
-    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
+    def on_exception(self, trainer: _Trainer, pl_module: object, exception: BaseException) -> None:
         self._open.close()
 
-    def on_fit_end(self, trainer: object, pl_module: object) -> None:
+    def on_fit_end(self, trainer: _Trainer, pl_module: object) -> None:
         if self.peak is None:
             _say(trainer, f"fusedseg: training ended after {self._seen} batches, so batch {self.batch} was not counted")

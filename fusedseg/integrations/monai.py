@@ -17,7 +17,7 @@ from .common import converted_once, needed
 
 OP = "fusedseg.integrations.monai"
 _factories = needed("monai", "monai", "monai.networks.layers.factories")
-_MetaTensor: Any = needed("monai", "monai", "monai.data.meta_tensor").MetaTensor
+_MetaTensor = needed("monai", "monai", "monai.data.meta_tensor").MetaTensor
 _Inferer: Any = needed("monai", "monai", "monai.inferers").Inferer
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Callbacks for the ``Trainer`` of Hugging Face, which convert or compile a segmentation model before training."""
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,12 @@ from .common import compile_in_place, converted_once, kept_by_backend, needed
 OP = "fusedseg.integrations.transformers"
 _transformers: Any = needed("transformers", "transformers", "transformers")
 logger = logging.getLogger(__name__)
+
+
+class _State(Protocol):
+    """What is read of the state of a ``Trainer``."""
+
+    is_world_process_zero: bool
 
 
 class Convert(_transformers.TrainerCallback):
@@ -44,15 +50,17 @@ class Convert(_transformers.TrainerCallback):
         self.report: ConversionReport | None = None
         self._done = False
 
-    def on_init_end(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
+    def on_init_end(
+        self, args: object, state: _State, control: object, model: nn.Module | None = None, **others: object
+    ) -> None:
         if model is not None:
             self._convert(model, state)
 
-    def on_train_begin(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
+    def on_train_begin(self, args: object, state: _State, control: object, model: nn.Module, **others: object) -> None:
         if not self._done:
             self._convert(model, state)
 
-    def _convert(self, model: nn.Module, state: Any) -> None:
+    def _convert(self, model: nn.Module, state: _State) -> None:
         example = _images(model) if self.example_inputs is None else self.example_inputs
         self.report, message = converted_once(model, example, self.options)
         self._done = True
@@ -87,11 +95,11 @@ class Compile(_transformers.TrainerCallback):
         self.report: Report | None = None
         self._said = False
 
-    def on_train_begin(self, args: object, state: object, control: object, model: Any = None, **others: object) -> None:
+    def on_train_begin(self, args: object, state: _State, control: object, model: nn.Module, **others: object) -> None:
         self._said = False
         compile_in_place(f"{OP}.Compile", model, self.options)
 
-    def on_step_end(self, args: object, state: Any, control: object, model: object = None, **others: object) -> None:
+    def on_step_end(self, args: object, state: _State, control: object, model: nn.Module, **others: object) -> None:
         if not self._said:
             self._said = True
             self.report, text = kept_by_backend(model)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, Given
-from .monai import Call, DiceLoss, Form, class_weight
+from .monai import DiceLoss, Form, LossCall, class_weight
 
 
 class Focal(NamedTuple):
@@ -36,10 +36,10 @@ class Focal(NamedTuple):
                 f"{name}: a single alpha is ignored with use_softmax=True and include_background=False", stacklevel=3
             )
             alpha = None
-        found: Any = alpha if single else torch.as_tensor(alpha)
+        found = alpha if alpha is None or isinstance(alpha, (int, float)) else torch.as_tensor(alpha)
         return cls(name, include_background, found, reduction, softmax)
 
-    def value(self, found: Tensor, call: Call, weight: Tensor | None) -> Tensor:
+    def value(self, found: Tensor, call: LossCall, weight: Tensor | None) -> Tensor:
         """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""
         per_class = self._weighted(self._balanced(found), weight)
         S = math.prod(call.given.logits.shape[2:])
@@ -79,7 +79,7 @@ class Focal(NamedTuple):
             )
         return per_class * weight.to(per_class)
 
-    def _valid(self, call: Call) -> Tensor | None:
+    def _valid(self, call: LossCall) -> Tensor | None:
         """The number of positions of each sample that are not ignored, (N,); None if none can be ignored."""
         mask, ignore = call.given.mask, call.spec.ignore
         if mask is None and ignore is not None:
@@ -90,7 +90,7 @@ class Focal(NamedTuple):
 _EPS = torch.finfo(torch.float32).eps
 
 
-def _without_background(call: Call) -> Call:
+def _without_background(call: LossCall) -> LossCall:
     """The call without the first class.  Positions of the background are ignored, since they add nothing."""
     x, target, mask = call.given
     if isinstance(x, ConvLogits):
@@ -99,11 +99,11 @@ def _without_background(call: Call) -> Call:
     else:
         rest = x[:, 1:]
     if call.spec.dense:
-        return Call(Given(rest, target[:, 1:], mask), call.spec)
+        return LossCall(Given(rest, target[:, 1:], mask), call.spec)
     labels = target.to(torch.int16 if x.shape[1] < 2**15 else torch.int64) - 1
     if call.spec.ignore is not None:
         labels = labels.masked_fill(target == call.spec.ignore, -1)
-    return Call(Given(rest, labels), call.spec.ignoring(-1))
+    return LossCall(Given(rest, labels), call.spec.ignoring(-1))
 
 
 class FocalLoss(_Loss):
@@ -160,7 +160,7 @@ class FocalLoss(_Loss):
         call = self.form.call(input, target)
         check_hard(self.form.name, call.given.mask, self.form.ignore_index)
         likelihood = "softmax" if self.focal.softmax else "sigmoid"
-        call = Call(call.given, call.spec.using("none", likelihood, self.gamma))
+        call = LossCall(call.given, call.spec.using("none", likelihood, self.gamma))
         apart = self.focal.softmax and not self.focal.include_background and input.shape[1] > 1
         found = sums(*(_without_background(call) if apart else call))
         return self.focal.value(found, call, self.class_weight)

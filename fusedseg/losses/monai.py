@@ -16,7 +16,7 @@ from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
 from .likelihood import CrossEntropy, binary_total, positions_of
 
 
-class Call(NamedTuple):
+class LossCall(NamedTuple):
     """A call of a loss: the tensors and the spec of its Dice part.
 
     It has no properties, because the compiler of PyTorch 2.8 does not follow those of a named tuple with tensors.
@@ -51,7 +51,7 @@ class Form(NamedTuple):
         if self.sigmoid and self.softmax:
             raise ValueError(f"{self.name}: sigmoid and softmax must not both be True")
 
-    def call(self, x: Logits, target: Tensor) -> Call:
+    def call(self, x: Logits, target: Tensor) -> LossCall:
         """Reads the arguments of a forward as MONAI does, with its warnings for one channel."""
         labels = self.to_onehot_y and x.shape[1] > 1
         if x.shape[1] == 1:
@@ -69,7 +69,7 @@ class Form(NamedTuple):
         mask = None if labels else self._mask(target)
         minimum = self.soft_label and not self.squared and not labels
         ignore = self.ignore_index if labels else None
-        return Call(
+        return LossCall(
             Given(x, target, mask), SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
         )
 
@@ -320,7 +320,7 @@ class DiceCELoss(_Loss):
             loss = loss + self.lambda_ce * self._entropy(found, entropy, call)
         return loss
 
-    def _entropy(self, found: Tensor, entropy: CrossEntropy, call: Call) -> Tensor:
+    def _entropy(self, found: Tensor, entropy: CrossEntropy, call: LossCall) -> Tensor:
         if call.given.logits.shape[1] == 1:
             total = binary_total(found, self.weight)
             return total if self.reduction == "sum" else total / call.positions()

@@ -21,7 +21,8 @@ class _SumOfProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t):
-        world: Any = distributed.group.WORLD
+        world = distributed.group.WORLD
+        assert world is not None
         ctx.group = world.group_name
         return gather(t, ctx.group).sum(0)
 

@@ -191,7 +191,7 @@ def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor], budgets: Sequenc
     return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
 
 
-def _backend(backend: Backend, model: nn.Module, inputs: Any) -> list[Point]:
+def _backend(backend: Backend, model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[Point]:
     budgets: list[float | None] = [None, *BACKEND_BUDGETS]
     ways = [{} if budget is None else {"budget": budget, "extra_flops": MOST} for budget in budgets]
     found: dict[int, Point] = {}

@@ -172,7 +172,7 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         kind = dtype if tensor.is_floating_point() else tensor.dtype
-        bare: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
         memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     with _PlainTensors():
         return copy.deepcopy(model, memo)

@@ -72,7 +72,7 @@ class SavedBytes:
         self._savers: dict[int, Counter[Saver]] = {}
         self._nbytes: dict[int, int] = {}
         # Tensors are detached, because an output that is packed with its own graph would keep itself alive.
-        self._hooks = saved_tensors_hooks(lambda tensor: _Kept(self, tensor.detach()), lambda kept: kept.tensor)
+        self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(self, tensor.detach()), lambda kept: kept.tensor)
 
     def __enter__(self) -> "SavedBytes":
         self._hooks.__enter__()
@@ -126,7 +126,7 @@ class SavedBytes:
             del self._savers[key], self._nbytes[key]
 
 
-class _Kept:
+class _SavedTensor:
     """A saved tensor.  The graph holds the only reference, so that its finalizer runs when the graph frees it."""
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:

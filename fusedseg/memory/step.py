@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +97,7 @@ def _notes(model: nn.Module, fake: bool, autocast: torch.dtype | None, backward:
     return notes
 
 
-def op_name(node: Any) -> str:
+def op_name(node: torch.autograd.graph.Node) -> str:
     """The name of the op of a node in autograd's graph: "Convolution" for ConvolutionBackward0."""
     return node.name().split("::")[-1].rstrip("0123456789").removesuffix("Backward")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from .._module_hooks import looking_on
-from .._torch import get_sequence_nr
+from .._torch import OpOverload, get_sequence_nr
 from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -187,8 +187,8 @@ class Trace(LiveBytes):
     def _recomputes(self) -> bool:
         return self.phase == "backward" and bool(self._calls)
 
-    def allocated(self, key: int, tensor: torch.Tensor, func: Any) -> None:
-        op = func.overloadpacket.__name__ if func is not None else ""
+    def allocated(self, key: int, tensor: torch.Tensor, func: object) -> None:
+        op = func.overloadpacket.__name__ if isinstance(func, OpOverload) else ""
         self._index[key] = len(self.storages)
         self._event(len(self.storages))
         kind = self._kind(op, tensor, func)

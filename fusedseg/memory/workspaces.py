@@ -7,7 +7,6 @@ Backward of a batch norm allocates no gradient of the input if nobody asks for i
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ FEW, MANY = 8, 136
 BATCH = 16
 
 
-def as_with_values(func: object, args: tuple, out: Any) -> Any:
+def as_with_values(func: object, args: tuple, out: tuple) -> tuple:
     """The results of ``func``; if they have no values, with the memory that they would have with values."""
     if func is BATCH_NORM_BACKWARD and isinstance(out[0], FakeTensor):
         *_, output_mask = args
@@ -32,7 +31,7 @@ def as_with_values(func: object, args: tuple, out: Any) -> Any:
     return out
 
 
-def _with_workspace(args: tuple, out: Any) -> Any:
+def _with_workspace(args: tuple, out: tuple) -> tuple:
     T, N, *_ = args[0].shape
     given = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in args[:7])
     options = tuple(tuple(a) if isinstance(a, list) else a for a in args[7:])

@@ -23,7 +23,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 class _ConvBank(Unscriptable, nn.Module):
     # nn.Conv2d and F.conv2d, or nn.Conv3d and F.conv3d; typed Any, because their signatures differ.
     conv_class: type[nn.Module]
-    convolve: Any
+    convolve: Callable[..., Tensor]
     dims: int
     # A ModuleList of conv_class; the user may have replaced some of them by other modules.
     branches: Any
@@ -237,20 +237,19 @@ class _ConvBank(Unscriptable, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
-def _summed(branches: nn.ModuleList, kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def _summed(convs: Sequence[nn.Conv2d | nn.Conv3d], kernel: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """The sums of kernels and of biases, added up in fp32 or wider.
 
     ``kernel`` is the largest size in each dimension; smaller kernels get zeros around them.
     """
-    convs: Any = branches
     by_size: dict[torch.Size, list[Tensor]] = {}
     for conv in convs:
         by_size.setdefault(conv.weight.shape[2:], []).append(conv.weight)
     dtype = convs[0].weight.dtype
     # Kernels of one size are added up first, so that each size is embedded only once.
     first, *others = [_embedded(_sum(weights), kernel) for weights in by_size.values()]
-    bias = None if convs[0].bias is None else _sum([conv.bias for conv in convs]).to(dtype)
-    return sum(others, first).to(dtype), bias
+    biases = [conv.bias for conv in convs if conv.bias is not None]
+    return sum(others, first).to(dtype), _sum(biases).to(dtype) if biases else None
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

@@ -74,7 +74,7 @@ class _ConvHead(Unscriptable):
         self.scale_factor, self.align_corners = scale_factor, align_corners
 
     @classmethod
-    def from_conv(cls: Any, conv: nn.Module, *, scale_factor: int = 1, align_corners: bool = False) -> Any:
+    def from_conv(cls: Any, conv: nn.Conv2d | nn.Conv3d, *, scale_factor: int = 1, align_corners: bool = False) -> Any:
         """A head in place of a stock 1x1 convolution: ``net.head = fusedseg.ConvHead3d.from_conv(net.head)``.
 
         The head has the parameters of ``conv`` themselves, so that an optimizer keeps them, and its ``state_dict`` has
@@ -87,9 +87,8 @@ class _ConvHead(Unscriptable):
         stock = cls._stock
         if type(conv) is not stock:
             raise TypeError(f"{cls._name()}.from_conv: conv must be an nn.{stock.__name__}, got {type(conv).__name__}")
-        made: Any = conv
-        form = made.kernel_size, made.stride, made.padding, made.groups
-        ones = (1,) * len(made.kernel_size)
+        form = conv.kernel_size, conv.stride, conv.padding, conv.groups
+        ones = (1,) * len(conv.kernel_size)
         if form != (ones, ones, (0,) * len(ones), 1):
             raise ValueError(
                 f"{cls._name()}.from_conv: conv must have kernel size 1, stride 1, no padding and one group, got {conv}"

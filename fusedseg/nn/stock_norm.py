@@ -47,7 +47,7 @@ class StockNorm(Unscriptable, nn.Module):
     # The kind of statistics (``Spec.kind``), the number of channels, the least and the largest number of dimensions of
     # x, the words for them in errors, and whether x must have that number of channels.
     KIND: str
-    _channels: Any
+    _channels: int
     DIMS: tuple[int, int]
     SPATIAL: str
     channels_matter: bool
@@ -147,7 +147,7 @@ class StockNorm(Unscriptable, nn.Module):
         if not isinstance(x, Tensor) or not self.DIMS[0] <= x.dim() <= self.DIMS[1] or x.shape[1] != channels:
             self._wrong_shape(x, channels)
 
-    def _wrong_shape(self, x: Any, channels: int) -> None:
+    def _wrong_shape(self, x: Tensor, channels: int) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
         text = f"{self.OP}: x must have shape (N, {channels}) {self.SPATIAL}, got {tuple(x.shape)}"

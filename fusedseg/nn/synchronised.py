@@ -4,7 +4,7 @@ import functools
 import warnings
 from typing import Any
 
-from torch import distributed
+from torch import Tensor, distributed
 
 from ..ops import unfused
 
@@ -31,7 +31,7 @@ class Synchronised:
     """A base class that stands before the module without synchronisation, such as ``InPlaceABN``."""
 
     training: bool
-    running_mean: Any
+    running_mean: Tensor | None
     process_group: object = None
 
     def _others(self) -> str | None:

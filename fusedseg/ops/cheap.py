@@ -21,7 +21,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
 
-def hint_of(size: Any) -> int:
+def hint_of(size: int | torch.SymInt) -> int:
     """A size as a number.  A symbolic size has the size of the example as its hint; reading the hint adds no guard."""
     return size if isinstance(size, int) else size.node.hint or 1
 

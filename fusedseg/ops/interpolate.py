@@ -17,6 +17,8 @@ from .. import _torch
 aten = torch.ops.aten
 Sizes = int | Sequence[int] | None
 Factors = float | Sequence[float] | None
+# The arguments of the op after x.
+How = tuple[list[int] | None, list[float] | None, str, bool | None]
 # (mode, spatial dimensions) -> the kernel of backward, and whether it takes ``align_corners``.
 BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
     ("nearest", 1): (aten.upsample_nearest1d_backward.default, False),
@@ -79,12 +81,12 @@ def _(dy, size, small, factors, mode, corners):
     return _like(dy, small)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, _, ctx.factors, ctx.mode, ctx.corners = inputs
     ctx.small, ctx.size = x.shape, output.shape[2:]
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = interpolate_backward_op(dy, ctx.size, ctx.small, ctx.factors, ctx.mode, ctx.corners)
     return dx, None, None, None, None
 

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 
 Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 # The types of arguments that may hold tensors.
 _TREES = (Tensor, tuple, list, dict)
 
@@ -27,7 +29,7 @@ class Replay:
 
     __slots__ = ("args", "func", "kwargs")
 
-    def __init__(self, func: Function, args: object, kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Function, args: object, kwargs: Kwargs) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, *tensors: Tensor) -> Tensor:

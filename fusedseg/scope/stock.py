@@ -31,7 +31,7 @@ from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as max_pool
 from ..rules import FLAG, ROWS
 from . import recipes
-from .calls import replay
+from .calls import Args, Kwargs, replay
 from .joins import note_cat, note_interpolated, noted
 from .offers import Held, Input, Offer
 from .parts import joined
@@ -52,7 +52,7 @@ def _offer(
 
 
 def _call(
-    registry: Registry, func: Function, args: Any, kwargs: Any, tensors: Sequence[Tensor], rebuild: Function,
+    registry: Registry, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor], rebuild: Function,
     overwrite: Function | None,
 ) -> Any:  # fmt: skip
     """Calls a function that writes to none of its arguments, and offers the recipe ``rebuild``."""
@@ -69,7 +69,7 @@ def _call(
         return func(*args, **kwargs)
 
 
-def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: Function | None = None) -> Any:
+def _pure(registry: Registry, func: Function, args: Args, kwargs: Kwargs, inplace: Function | None = None) -> Any:
     """The rule of functions that write to none of their arguments.
 
     ``inplace`` is the function that writes the same result over its first argument, if there is one.
@@ -79,7 +79,7 @@ def _pure(registry: Registry, func: Function, args: Any, kwargs: Any, inplace: F
     return _call(registry, func, args, kwargs, tensors, again, overwrite)
 
 
-def _overwriting(registry: Registry, func: Function, args: Any, kwargs: Any, pure: Function) -> Any:
+def _overwriting(registry: Registry, func: Function, args: Args, kwargs: Kwargs, pure: Function) -> Any:
     """The rule of functions that overwrite their first argument; ``pure`` computes the same into new memory."""
     x = args[0] if args else kwargs["input"]
     if not x.is_floating_point():
@@ -103,9 +103,10 @@ class Rounded:
         return self.call(x, *others).to(x.dtype)
 
 
-def _flagged(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def _flagged(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
     apart: Function
+    tensors: Sequence[Tensor]
     if len(args) == 1 and len(kwargs) == ("inplace" in kwargs):
         (apart, overwrite), tensors = _forms(func), args
     else:
@@ -122,13 +123,13 @@ def _forms(func: Function) -> tuple[Function, Function]:
     return func, functools.partial(func, inplace=True)
 
 
-def _cat(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def _cat(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of ``torch.cat``, whose result is rebuilt part by part."""
     again, tensors = replay(func, args, kwargs)
     return _call(registry, func, args, kwargs, tensors, joined(again, args, kwargs), None)
 
 
-def _max_pool(registry: Registry, func: Function, args: Any, kwargs: Any, dims: int) -> Any:
+def _max_pool(registry: Registry, func: Function, args: Args, kwargs: Kwargs, dims: int) -> Any:
     """The rule of max-pooling: the package's own pool, which keeps a byte per element, runs if its result is equal."""
     names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     named = dict(zip(names, args, strict=False)) | kwargs
@@ -166,7 +167,7 @@ def _offer_cast(registry: Registry, t: Tensor, parameter: Tensor) -> Handle | No
     return None if recipe is None else Handle(recipe, at)
 
 
-def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def _convolution(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of convolutions, which save their weight.
 
     Under autocast the call casts the weight, or finds a cast of an earlier call in autocast's cache.
@@ -187,7 +188,7 @@ def _convolution(registry: Registry, func: Function, args: Any, kwargs: Any) -> 
         return func(*args, **kwargs)
 
 
-def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def _prelu(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of prelu.
 
     Under autocast the recipe gets the slopes that the call has used, which may be older than the parameter (see
@@ -209,7 +210,7 @@ def _prelu(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _dropout(registry: Registry, func: Function, args: Any, kwargs: Any) -> Any:
+def _dropout(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of dropout, of elements or of channels.  The function itself draws the mask, once."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     x, p, inplace = named["input"], named.get("p", 0.5), named.get("inplace")

@@ -5,7 +5,7 @@ beside a gradient of the same size.  Here the gradient of the weight comes first
 call of aten, and gradients of gradients work as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .. import _torch
 from ..ops import reuse
 from ..ops.conv.convolution import shape_only
 from ..ops.double_backward import is_batch
+from .calls import Args, Kwargs
 from .plain import Place, is_trained_leaf, plain
 from .registry import Registry
 
@@ -58,7 +59,7 @@ class Convolution(torch.autograd.Function):
         return None, None, dx, dw, dbias
 
 
-def convolution(registry: Registry, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+def convolution(registry: Registry, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Calls ``func`` as a ``Convolution`` if its input is large and will be rebuilt in backward; otherwise as it is."""
     dims, x = DIMS.get(func), args[0] if args else None
     if dims is None or not isinstance(x, Tensor):
@@ -77,7 +78,7 @@ def convolution(registry: Registry, func: Callable[..., Any], args: tuple, kwarg
     stride, padding, dilation = (
         _each(named.get(name, n), dims) for name, n in zip(_NAMES[3:6], (1, 0, 1), strict=True)
     )
-    groups, sizes = named.get("groups", 1), [0 if bias is None else w.shape[0]]
+    groups, sizes = named.get("groups", 1), [0 if bias is None else bias.shape[0]]
     rest = sizes, stride, padding, dilation, False, [0] * dims, groups
 
     def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,7 +87,7 @@ def convolution(registry: Registry, func: Callable[..., Any], args: tuple, kwarg
     return Convolution.apply(call, rest, x, w, bias)
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def _each(value: int | Sequence[int], dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import _torch
 from ..ops.observer import Watching, changing, watching
 from . import compiled, recipes
-from .calls import replay
+from .calls import Args, Kwargs, replay
 from .plain import plain
 from .registry import Registry
 from .stock import RULES
@@ -171,7 +171,7 @@ class Watch(Watching):
         _keep_fast_paths()
 
     @compiled.as_python
-    def __torch_function__(self, func: Function, types: object, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             return self._compiled(func, args, kwargs)
@@ -200,7 +200,7 @@ class Watch(Watching):
                     (registry.secure if func in DETACHING else registry.expose)(args[0])
         return func(*args, **kwargs)
 
-    def _compiled(self, func: Function, args: Any, kwargs: Any) -> Any:
+    def _compiled(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """The call while the compiler traces it, and the mode."""
         out = func(*args, **kwargs)
         if compiled.prepare():

@@ -56,6 +56,12 @@ def test_three_dimensions(device, branches):
     assert_same(bank, torch.randn(2, 2, 5, 6, 7, device=device, **DOUBLE))
 
 
+def test_the_biases_of_some_branches_are_added_if_the_first_has_none():
+    bank = ConvBank2d(4, 6, 3, padding=1, branches=3, **DOUBLE)
+    bank.branches[0] = nn.Conv2d(4, 6, 3, padding=1, bias=False, **DOUBLE)
+    assert_same(bank, torch.randn(2, 4, 5, 6, **DOUBLE))
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_smaller_kernel_without_padding_reads_the_centres(dims):
     bank = BANKS[dims](2, 3, 5, stride=2, dilation=2, branches=[5, 1], **DOUBLE)

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 from nnunetv2.inference.sliding_window_prediction import compute_gaussian, compute_steps_for_sliding_window
 from nnunetv2.utilities.helpers import dummy_context, empty_cache
 from nnunetv2.utilities.label_handling.label_handling import LabelManager
-from torch import Tensor
+from torch import Tensor, nn
 
 from ... import _torch
 from ...inference.sums import Sums, part
@@ -47,7 +47,7 @@ class FusedPredictor(nnUNetPredictor):
     infinite value does in nnU-Net too.
     """
 
-    network: Any
+    network: nn.Module
 
     def predict_segmentation_from_preprocessed_data(self, data: Tensor, properties: dict) -> np.ndarray:
         """The labels in the shape and orientation of the image that was read.
@@ -138,7 +138,10 @@ class FusedPredictor(nnUNetPredictor):
         return SlabLabels(axes, labels.num_segmentation_heads, device, regions=regions)
 
     def predict_from_data_iterator(
-        self, data_iterator: Any, save_probabilities: bool = False, num_processes_segmentation_export: int = 0
+        self,
+        data_iterator: Iterable[dict[str, Any]],
+        save_probabilities: bool = False,
+        num_processes_segmentation_export: int = 0,
     ) -> list[np.ndarray | None]:
         """As in nnU-Net; each case is finished and written before the next one begins."""
         _refuse(save_probabilities)

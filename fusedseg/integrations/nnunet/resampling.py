@@ -9,6 +9,7 @@ Linear: (1 - f) x[floor(c)] + (1 - (1 - f)) x[floor(c) + 1] with f = c - floor(c
 A value of three axes is a sum of eight products ((x w0) w1) w2, in which the last axis varies fastest.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,9 @@ class Axis(NamedTuple):
         return self._replace(taps=taps)
 
 
-def axes_of(resample: Any, shape: tuple[int, ...], properties: dict, spacings: tuple[Any, Any]) -> tuple[Axis, ...]:
+def axes_of(
+    resample: functools.partial, shape: tuple[int, ...], properties: dict, spacings: tuple[Any, Any]
+) -> tuple[Axis, ...]:
     """The axes of nnU-Net's resampling function ``configuration_manager.resampling_fn_probabilities``.
 
     Args:

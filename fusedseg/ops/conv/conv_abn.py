@@ -12,8 +12,6 @@ All functions below take the same objects: ``call`` describes the convolution, `
 after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -98,9 +96,9 @@ def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
 def _chosen(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> str:
     """The backend of the convolution, by the rules of ``choice.py``."""
     sources, w, _, geometry = call
-    x: Any = sources[0]
-    if not (is_tensor(sources) and choice.is_open(conv_backend, x)):
+    if not is_tensor(sources) or not choice.is_open(conv_backend, sources[0]):
         return "aten"
+    x = sources[0]
     shape = geometry.output_shape(x.shape, w.shape)
     if not shape.numel():
         return "aten"

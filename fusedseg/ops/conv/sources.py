@@ -7,7 +7,7 @@ while its part of the convolution is computed, in forward or backward.  ``apart.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -190,7 +190,7 @@ def _joined(sources: Sequence[Source]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
 
-def is_tensor(sources: Sequence[Source]) -> bool:
+def is_tensor(sources: Sequence[Source]) -> TypeGuard[Sequence[Tensor]]:
     """Whether the sources are a single tensor, so that nothing must be joined or interpolated."""
     return len(sources) == 1 and isinstance(sources[0], Tensor)
 

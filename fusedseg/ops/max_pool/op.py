@@ -272,7 +272,7 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
         # Autocast does the same for the stock function on a CPU.
         x = x.float()
     if unfused.wanted():
-        stock: Any = F.max_pool2d if x.dim() == 4 else F.max_pool3d
+        stock: Callable[..., Tensor] = F.max_pool2d if x.dim() == 4 else F.max_pool3d
         return stock(x, *pool)
     coded = torch.is_grad_enabled() and x.requires_grad
     if torch.compiler.is_compiling():

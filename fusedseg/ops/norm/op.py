@@ -16,7 +16,6 @@ that keeps its input.  The op itself runs for statistics of all processes, empty
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,9 +84,10 @@ def norm_op(*call):
     out = torch.empty_like(source) if spec.keep == "output" else None
     z, found, second, xhat, total, share, _ = forward(passed, spec, spec.layout(source, layout), kept, out)
     # A backend need not return the mean that was passed to it.
-    given = passed.running_mean is not None and spec.keep == "output"
-    used: Any = passed.running_mean.to(second.dtype) if given else found  # type: ignore[union-attr]
-    rows = [used, second] if total is None or share is None else [used, second, total, share]
+    if passed.running_mean is not None and spec.keep == "output":
+        found = passed.running_mean.to(second.dtype)
+    assert found is not None
+    rows = [found, second] if total is None or share is None else [found, second, total, share]
     return z, torch.stack(rows), source.new_empty(0) if xhat is None else xhat
 
 

@@ -22,9 +22,14 @@ def spec_of(channels: int, groups: int, eps: float) -> Spec:
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor | None, *call: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    groups: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, eps = call
     source, layout = dense(x)
     spec = spec_of(x.shape[1], groups, eps)
     if mean is not None and rstd is not None:
@@ -80,14 +85,14 @@ def _(grad, x, weight, bias, mean, rstd, groups, eps, affine):
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     x, weight, bias, _, _, ctx.groups, ctx.eps = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, bias, mean, rstd)
 
 
-def _gradient(ctx: Any, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
+def _gradient(ctx, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     affine = needs[1] or needs[2]
     grads = sample_norm_backward_op(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, affine)

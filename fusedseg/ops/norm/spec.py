@@ -248,7 +248,7 @@ def move_running(passed: Passed, spec: Spec, found: Normalised, count: int) -> N
         return
     assert found.mean is not None
     with torch.no_grad():
-        weight: Any = spec.momentum
+        weight: float | Tensor = spec.momentum
         if found.total is None:
             var = (found.second**-2 - spec.eps).clamp_min(0.0) * (count / (count - 1))
         else:

@@ -2,7 +2,6 @@
 
 import functools
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,12 +63,12 @@ class Triton:
             writes_g = residual is not None
             rstd = (rstd + spec.eps).rsqrt() if spec.keeps_variance else rstd
         dresidual = torch.empty_like(source) if writes_g else None
-        parameter: Any = bias if weight is None else weight
+        parameter = None if not affine else bias if weight is None else weight
         with launching(source):
             dx, dweight, dbias = kernels.norm_act_bwd(
                 dz, source, layout, weight, bias, rstd, xhat,
                 kept=None if kept is None else (kept.slots, kept.count), training=spec.own, act=spec.act,
-                dparam_dtype=parameter.dtype if affine else None, dx=into, mean=mean, residual=residual,
+                dparam_dtype=None if parameter is None else parameter.dtype, dx=into, mean=mean, residual=residual,
                 dresidual=dresidual, exchange=exchange,
             )  # fmt: skip
         return Gradients(dx, dweight, dbias, dresidual)

@@ -1,8 +1,9 @@
 """``fusedseg.functional.ConvLogits``: the logits of a last 1x1 convolution, not yet computed."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ class ConvLogits:
         dims = self.dim() - 2
         assert x is not None
         assert weight is not None
-        convolve: Any = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
+        convolve: Callable[..., Tensor] = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
         z = convolve(x, weight.view(*weight.shape[:2], *(1,) * dims), bias)
         if self.size is None:
             return z

@@ -8,6 +8,7 @@ logits of each tile again, and from their gradient those of features, weight and
 Eager calls go through ``ConvSumsFunction``; under ``torch.compile`` the op ``fusedseg::conv_segmentation_sums`` runs.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,7 +71,7 @@ _CONV = "Tensor features, Tensor weight, Tensor? bias"
 _CALL = f"{_CONV}, Tensor target, Tensor? mask, {_FORM}, {SCHEMA}"
 
 
-def _form(size: Any, align_corners: bool, dtype: torch.dtype) -> Form:
+def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> Form:
     return Form(None if size is None else tuple(size), align_corners, dtype)
 
 
@@ -170,8 +171,7 @@ def sums(given: Given, spec: SumsSpec) -> Tensor:
     differentiable = any(t is not None and t.requires_grad for t in conv)
     if spec.hard or not (torch.is_grad_enabled() and differentiable):
         return forward(ConvSums(conv, form, given.target, given.mask, spec))
-    found: Any = ConvSumsFunction.apply(*conv, given.target, given.mask, form, spec)
-    return found
+    return ConvSumsFunction.apply(*conv, given.target, given.mask, form, spec)
 
 
 def argmax(logits: ConvLogits, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,6 @@ scale of the loss, gradients in half precision do not become 0 before they are s
 Eager calls go through ``SumsFunction``; under ``torch.compile`` the op ``fusedseg::segmentation_sums`` runs.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -154,5 +152,4 @@ def sums(given: Given, spec: SumsSpec) -> Tensor:
         return sums_op(*given, *spec)
     if not (torch.is_grad_enabled() and given.logits.requires_grad):
         return forward(given, spec)
-    found: Any = SumsFunction.apply(*given, spec)
-    return found
+    return SumsFunction.apply(*given, spec)
