@@ -15,6 +15,7 @@ from . import scope
 from .applied import applied, mark_applied
 from .aside import share
 from .flow import Flow, listed
+from .formats import lay_out, parse_format
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Changes, Planner, is_lazy
@@ -37,6 +38,7 @@ def convert(
     mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
+    memory_format: torch.memory_format | None = None,
     bits: None = None,
     budget: None = None,
     extra_flops: None = None,
@@ -86,12 +88,17 @@ def convert(
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
         inplace: whether norms may become in-place modules, which write over their input.
+        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d`` lays out parameters and buffers with the
+            dimensions of an image, and in each call of the model the inputs.  Convolutions pass the format on.  None
+            leaves every tensor as it is.  In both cases instance norms and average pools of volumes, and group norms on
+            a GPU, keep the format of their input, where PyTorch's copy it to contiguous planes.
         bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
             bool; ``bits``, ``budget`` or ``extra_flops`` is given.
-        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example.
+        ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
+            ``memory_format`` is another format.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
             of the stock model does not.
 
@@ -130,6 +137,7 @@ def convert(
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
+    memory_format = parse_format(OP, memory_format)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
@@ -152,8 +160,13 @@ def convert(
             Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
             for fusion in changes.fusions
         ]
-        scope.install(model, Wiring(model, fused, changes.paths))
+        wiring = Wiring(model, fused, changes.paths)
+        scope.install(model, wiring)
         after = None if before is None else _converted_footprint(model, inputs)
+        # Nothing raises an error from here on: what is laid out would stay so.
+        if memory_format is not None:
+            wiring.memory_format = memory_format
+            lay_out(model, memory_format)
     count = Counter(fusion.inplace for fusion in changes.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(

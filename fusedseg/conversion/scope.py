@@ -41,6 +41,7 @@ class Scoped:
         self._check_wiring()
         if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
         with recompute.of_converted():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
@@ -81,6 +82,7 @@ class _ScopedGraph(Scoped):
         self._check_wiring()
         if _apart(args, kwargs):
             return call(self, *args, **kwargs)
+        args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
         with recompute.of_converted():
             return call(self, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from ..nn.stock_norm import Aside
 from .applied import Applied
 from .aside import is_watched_now
 from .flow import CONVS
+from .formats import inputs_in
 from .twins import STOCK
 
 
@@ -55,6 +56,12 @@ class Wiring:
         self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
+        # The format of inputs that are images; None leaves them as they are.
+        self.memory_format: torch.memory_format | None = None
+
+    def laid_out(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """The arguments of a call of the model, with images in the memory format."""
+        return (args, kwargs) if self.memory_format is None else inputs_in(self.memory_format, (args, kwargs))
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

@@ -55,8 +55,9 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
-    # Whether the scope is that of a converted model, whose convolutions look for notes (``joins.py``).
-    _joins = False
+    # Whether the scope is that of a converted model: convolutions look for notes (``joins.py``), and functions keep
+    # channels_last (``formats.py``).
+    _converted = False
 
     def __init__(self, *, bits: None = None, budget: None = None, extra_flops: None = None) -> None:
         _moved.refuse("fusedseg.recompute", bits=bits, budget=budget, extra_flops=extra_flops)
@@ -66,7 +67,7 @@ class recompute(ContextDecorator):
     def of_converted(cls) -> "recompute":
         """The scope of a converted model."""
         made = cls()
-        made._joins = True
+        made._converted = True
         return made
 
     def _recreate_cm(self) -> "recompute":
@@ -85,12 +86,13 @@ class recompute(ContextDecorator):
         # Inside another scope there is nothing left to do.
         elif (around := innermost()) is not None:
             assert isinstance(around, Registry)
-            around.joins |= self._joins
+            stack.callback(setattr, around, "converted", around.converted)
+            around.converted |= self._converted
         else:
             registry = Registry(_torch.top_saved_tensors_default_hooks(True))
             OPEN.append(registry)
             stack.callback(OPEN.remove, registry)
-            registry.joins = self._joins
+            registry.converted = self._converted
             stack.callback(registry.close)
             pack = registry.pack
             stack.enter_context(saved_tensors_hooks(pack, unpack))
