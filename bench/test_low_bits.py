@@ -1,4 +1,4 @@
-"""Trains networks of which the backend keeps 8 or 4 bits a value beside the exact network, from the same weights on the same batches.
+"""Trains networks in which the backend keeps 8 or 4 bits a value beside the exact network, from equal weights.
 
 The control is the exact network with initial weights that differ by a millionth.  Two such trainings drift apart, and
 their difference shows how much of a difference in IoU means nothing.  All cases are slow: they train for minutes.

@@ -61,8 +61,8 @@ def test_refusals_of_plan(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_plan_has_a_row_for_each_trainer(monkeypatch):
-    """Without nnU-Net's own code, and for a network that the compiler refuses."""
+def test_plan_has_a_row_for_the_stock_trainer_and_for_ours(monkeypatch):
+    """Without nnU-Net's own code."""
     monkeypatch.setattr(plan, "read", lambda path, configuration: planned)
     monkeypatch.setattr(plan, "fused_loss", lambda loss: loss)
     monkeypatch.setattr(plan, "largest", lambda total, usable: 2)
@@ -75,18 +75,9 @@ def test_plan_has_a_row_for_each_trainer(monkeypatch):
     build = partial(PlainConvUNet, widths=(8,))
     planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
     found = plan.plan("nnUNetPlans.json", "16MiB")
-    stock, ours, eight, four = (fit.total for fit in found.fits.values())
+    stock, ours = (fit.total for fit in found.fits.values())
     assert stock > ours
-    assert eight >= four
-    assert "fusedseg, 8 bits (noise) " in str(found)
-
-    def refused(*args):
-        raise RuntimeError("the compiler refuses the model")
-
-    monkeypatch.setattr(plan, "partitions", refused)
-    found = plan.plan("nnUNetPlans.json", "16MiB")
-    assert [*found.fits] == ["stock", "fusedseg"]
-    assert "left out: the compiler refuses the model." in " ".join(str(found).split())
+    assert "fusedseg " in str(found)
 
 
 @pytest.mark.parametrize("ddp", [False, True])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...compiler import partitions
 from ...conversion import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ...memory.plan import gib, parse_budget
@@ -21,11 +20,6 @@ from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
-# The options of the compiler backend of the trainers whose names end with Bits8 and Bits4.
-NOISY: dict[str, dict[str, Any]] = {
-    "fusedseg, 8 bits (noise)": {"bits": 8},
-    "fusedseg, 4 bits (noise)": {"bits": 4},
-}
 # The search for a patch enlarges all axes by sixteenths of the planned patch.
 PARTS = 16
 
@@ -71,7 +65,6 @@ class NnunetPlan:
     budget: int
     usable: int
     fits: dict[str, Fit]
-    left_out: str = ""
 
     @property
     def memory_target(self) -> float:
@@ -93,8 +86,7 @@ class NnunetPlan:
         kept_back = f"{gib(self.budget - self.usable)} of {gib(self.budget)} are kept back for workspaces. "
         note = (
             f"{kept_back}One step of nnU-Net's optimizer and loss with float16 autocast in eager mode, without "
-            "torch.compile, estimated on tensors without values. Bits are those of the compiler backend, counted on "
-            f"its graphs without the loss.{self.left_out} Let nnU-Net plan for fusedseg in this GPU with "
+            "torch.compile, estimated on tensors without values. Let nnU-Net plan for fusedseg in this GPU with "
             f"`nnUNetv2_plan_experiment -gpu_memory_target {math.floor(self.memory_target)}` and a name of your own "
             "for the plans (`-overwrite_plans_name`)."
         )
@@ -109,10 +101,7 @@ def plan(
     reserve: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> NnunetPlan:
-    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with the trainers of this package.
-
-    These are ``nnUNetTrainerFusedseg``, and those with 8 bits and 4 bits, which need a network that the compiler takes
-    as one graph.
+    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with ``nnUNetTrainerFusedseg``.
 
     Args:
         plans: the path of a plans file, such as ``nnUNetPlans.json`` in the folder of a preprocessed dataset.
@@ -129,31 +118,18 @@ def plan(
     nbytes = parse_budget(budget)
     usable = int(nbytes * (1 - reserve))
     planned = read(Path(plans), configuration)
-    say = progress or (lambda _: None)
-    fits = {}
-    for way in (STOCK, FUSED):
-        fits[way] = _fit(way, functools.partial(_total, planned, way == FUSED), planned, usable, say)
-    # One compilation counts both ways.
-    noisy, left_out = functools.cache(functools.partial(_noisy_totals, planned)), ""
-    try:
-        for way in NOISY:
-            fits[way] = _fit(way, functools.partial(_of_way, noisy, way), planned, usable, say)
-    except RuntimeError as error:
-        # The compiler refuses the network.
-        left_out = f" Bits are left out: {error}."
-    return NnunetPlan(planned, nbytes, usable, fits, left_out)
+    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in (STOCK, FUSED)}
+    return NnunetPlan(planned, nbytes, usable, fits)
 
 
-def _fit(
-    way: str, total_of: Callable[[tuple[int, ...]], int], planned: Planned, usable: int, say: Callable[[str], None]
-) -> Fit:
-    """Finds the largest batch and the largest patch of one way to train, whose bytes ``total_of`` a shape are."""
+def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) -> Fit:
+    """Finds the largest batch and the largest patch of one way to train."""
 
     # Both searches look at the planned shape.
     @functools.cache
     def total(shape: tuple[int, ...]) -> int:
         say(f"{way}, {_text(shape)}")
-        return total_of(shape)
+        return _total(planned, way == FUSED, shape)
 
     batch = largest(lambda n: total((n, *planned.shape[1:])), usable)
     return Fit(total(planned.shape), batch, _largest_patch(planned, total, usable))
@@ -231,34 +207,12 @@ def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
             with torch.autocast("cpu", torch.float16):
                 convert(net, example_inputs=torch.empty(shape))
             loss = fused_loss(loss)
-        inputs, targets = fake_inputs(shape, torch.float32), _targets(planned, shape)
+        channels, patch = planned.heads if planned.regions else 1, shape[2:]
+        sizes = [tuple(round(n * part) for n, part in zip(patch, scale, strict=True)) for scale in planned.scales]
+        kind = torch.bool if planned.regions else torch.int16
+        targets = [torch.empty((shape[0], channels, *size), dtype=kind) for size in sizes]
+        inputs = fake_inputs(shape, torch.float32)
         return profile_fake(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
-
-
-def _noisy_totals(planned: Planned, shape: tuple[int, ...]) -> dict[str, int]:
-    """The bytes of a step in fewer bits without the loss, with parameters, momentum and the batch, for each way.
-
-    Raises:
-        RuntimeError: the compiler does not take the network as one graph.
-    """
-    with fake_mode() as mode:
-        net, inputs = fake_model(planned.build, mode, torch.float32), fake_inputs(shape, torch.float32)
-        # The optimizer keeps a momentum for each parameter.
-        before = [*net.parameters(), *net.parameters(), *net.buffers(), *inputs, *_targets(planned, shape)]
-        found = partitions(net, inputs, [*NOISY.values()], torch.float16)
-        resident = sum(t.nbytes for t in before)
-        return {way: resident + of.peak for way, of in zip(NOISY, found, strict=True)}
-
-
-def _of_way(totals: Callable[[tuple[int, ...]], dict[str, int]], way: str, shape: tuple[int, ...]) -> int:
-    return totals(shape)[way]
-
-
-def _targets(planned: Planned, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    channels, patch = planned.heads if planned.regions else 1, shape[2:]
-    sizes = [tuple(round(n * part) for n, part in zip(patch, scale, strict=True)) for scale in planned.scales]
-    kind = torch.bool if planned.regions else torch.int16
-    return [torch.empty((shape[0], channels, *size), dtype=kind) for size in sizes]
 
 
 def _json(path: Path) -> dict:
