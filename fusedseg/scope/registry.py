@@ -140,11 +140,6 @@ class Registry(Memories, Observer):
             return call.run()
         bare = self.bares(inputs[0]) if call.saves_one else None
         z = call.run() if bare is None else self.call_bare(bare, call.run, ())[0]
-        self.offer_output(call, z, inputs)
-        return z
-
-    def offer_output(self, call: OpCall, z: Tensor, inputs: Sequence[Tensor | Data | Recipe]) -> None:
-        """Offers ``z``, the result of a call of an op, as what ``call.rebuild()`` computes from ``inputs``."""
         reader, node = None, call.reader(z)
         if node is not None:
             node.reader = reader = Reader()
@@ -152,6 +147,7 @@ class Registry(Memories, Observer):
             offer = self.offer(z, call.rebuild(), inputs)
             if offer is not None:
                 offer.reader = reader
+        return z
 
     def offer(
         self,

@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.ops.test_low_bit_bias import MOST
 from torch import nn
 
 from fusedseg import _torch
@@ -18,6 +17,7 @@ from fusedseg.compiler.live import Live
 from fusedseg.compiler.settings import parse
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
+from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
 
