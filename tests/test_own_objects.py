@@ -64,7 +64,6 @@ ALLOWED = {
     "fusedseg/ops/max_pool/aten.py": {"aten": NAMED},
     "fusedseg/ops/norm/sync.py": {"distributed": VERSIONS},
     "fusedseg/ops/observer.py": {"hooks[0]": "the saved-tensor hook of anybody"},
-    "fusedseg/scope/packing.py": {"Tensor": NAMED, "home": NAMED},
     "fusedseg/scope/registry.py": {"outer[0]": "the saved-tensor hook of anybody"},
     "fusedseg/scope/watch.py": {"func": CALLED},
     "kernels/launcher.py": {"enter": VERSIONS, "leave": VERSIONS},

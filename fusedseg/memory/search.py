@@ -15,7 +15,7 @@ from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import OP, Option, Plan, gib, parse_budget
 from .report import MemoryReport
 from .step import OptimizerFactory
-from .strategy import Backend, Convert, NoBlocks, Strategy, combinations, option_text
+from .strategy import Backend, Convert, NoBlocks, Strategy, combinations
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
@@ -101,8 +101,8 @@ def plan(
             combinations with conversion.
         backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
             out compiled models.
-        bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
-            with the keyword ``bits`` then.  They add noise to the gradient, so they come after all other combinations.
+        bits: the numbers of bits in which compiled models may keep activations, such as (8, 4).  They add noise to the
+            gradient, so they come after all other combinations.
         converted: the name of the converted model in labels.
         code: the line of Python that makes the converted model; the default is a call of ``fusedseg.convert``.
         dtype: the dtype of the model.
@@ -160,9 +160,7 @@ class _Search:
         self._there: Before | None = None
 
     def run(self) -> None:
-        strategies = combinations(self._task.convert is not None)
-        noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
-        tries = [(self._try, strategy) for strategy in (*strategies, *noisy)]
+        tries = [(self._try, strategy) for strategy in combinations(self._task.convert is not None)]
         tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self._task.backend else []
         for number, (run, strategy) in enumerate(tries, 1):
             run(strategy, f"({number} of {len(tries)})")
@@ -267,9 +265,7 @@ class _Search:
         """The lines of Python that make a model run in this way."""
         task, lines = self._task, []
         if strategy.converted:
-            options = "".join(f", {name}={option_text(value)}" for name, value in strategy.options.items())
-            own = task.code if not options else None
-            lines.append(own or f"fusedseg.convert(model, example_inputs={self._example()}{options})")
+            lines.append(task.code or f"fusedseg.convert(model, example_inputs={self._example()})")
         if strategy.compiled:
             options = f", options={strategy.options}".replace("'", '"') if strategy.options else ""
             lines.append(f'model = torch.compile(model, backend="fusedseg"{options})')
