@@ -19,6 +19,8 @@ from .strategy import Backend, Convert, NoBlocks, Strategy, combinations, option
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
+# The batches with which each search begins.
+STARTS = (2, 4)
 # The batch on which budgets are chosen if a plan looks for the largest batch.
 EXAMPLE = 2
 # The budgets of the backend that a plan tries if it looks for the largest batch.
@@ -190,21 +192,23 @@ class _Search:
             self.left_out[label] = str(error).partition(": ")[2]
 
     def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
-        """Adds ways of the backend; one compilation counts all of them."""
+        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try."""
         task, net = self._task, self._net(Strategy())
         backend = task.backend
         assert backend is not None
-        seen: dict[int, list[Counted]] = {}
+        seen: dict[tuple[int, int], Counted] = {}
 
         def report(way: int, n: int) -> Counted:
-            if n not in seen:
+            if (way, n) not in seen:
+                counted = [*range(len(ways))] if n == task.batch or n in STARTS else [way]
                 self._say(f"{said}, batch {n}")
                 inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
                 before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
-                options = [one.options for one in ways]
+                options = [ways[number].options for number in counted]
                 found = backend(net, inputs, options, ways[0].autocast(task.autocast))
-                seen[n] = [Counted(before + of.peak, of.kept, of.repeated) for of in found]
-            return seen[n][way]
+                for number, of in zip(counted, found, strict=True):
+                    seen[number, n] = Counted(before + of.peak, of.kept, of.repeated)
+            return seen[way, n]
 
         for number, way in enumerate(ways):
             self._add(way, partial(report, number))
@@ -294,7 +298,7 @@ def largest(total: Callable[[int], int], usable: int) -> int:
     lines that bend, a guess halves the remaining range if the guess before has not, and steps upwards grow until a
     batch does not fit.
     """
-    low, high = 2, 4
+    low, high = STARTS
     if total(low) > usable:
         # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):

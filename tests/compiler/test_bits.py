@@ -254,7 +254,10 @@ def test_changing_sizes(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4])
 def test_memory_of_many_steps_is_constant(bits):
-    """With sizes that change, and some that the graph has not met."""
+    """With sizes that change, and some that the graph has not met.
+
+    The fake tensors of graphs are not counted: a sum of their symbolic sizes made 25,000 objects in sympy's caches.
+    """
     net, _ = make("U-Net")
     run = compiled(net, dynamic=True, **({} if bits is None else {"bits": bits}))
 
@@ -263,13 +266,14 @@ def test_memory_of_many_steps_is_constant(bits):
             net.zero_grad()
             run(torch.randn(1 + step % 2, 3, 16 + 4 * (step % 7), 32)).square().mean().backward()
         gc.collect()
-        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not isinstance(t, _torch.FakeTensor)]
         return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(gc.get_objects())
 
     alive(range(28))
     first, last = alive(range(28)), alive(range(200 - 200 % 28 + 28))
     assert last[:2] == first[:2]
-    assert last[2] < 1.01 * first[2]
+    # An object more in each step would be 196 more.
+    assert last[2] < first[2] + 100
 
 
 def test_ranks_round_independently():

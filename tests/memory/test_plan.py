@@ -340,6 +340,20 @@ def test_a_wanted_batch_gets_a_peak_of_the_backend(monkeypatch):
     assert ({}, torch.float16) in asked
 
 
+def test_only_batches_that_all_ways_try_are_counted_for_all_of_them(monkeypatch):
+    """Each batch of each way's search was counted for every way."""
+    monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy()])
+    asked = []
+
+    def backend(model, inputs, ways, autocast):
+        asked.append((len(inputs[0]), len(ways)))
+        return [Partition(MIB, int(way.get("budget", 1) * len(inputs[0]) * MIB), 0.0, 1) for way in ways]
+
+    plan(nn.Conv2d(3, 8, 3), (3, 8, 8), 1000 * MIB, backend=backend)
+    assert sorted(n for n, ways in asked if ways == 4) == [2, 2, 4, 4]
+    assert {ways for n, ways in asked if n > 4} == {1}
+
+
 def test_a_model_that_is_no_graph_has_no_rows_of_the_backend(monkeypatch):
     monkeypatch.setattr("fusedseg.memory.search.combinations", lambda converted: [Strategy()])
 

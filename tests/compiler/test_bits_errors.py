@@ -1,0 +1,68 @@
+"""The error of 4 bits in the gradient of small networks; ``docs/low_bits.md`` has the table."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from tests.compiler.test_bits import IMAGE, MOST, error_of
+
+
+def plain(norm=nn.BatchNorm2d, act=nn.ReLU):
+    """Three convolutions with 16,384 values each; the pool's output has 4,096."""
+    norms = [norm(8), norm(8)]
+    convs = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)]
+    model = nn.Sequential(convs[0], norms[0], act(), convs[1], norms[1], act(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+    for parameters in (each.parameters() for each in norms):
+        for parameter, middle in zip(parameters, (1.0, 0.0), strict=False):
+            nn.init.uniform_(parameter, middle - 0.5, middle + 0.5)
+    return model
+
+
+class Residual(nn.Module):
+    """The activation follows a sum, which is rebuilt from rounded values."""
+
+    def __init__(self, act, blocks=1):
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.act, self.blocks = nn.BatchNorm2d(8), act, blocks
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        for _ in range(self.blocks):
+            # As in torchvision's ResNets.
+            out = self.norm(self.conv(x))
+            out += x
+            x = self.act(out)
+        return self.head(x)
+
+
+# Each network, and the error that the recompute scope had with the same weights before the backend took its place
+# (64 or 256 roundings).  The scope kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
+NETWORKS = {
+    "BatchNorm, ReLU": (plain, 0.0285),
+    "InstanceNorm, LeakyReLU": (lambda: plain(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU), 0.0298),
+    "GroupNorm, ReLU": (lambda: plain(lambda channels: nn.GroupNorm(2, channels)), 0.0157),
+    "`InPlaceABN`, LeakyReLU": (lambda: plain(fusedseg.InPlaceABN, nn.Identity), 0.0290),
+    "BatchNorm, SiLU": (lambda: plain(act=nn.SiLU), 0.0115),
+    "BatchNorm, ReLU6": (lambda: plain(act=nn.ReLU6), 0.0285),
+    "ReLU without a norm": (lambda: plain(lambda _: nn.Identity()), 0.0054),
+    "ReLU after a sum": (lambda: Residual(nn.ReLU()), 0.0170),
+    "LeakyReLU after a sum": (lambda: Residual(nn.LeakyReLU()), 0.0203),
+    "PReLU after a sum": (lambda: Residual(nn.PReLU()), 0.0198),
+    "ReLU in place after three sums": (lambda: Residual(nn.ReLU(inplace=True), 3), 0.0192),
+    "LeakyReLU in place after three sums": (lambda: Residual(nn.LeakyReLU(inplace=True), 3), 0.0228),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_small_networks(name):
+    build, of_scope = NETWORKS[name]
+    torch.manual_seed(0)
+    found = error_of(build(), [IMAGE], 4, 64)
+    print(f"\n{name}: error {found.size:.4f}, bias² / error² {found.bias:+.3f}")
+    assert 0 < found.size <= 1.1 * of_scope
+    assert found.bias < MOST
