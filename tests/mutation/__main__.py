@@ -47,6 +47,7 @@ RELATED = {
     "fusedseg/scope/recipes.py": [*SCOPE, "tests/ops/test_in_place.py"],
     "fusedseg/scope/compiled.py": ["tests/ops/test_recompute_compiled*.py"],
     "fusedseg/scope/registry.py": [*SCOPE, "tests/ops/test_recompute_compiled*.py"],
+    "fusedseg/scope/joins.py": ["tests/conversion/test_convs.py", *SCOPE],
     "fusedseg/scope/*": [*SCOPE, "tests/ops/test_transients*.py"],
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/*join_conv.py": ["tests/ops/test_join_conv.py", "tests/nn/test_join_conv.py"],
