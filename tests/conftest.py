@@ -276,3 +276,12 @@ def one_thread():
 
     with threads(1):
         yield
+
+
+@pytest.fixture
+def two_threads():
+    """On a CPU with one thread, PyTorch convolves small volumes by another algorithm, in contiguous memory."""
+    from tests.tools.threads import threads
+
+    with threads(2):
+        yield

@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "rules": (set(), {"torch"}),
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
+    "ops/avg_pool": ({"ops/layout"}, {"torch"}),
     "ops/activation_aten": ({"activation"}, {"torch"}),
     "ops/cast": (set(), {"torch"}),
     "ops/cheap": ({"_torch", "rules"}, {"torch"}),

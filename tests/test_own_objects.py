@@ -32,7 +32,9 @@ ALLOWED = {
     "fusedseg/cli/nnunet.py": {"args": ARGUMENTS},
     "fusedseg/cli/profile.py": {"args": ARGUMENTS},
     "fusedseg/compiler/chains.py": {"aten": NAMED},
-    "fusedseg/compiler/emit.py": {"module": "a graph's parameters, by their names"},
+    "fusedseg/compiler/emit.py": {
+        "module": "a graph's parameters, by their names", "aten": NAMED, "torch": NAMED, "Tensor": NAMED,
+    },
     "fusedseg/compiler/reinplace.py": {"aten": NAMED},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},
     "fusedseg/conversion/norms.py": {"x": MARK},

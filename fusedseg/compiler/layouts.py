@@ -12,16 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ..ops.layout import FORMATS
+from ..ops.avg_pool import avg_pool3d
+from ..ops.layout import FORMATS, is_rows
 from ..ops.norm.sample_norm import in_pieces, sample_norm_op
-
-Size = int | list[int] | tuple[int, ...]
-
-
-def _is_rows(x: Tensor) -> bool:
-    """Whether an image is in channels_last, and not contiguous as well."""
-    rows = x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]) and not x.is_contiguous()
-    return rows and x.numel() > 0 and x.is_floating_point()
 
 
 def _op(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
@@ -41,7 +34,7 @@ def _norms(norm: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if running_mean is not None or not use_input_stats or not _is_rows(input) or input[0, 0].numel() == 1:
+        if running_mean is not None or not use_input_stats or not is_rows(input) or input[0, 0].numel() == 1:
             # PyTorch raises an error for a single position.
             return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
         return norm(input, weight, bias, input.shape[1], eps)
@@ -54,38 +47,15 @@ def _norms(norm: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
         eps: float = 1e-5,
     ) -> Tensor:
         # PyTorch's own keeps the format on a CPU.
-        if input.is_cpu or not _is_rows(input) or input.shape[1] % num_groups:
+        if input.is_cpu or not is_rows(input) or input.shape[1] % num_groups:
             return F.group_norm(input, num_groups, weight, bias, eps)
         return norm(input, weight, bias, num_groups, eps)
 
     return {F.instance_norm: instance_norm, F.group_norm: group_norm}
 
 
-def _avg_pool3d(
-    input: Tensor,  # noqa: A002
-    kernel_size: Size,
-    stride: Size | None = None,
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    """Pools the planes of each slice, and then the slices: PyTorch's 2D pools keep the format, its 3D pool does not."""
-    x, kernel = input, (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
-    steps = kernel if not stride else (stride,) * 3 if isinstance(stride, int) else tuple(stride)
-    simple = padding in (0, (0, 0, 0), [0, 0, 0]) and not ceil_mode and divisor_override is None
-    # PyTorch takes a tuple of one number too.
-    if not simple or not len(kernel) == len(steps) == 3 or x.dim() != 5 or not _is_rows(x):
-        return F.avg_pool3d(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    N, _, D = x.shape[:3]
-    planes = F.avg_pool2d(x.transpose(1, 2).flatten(0, 1), kernel[1:], steps[1:]).unflatten(0, (N, D))
-    slices = planes.movedim(2, -1)
-    pooled = F.avg_pool2d(slices.flatten(2).unsqueeze(1), (kernel[0], 1), (steps[0], 1))
-    return pooled.squeeze(1).unflatten(2, slices.shape[2:]).movedim(-1, 1)
-
-
-OF_ATEN = {**_norms(_op), F.avg_pool3d: _avg_pool3d}
-OF_INDUCTOR = {**_norms(in_pieces), F.avg_pool3d: _avg_pool3d}
+OF_ATEN = {**_norms(_op), F.avg_pool3d: avg_pool3d}
+OF_INDUCTOR = {**_norms(in_pieces), F.avg_pool3d: avg_pool3d}
 
 
 def rewrite(module: fx.GraphModule, memory_format: torch.memory_format, *, fuses: bool) -> None:

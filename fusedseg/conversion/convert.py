@@ -18,6 +18,7 @@ from . import scope
 from .applied import applied, mark_applied
 from .aside import share
 from .flow import Flow, listed
+from .formats import lay_out, parse_format
 from .inputs import named, parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Changes, Planner, is_lazy
@@ -43,6 +44,7 @@ def convert(
     bits: Bits | None = None,
     seed: int | None = None,
     unrounded: str | Sequence[str] = (),
+    memory_format: torch.memory_format | None = None,
     budget: None = None,
     extra_flops: None = None,
 ) -> ConversionReport:
@@ -96,13 +98,17 @@ def convert(
         seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
             rounds anew; equal seeds give equal bits.
         unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
+        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d`` lays out parameters and buffers with the
+            dimensions of an image, and in each call of the model the inputs.  Convolutions pass the format on.  None
+            leaves every tensor as it is.  In both cases instance norms and average pools of volumes, and group norms on
+            a GPU, keep the format of their input, where PyTorch's copy it to contiguous planes.
         budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
             bool; ``bits``, ``seed`` or ``unrounded`` has another type; ``budget`` or ``extra_flops`` is given.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``bits`` is out of range; a name in ``unrounded`` matches no module.
+            ``bits`` is out of range; a name in ``unrounded`` matches no module; ``memory_format`` is another format.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
             of the stock model does not.
 
@@ -141,6 +147,7 @@ def convert(
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     refuse(OP, budget=budget, extra_flops=extra_flops)
+    memory_format = parse_format(OP, memory_format)
     rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
     if rounding is not None:
         rounding.seed = seed or 0
@@ -173,6 +180,10 @@ def convert(
         if rounding is not None:
             # The steps on the example do not count.
             rounding.steps = 0
+        # Nothing raises an error from here on: what is laid out would stay so.
+        if memory_format is not None:
+            wiring.memory_format = memory_format
+            lay_out(model, memory_format)
     count = Counter(fusion.inplace for fusion in changes.fusions)
     guarantee = guarantee_of(inplace=count[True], exact=count[False])
     return ConversionReport(

@@ -40,6 +40,7 @@ class Scoped:
         self._check_wiring()
         if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
         with self._fusedseg_wiring.scope():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
@@ -80,6 +81,7 @@ class _ScopedGraph(Scoped):
         self._check_wiring()
         if _apart(args, kwargs):
             return call(self, *args, **kwargs)
+        args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
         with self._fusedseg_wiring.scope():
             return call(self, *args, **kwargs)
 

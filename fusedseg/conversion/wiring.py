@@ -19,6 +19,7 @@ from ..scope.scope import recompute
 from .applied import Applied
 from .aside import is_watched_now
 from .flow import CONVS
+from .formats import inputs_in
 from .twins import STOCK
 
 
@@ -59,6 +60,12 @@ class Wiring:
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
         # How tensors are kept in fewer bits; None if all are kept as they are.
         self.rounding: Rounding | None = None
+        # The format of inputs that are images; None leaves them as they are.
+        self.memory_format: torch.memory_format | None = None
+
+    def laid_out(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """The arguments of a call of the model, with images in the memory format."""
+        return (args, kwargs) if self.memory_format is None else inputs_in(self.memory_format, (args, kwargs))
 
     def scope(self) -> recompute:
         """A scope for one call of the model."""

@@ -67,6 +67,12 @@ def suggests_channels_last(x: Tensor) -> bool:
     return True
 
 
+def is_rows(x: Tensor) -> bool:
+    """Whether an image with values is in channels_last, and not contiguous as well."""
+    rows = x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]) and not x.is_contiguous()
+    return rows and x.numel() > 0 and x.is_floating_point()
+
+
 def layout_of(x: Tensor) -> Layout | None:
     """The layout of a dense tensor; None for any other strides."""
     # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.

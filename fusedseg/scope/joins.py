@@ -5,7 +5,7 @@ convolution of a converted model convolves such a tensor as it is, but keeps its
 they are large, backward then forms neither the concatenation nor the enlarged tensor again, nor a gradient of that
 size.
 
-Only the scope of a converted model takes notes (``Registry.joins``), because a note keeps its sources alive.  The
+Only the scope of a converted model takes notes (``Registry.converted``), because a note keeps its sources alive.  The
 registry holds the notes by tensor, and drops each note with its tensor.  A note becomes invalid when a source is
 written to.  It is also invalid if a source is the caller's own memory, which eager mode would not keep.
 """
@@ -118,7 +118,7 @@ def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., 
 
     def noting(registry: Any, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         out = rule(registry, func, args, kwargs)
-        if registry.joins:
+        if registry.converted:
             with _torch.DisableTorchFunction():
                 note(out, *args, **kwargs)
         return out

@@ -32,7 +32,7 @@ def _cat(registry: PackingRegistry, call: CatCall) -> Tensor:
     with _torch.DisableTorchFunction(), registry.linear():
         out = call.run()
         registry.offer(out, JoinedSources(enlarges_of(sources)), inputs)
-        if registry.joins:
+        if registry.converted:
             note_sources(out, sources)
     return out
 

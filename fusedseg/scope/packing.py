@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import _torch
+from ..ops.avg_pool import avg_pool3d
 from ..ops.low_bit.kink import kink_of, of_channels
 from ..ops.low_bit.spec import SMOOTH_BITS
 from . import by_sign
@@ -40,9 +41,10 @@ _ROW = {
     LINEAR: (
         *CONVOLUTIONS, *NORMS, F.max_pool2d, torch.max_pool2d, F.max_pool3d, torch.max_pool3d, F.dropout, F.dropout1d,
         F.dropout2d, F.dropout3d, torch.cat, torch.concat, torch.stack, F.interpolate, F.pad, F.pixel_shuffle,
-        F.pixel_unshuffle, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
-        F.adaptive_avg_pool3d, torch.flatten, torch.reshape, torch.clone, Tensor.flatten, Tensor.reshape, Tensor.clone,
-        Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double,
+        F.pixel_unshuffle, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, avg_pool3d, F.adaptive_avg_pool1d,
+        F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.flatten, torch.reshape, torch.clone, Tensor.flatten,
+        Tensor.reshape, Tensor.clone, Tensor.contiguous, Tensor.to, Tensor.float, Tensor.half,
+        Tensor.bfloat16, Tensor.double,
         *(getattr(home, name) for home in (torch, Tensor) for name in ("add", "sub", "mul")),
         *(getattr(Tensor, name) for name in ("add_", "sub_", "mul_")),
     ),

@@ -51,8 +51,10 @@ class Registry(Memories, Observer):
         self.saved: Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
-        # Notes of ``joins.py``: the sources of each concatenation while it lives, and whether anybody reads the notes.
-        self.notes, self.joins = WeakIdKeyDictionary(), False
+        # Whether a converted model runs, whose convolutions read notes and whose functions keep channels_last.
+        self.converted = False
+        # Notes of ``joins.py``: the sources of each concatenation while it lives.
+        self.notes = WeakIdKeyDictionary()
 
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""

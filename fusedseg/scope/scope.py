@@ -70,8 +70,9 @@ class recompute(ContextDecorator):
     # What is kept in fewer bits; None if nothing is.
     _rounding: Rounding | None = None
 
-    # Whether the scope is that of a converted model, whose convolutions look for notes (``joins.py``).
-    _joins = False
+    # Whether the scope is that of a converted model: convolutions look for notes (``joins.py``), and functions keep
+    # channels_last (``formats.py``).
+    _converted = False
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class recompute(ContextDecorator):
         """The scope of a converted model."""
         made = cls()
         made._rounding = rounding
-        made._joins = True
+        made._converted = True
         return made
 
     def _recreate_cm(self) -> "recompute":
@@ -119,7 +120,8 @@ class recompute(ContextDecorator):
         # Inside another scope there is nothing left to do.
         elif (around := innermost()) is not None:
             assert isinstance(around, Registry)
-            around.joins |= self._joins
+            stack.callback(setattr, around, "converted", around.converted)
+            around.converted |= self._converted
         else:
             outer, rules = _torch.top_saved_tensors_default_hooks(True), RULES
             registry: Registry
@@ -131,7 +133,7 @@ class recompute(ContextDecorator):
             stack.callback(OPEN.remove, registry)
             if isinstance(registry, PackingRegistry) and registry.rounding.unrounded:
                 stack.enter_context(registry.watching())
-            registry.joins = self._joins
+            registry.converted = self._converted
             stack.callback(registry.close)
             pack = registry.pack
             stack.enter_context(saved_tensors_hooks(pack, unpack))

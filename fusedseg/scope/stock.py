@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from ..ops.avg_pool import avg_pool3d
 from ..ops.cast import is_cast
 from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as max_pool
@@ -275,6 +276,8 @@ def _rules() -> dict[Function, Rule]:
                 rules[call] = functools.partial(_pure, inplace=overwriting) if overwriting else _pure
                 if overwriting:
                     rules.setdefault(overwriting, functools.partial(_overwriting, pure=call))
+    # The form of a converted model (``formats.py``).
+    rules[avg_pool3d] = _pure
     return rules
 
 

@@ -13,6 +13,7 @@ from .. import _torch
 from ..ops.observer import Watching, changing, watching
 from . import compiled, recipes
 from .calls import Args, Kwargs, replay
+from .formats import KEEPING, that_keeps
 from .plain import plain
 from .registry import Registry
 from .stock import RULES
@@ -175,6 +176,8 @@ class Watch(Watching):
         kwargs = kwargs or {}
         if _is_compiling():
             return self._compiled(func, args, kwargs)
+        if func in KEEPING and self.registry.converted:
+            func = that_keeps(func, args, kwargs)
         rule = self.rules.get(func)
         if rule is None:
             if not kwargs and not _may_change(func):

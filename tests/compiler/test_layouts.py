@@ -6,75 +6,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg._torch import FakeTensorMode
 from fusedseg.compiler import captured, layouts
 from fusedseg.compiler.settings import parse
+from fusedseg.ops.avg_pool import avg_pool3d
 from fusedseg.ops.norm.sample_norm import sample_norm_backward_op, sample_norm_op
 from tests.compiler.fake_step import _bare, _Graphs
 from tests.compiler.networks import compiled
-from tests.nnunet import PlainConvUNet, block
+from tests.nnunet import PlainConvUNet
+from tests.tools.copies import ROWS, Copies, Deep
 from tests.tools.traffic import traffic
-
-ROWS = torch.channels_last_3d
-
-
-class Residual(nn.Module):
-    """A block of nnU-Net's ``ResidualEncoderUNet`` that halves the size: the skip is pooled, convolved and normed."""
-
-    def __init__(self, cin, cout):
-        super().__init__()
-        self.first, self.conv = block(cin, cout, 2), nn.Conv3d(cout, cout, 3, padding=1)
-        self.skip = nn.Sequential(nn.AvgPool3d(2, 2), nn.Conv3d(cin, cout, 1, bias=False))
-        self.norms = nn.ModuleList(nn.InstanceNorm3d(cout, affine=True) for _ in range(2))
-
-    def forward(self, x):
-        return F.leaky_relu(self.norms[0](self.conv(self.first(x))) + self.norms[1](self.skip(x)), 0.01)
-
-
-class Deep(nn.Module):
-    """Residual blocks, a transposed convolution, a concatenation, and a head at each of two sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.down, self.up = block(1, 8), Residual(8, 16), nn.ConvTranspose3d(16, 8, 2, 2)
-        self.last, self.heads = block(16, 8), nn.ModuleList([nn.Conv3d(16, 3, 1), nn.Conv3d(8, 3, 1)])
-
-    def forward(self, x):
-        skip = self.stem(x)
-        h = self.down(skip)
-        return self.heads[0](h), self.heads[1](self.last(torch.cat([self.up(h), skip], 1)))
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies of images that change the order of the dimensions in memory, also those inside of ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if name in ("clone", "_to_copy", "contiguous", "copy_") and is_image(out):
-            source = args[1] if name == "copy_" else args[0]
-            self.found += [(name, *out.shape)] * (order(source) != order(out))
-        # Kernels of convolutions run in the format of the weight, and copy what has another.
-        read = {"convolution": 2, "convolution_backward": 3}.get(name, 0)
-        images = [t for t in args[:read] if is_image(t)]
-        self.found += [(name, *t.shape) for t in images if order(t) != order(torch.empty_like(t, memory_format=ROWS))]
-        return out
-
-
-def is_image(t):
-    return isinstance(t, torch.Tensor) and t.dim() == 5 and t.numel() > 4096
-
-
-def order(t):
-    """The dimensions from the largest stride to the smallest."""
-    return sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=lambda d: -t.stride(d))
 
 
 def inputs_of(net):
@@ -86,17 +29,8 @@ def narrow():
     return PlainConvUNet(widths=(8, 16, 32))
 
 
-@pytest.fixture
-def threads():
-    """On a CPU with one thread, PyTorch convolves small volumes by another algorithm, in contiguous memory."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("net", "stock"), [(narrow, 43), (Deep, 25)])
-def test_a_step_makes_no_layout_copy(monkeypatch, threads, net, stock):
+def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, net, stock):
     """Stock instance norm copies to planes and back, in forward and in backward."""
     with FakeTensorMode(), Copies() as of_stock:
         model = net()
@@ -154,7 +88,7 @@ def test_norms_equal_those_of_planes(groups, affine):
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 8}, {"budget": 0.3}], ids=["exact", "8 bits", "budget"])
-def test_gradients_of_a_network(threads, codegen, options):
+def test_gradients_of_a_network(two_threads, codegen, options):
     net, x = inputs_of(Deep)
     exact = copy.deepcopy(net).double().to(memory_format=torch.contiguous_format)
 
@@ -192,7 +126,7 @@ def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
 def test_average_pools_of_volumes(kernel):
     """A tuple of one number raised."""
     x = torch.randn(2, 4, 4, 4, 6).contiguous(memory_format=ROWS)
-    torch.testing.assert_close(layouts._avg_pool3d(x, kernel), F.avg_pool3d(x, kernel))
+    torch.testing.assert_close(avg_pool3d(x, kernel), F.avg_pool3d(x, kernel))
 
 
 def test_wrong_format():

@@ -103,14 +103,13 @@ def related(root: Path, path: Path) -> list[str]:
 
 
 def copied(root: Path, tests: Path, folder: Path) -> Path:
-    """Copies the checkout, so that files may be changed; ``fusedseg.kernels`` is found without an installation."""
+    """Copies the checkout, so that files may be changed; ``fusedseg/kernels`` finds the copied kernels."""
     left_out = shutil.ignore_patterns("__pycache__", ".git", "*.venv", "results")
     for name in ("fusedseg", "kernels", "bench", "docs"):
         shutil.copytree(root / name, folder / name, ignore=left_out)
     shutil.copytree(tests / "tests", folder / "tests", ignore=left_out)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(tests / name, folder / name)
-    (folder / "fusedseg/kernels").symlink_to("../kernels")
     return folder
 
 

@@ -1,0 +1,81 @@
+"""Networks whose volumes lie in channels_last_3d, and a count of the copies that change how volumes lie."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.nnunet import block
+
+ROWS = torch.channels_last_3d
+
+
+class Residual(nn.Module):
+    """A block of nnU-Net's ``ResidualEncoderUNet`` that halves the size: the skip is pooled, convolved and normed."""
+
+    def __init__(self, cin, cout):
+        super().__init__()
+        self.first, self.conv = block(cin, cout, 2), nn.Conv3d(cout, cout, 3, padding=1)
+        self.skip = nn.Sequential(nn.AvgPool3d(2, 2), nn.Conv3d(cin, cout, 1, bias=False))
+        self.norms = nn.ModuleList(nn.InstanceNorm3d(cout, affine=True) for _ in range(2))
+
+    def forward(self, x):
+        return F.leaky_relu(self.norms[0](self.conv(self.first(x))) + self.norms[1](self.skip(x)), 0.01)
+
+
+class Deep(nn.Module):
+    """Residual blocks, a transposed convolution, a concatenation, and a head at each of two sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down, self.up = block(1, 8), Residual(8, 16), nn.ConvTranspose3d(16, 8, 2, 2)
+        self.last, self.heads = block(16, 8), nn.ModuleList([nn.Conv3d(16, 3, 1), nn.Conv3d(8, 3, 1)])
+
+    def forward(self, x):
+        skip = self.stem(x)
+        h = self.down(skip)
+        return self.heads[0](h), self.heads[1](self.last(torch.cat([self.up(h), skip], 1)))
+
+
+class Copies(TorchDispatchMode):
+    """Counts changes of the order in which volumes lie in memory.
+
+    Attributes:
+        found: copies, those inside of convolutions too: names and shapes.
+        planes: new volumes of other ops that lie otherwise although an argument is in channels_last_3d.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self.planes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in ("clone", "_to_copy", "contiguous", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            self.found += [(name, *out.shape)] * (is_image(out) and order(source) != order(out))
+            return out
+        # Kernels of convolutions run in the format of the weight, and copy what has another.
+        read = {"convolution": 2, "convolution_backward": 3}.get(name, 0)
+        self.found += [(name, *t.shape) for t in args[:read] if is_image(t) and not in_rows(t)]
+        given = [t for t in args if is_image(t)]
+        known = {t.untyped_storage()._cdata for t in given}
+        if any(map(in_rows, given)):
+            made = [t for t in (out if isinstance(out, tuple) else (out,)) if is_image(t) and not in_rows(t)]
+            self.planes += [(name, *t.shape) for t in made if t.untyped_storage()._cdata not in known]
+        return out
+
+
+def is_image(t):
+    return isinstance(t, torch.Tensor) and t.dim() == 5 and t.numel() > 4096
+
+
+def in_rows(t):
+    return order(t) == order(torch.empty_like(t, memory_format=ROWS))
+
+
+def order(t):
+    """The dimensions from the largest stride to the smallest."""
+    return sorted((d for d in range(t.dim()) if t.shape[d] > 1), key=lambda d: -t.stride(d))
