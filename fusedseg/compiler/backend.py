@@ -22,7 +22,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
+    """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
     if settings.memory_format is not None:
