@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedseg.unet import unet3d_large
 from tests.resnet import ResNet18, ResNet50
 
-from .test_unet import CASES
+from .test_unet import CASES, Case
 
 
 class Field(nn.Module):
@@ -29,13 +30,13 @@ class Field(nn.Module):
         return getattr(self.net(x, *self.args), self.field)
 
 
-def nnunet(kind: str, blocks: dict[str, tuple[int, ...]]) -> nn.Module:
+def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], width: int) -> nn.Module:
     from dynamic_network_architectures.architectures import unet
 
     return getattr(unet, kind)(
         input_channels=1,
         n_stages=4,
-        features_per_stage=(8, 16, 32, 64),
+        features_per_stage=(width, 2 * width, 4 * width, 8 * width),
         conv_op=nn.Conv3d,
         kernel_sizes=3,
         strides=(1, 2, 2, 2),
@@ -50,12 +51,13 @@ def nnunet(kind: str, blocks: dict[str, tuple[int, ...]]) -> nn.Module:
     )
 
 
-def plain() -> nn.Module:
-    return nnunet("PlainConvUNet", {"n_conv_per_stage": (2, 2, 2, 2), "n_conv_per_stage_decoder": (2, 2, 2)})
+def plain(width: int = 8) -> nn.Module:
+    return nnunet("PlainConvUNet", {"n_conv_per_stage": (2, 2, 2, 2), "n_conv_per_stage_decoder": (2, 2, 2)}, width)
 
 
-def residual() -> nn.Module:
-    return nnunet("ResidualEncoderUNet", {"n_blocks_per_stage": (1, 2, 2, 2), "n_conv_per_stage_decoder": (1, 1, 1)})
+def residual(width: int = 8) -> nn.Module:
+    blocks = {"n_blocks_per_stage": (1, 2, 2, 2), "n_conv_per_stage_decoder": (1, 1, 1)}
+    return nnunet("ResidualEncoderUNet", blocks, width)
 
 
 def swin_unetr() -> nn.Module:
@@ -150,6 +152,16 @@ NETWORKS = {
     # Its last stage has a 32nd of the size, and an instance norm needs two positions.
     "SwinUNETR": Network(swin_unetr, (2, 1, 64, 32, 32), "monai"),
 }
+LARGE_OF_16 = Case(
+    "3D large, 16 channels", (1,), (32, 32, 32), 2,
+    {"widths": (16, 32, 64, 128, 128), "up_widths": (64, 32, 16, 16)}, make=unet3d_large,
+)  # fmt: skip
+# For times alone: a CPU computes 8 channels of a volume as slowly as 16.
+WIDE = {
+    "3D large, 16 channels": Network(partial(LARGE_OF_16.network, "eager"), VOLUME),
+    "PlainConvUNet, 16 channels": Network(partial(plain, 16), VOLUME, NNUNET),
+    "ResidualEncoderUNet, 16 channels": Network(partial(residual, 16), VOLUME, NNUNET),
+}
 # Networks of the page "Supported models" alone.
 MORE = {
     "SegResNet": Network(partial(of_monai, "SegResNet", 3, 8, 1, 3), VOLUME, "monai"),
@@ -163,7 +175,7 @@ MORE = {
 
 
 def title_of(name: str) -> str:
-    return f"{name}, {'×'.join(map(str, NETWORKS[name].shape))}"
+    return f"{name}, {'×'.join(map(str, {**NETWORKS, **WIDE}[name].shape))}"
 
 
 @torch.no_grad()

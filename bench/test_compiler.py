@@ -42,7 +42,7 @@ from .contenders import Compiled
 from .data import parametrize_pairs
 from .harness import Missing, Result, Timing, count_bytes, once
 from .jobs import NetJob, compete_networks
-from .networks import NETWORKS, README, Network, batch_of, title_of
+from .networks import NETWORKS, README, WIDE, Network, batch_of, title_of
 from .replay import CLOCK, report_step
 from .report import markdown
 from .results import Section, spread
@@ -51,7 +51,7 @@ from .test_recompute import Scoped
 T = TypeVar("T")
 
 # Inductor takes minutes for each network, so only these are timed.
-TIMED = [*README, "ResNet-18"]
+TIMED = [*README, "ResNet-18", next(iter(WIDE))]
 SECONDS = {"cpu": 6.0, "cuda": 6.0}
 HOST = "host time: ResNet-50 of width 4"
 # The compiler's own budgets by the name of the contender.
@@ -433,7 +433,7 @@ def buy(name: str, share: float, way: str, device: torch.device) -> Bought:
 @once
 def run_budget(name: str, share: float, device: torch.device) -> dict[str, Result]:
     """The timed steps of eager mode and of the ways with a budget of ``share``."""
-    contest = Contest(name, NETWORKS[name], device)
+    contest = Contest(name, {**NETWORKS, **WIDE}[name], device)
 
     def build(way: str) -> NetJob:
         return contest.of(as_it_is if way == "eager" else buyer(name, share, way), way != "eager")
@@ -444,7 +444,7 @@ def run_budget(name: str, share: float, device: torch.device) -> dict[str, Resul
 
 @once
 def run(case: str, device: torch.device) -> dict[str, Result]:
-    contest = Contest(case, NETWORKS[case], device)
+    contest = Contest(case, {**NETWORKS, **WIDE}[case], device)
     return compete_networks(STEP_WAYS, contest.build, False, Timing(device, SECONDS[device.type]))
 
 
@@ -467,8 +467,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = {
         "test_bytes": (NETWORKS, WAYS),
         "test_budget": (BOUGHT, list(BUYERS)),
-        "test_budget_step": (BOUGHT, BUDGET_STEP_WAYS),
-        "test_first_step": (TIMED, [way for way in STEP_WAYS if way in COMPILED]),
+        "test_budget_step": ([*BOUGHT, *list(WIDE)[1:]], BUDGET_STEP_WAYS),
+        "test_first_step": (TIMED[:-1], [way for way in STEP_WAYS if way in COMPILED]),
         "test_step": (TIMED, STEP_WAYS),
         "test_host_time": ([HOST], HOST_WAYS),
     }
@@ -499,7 +499,7 @@ def test_budget(case, contender, share, device, report):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.benchmark(timer=CLOCK)
 def test_budget_step(case, contender, share, device, report, benchmark):
-    network = NETWORKS[case]
+    network = {**NETWORKS, **WIDE}[case]
     if not network.is_here():
         pytest.skip(f"needs the package {network.package}")
     section = report.section("compiler-budget-steps", BudgetSteps("torch.compile, a training step with a budget"))

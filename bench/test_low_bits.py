@@ -1,4 +1,4 @@
-"""Trains networks that keep 8 or 4 bits a value beside the exact network, from the same weights on the same batches.
+"""Trains networks in which the backend keeps 8 or 4 bits a value beside the exact network, from equal weights.
 
 The control is the exact network with initial weights that differ by a millionth.  Two such trainings drift apart, and
 their difference shows how much of a difference in IoU means nothing.  All cases are slow: they train for minutes.
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from examples.demo import training
+from fusedseg.compiler import backend
 
 from .results import aligned
 
@@ -57,7 +58,7 @@ def train(task: str, seed: int, device: torch.device, steps: int = STEPS) -> dic
     networks = {EXACT: exact, CONTROL: perturbed(exact, seed)}
     for name, bits in BITS.items():
         networks[name] = copy.deepcopy(exact)
-        training.keep_in_bits(networks[name], problem, bits, seed)
+        networks[name].compile(backend=backend, options={"codegen": "aten", "bits": bits, "seed": seed})
     trainings = training.train(problem, networks, steps, seed, dict.fromkeys(networks, False))
     batch = problem.batch(torch.Generator().manual_seed(seed))
     outcomes = {}

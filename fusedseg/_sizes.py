@@ -7,12 +7,12 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 }
 
 
-def parse_bytes(op: str, name: str, value: int | str) -> int:
+def parse_bytes(op: str, value: int | str) -> int:
     """The bytes of a text such as "16GiB", "24 GB" or "800MiB", or of a number of bytes.
 
     Raises:
-        ValueError: the text cannot be read, or the size is not positive.  The error names the function ``op`` and its
-            argument ``name``.
+        ValueError: the text cannot be read, or the size is not positive.  The error names the function ``op``, whose
+            argument is ``budget``.
     """
     nbytes = value if isinstance(value, int) else 0
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)):
@@ -20,7 +20,7 @@ def parse_bytes(op: str, name: str, value: int | str) -> int:
         nbytes = int(float(match[1]) * UNITS[unit]) if unit else 0
     if nbytes <= 0:
         raise ValueError(
-            f"{op}: {name} must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {value!r}"
+            f"{op}: budget must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {value!r}"
         )
     return nbytes
 

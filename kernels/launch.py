@@ -41,8 +41,6 @@ HOT_BYTES = 2**24
 MAX_SPLITS = 512
 # The bytes of adjacent channels that a program of rows reads in each row.
 ROW_BYTES = 128
-# The same if a tile holds whole groups of 256 positions of each channel.
-PACKED_ROW_BYTES, GROUP = 32, 256
 # The number of tiles that are loaded ahead into shared memory.  None means that tiles are loaded into registers, and no
 # tile is loaded ahead.
 STAGES = None
@@ -191,13 +189,11 @@ def splits_of(groups: int, tiles: int, most: int, places: int) -> int:
 
 
 def split_blocks(
-    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, packs: bool = False,
-    backward: bool = False,
-) -> Blocks:  # fmt: skip
+    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, backward: bool = False
+) -> Blocks:
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
-    ``packs`` says that the kernel writes codes of ``kernels/low_bit.py``, so that tiles of rows must hold whole groups;
     ``backward`` says that it is one of those of backward, which hold more parameters.
     """
     tile_bytes, threads = STATS_TILE_BYTES if stats else TILE_BYTES, THREADS
@@ -212,14 +208,12 @@ def split_blocks(
         tile_bytes, threads = min(tile_bytes, ODD_TILE_BYTES), ODD_THREADS
     tile = tile_bytes // dtype.itemsize
     if layout.rows:
-        block_l = row_lanes(layout.C, (PACKED_ROW_BYTES if packs else ROW_BYTES) // dtype.itemsize)
+        block_l = row_lanes(layout.C, ROW_BYTES // dtype.itemsize)
         groups = layout.I * triton.cdiv(layout.C, block_l)
     else:
         block_l = min(triton.next_power_of_2(layout.S), tile)
         groups = layout.I * layout.C
     block_n = min(triton.next_power_of_2(layout.N), max(1, tile // block_l))
-    if packs and layout.rows:
-        block_n = min(triton.next_power_of_2(layout.N), GROUP)
     tiles = triton.cdiv(layout.N, block_n) * (1 if layout.rows else triton.cdiv(layout.S + peel - 1, block_l))
     # All passes over a large tensor end their runs at the same places, so that a walk back begins with what L2 holds.
     # Passes over odd planes have other tiles and numbers of programs.

@@ -1,4 +1,4 @@
-"""A tensor in 8, 4 or 2 bits a value: the kernels that pack and unpack, and their tile functions for other kernels.
+"""A tensor in 8, 4 or 2 bits a value: the kernels that pack and unpack.
 
 ``fusedseg/ops/low_bit/grid.py`` describes the values that codes stand for; the functions here compute the same bits in
 the same order.  A tile is (groups, positions) of planes, or (positions, channels) of rows (channels_last).  AXIS is the

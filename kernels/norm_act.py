@@ -8,12 +8,7 @@ a channel group, and each leaves a partial result.  In the second one every prog
 itself in a fixed order, and applies them.  It walks backwards through memory, so that it finds in L2 the values that
 the first launch read last.  If whole statistics groups fit in one tile, a single launch reads x once.  If mean and rstd
 are given, one launch rebuilds z.
-
-The launch that writes z can also write a packed copy (``kernels/low_bit.py``) of what backward needs: of z, or of x
-with the kink of the norm.  z can be rebuilt from the codes of planes of x.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +17,6 @@ import triton.language as tl
 from .activation import act_fwd
 from .launch import ONCHIP_BWD, ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, registers_for, split_blocks
 from .launcher import Launcher, plan
-from .low_bit_tile import Codes, kink_of, line_of, load_kink, load_saved, pack_tile, parts_of
 from .norm_stats import load_moments, merged, norm_stats
 from .tile import (
     aligned_sizes,
@@ -30,7 +24,6 @@ from .tile import (
     channels_of,
     group_sum,
     kept_offsets,
-    slab_line,
     slab_offsets,
     tile_count,
     tile_offsets,
@@ -81,7 +74,7 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
                    ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
                    EVICT: tl.constexpr):  # fmt: skip
-    """Writes z of one tile, and xhat of its kept channels.  Returns z as it is stored, in the dtype of x."""
+    """Writes z of one tile, and xhat of its kept channels."""
     xhat = (x - mean) * rstd
     if kept_ptr is not None:
         side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
@@ -91,45 +84,18 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
         y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
     z = act_fwd(y, ACT, PARAM).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs, z, mask=mask, eviction_policy=EVICT)
-    return z.to(ACC)
 
 
 @triton.jit
-def store_kink(kink_ptr, mean, rstd, w, b, u, valid, first):
-    """The kinks of channels u, which the ``first`` of their programs stores; None if the packed copy has no kink."""
-    kink = None
-    if kink_ptr is not None:
-        kink = kink_of(mean, rstd, w, b)
-        if first:
-            tl.store(kink_ptr + u, kink, mask=valid)
-    return kink
-
-
-@triton.jit
-def packed_of(x, z, kink, PACKS: tl.constexpr):
-    """The tile that is packed: x, less the kink, or z."""
-    if PACKS == "output":
-        x = z
-    elif kink is not None:
-        x = x - kink
-    return x
-
-
-@triton.jit(do_not_specialize=["key"])
 def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
-                              running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr, codes_ptr,
-                              lowest_ptr, highest_ptr, kink_ptr, momentum: tl.float64, key, I, N, C, S, K,
-                              tiles_per_split, partials, row_bytes, PACKS: tl.constexpr, BITS: tl.constexpr,
-                              SOURCE: tl.constexpr,
+                              running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
+                              momentum: tl.float64, I, N, C, S, K, tiles_per_split, partials, SOURCE: tl.constexpr,
                               EPS: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
                               ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
                               BLOCK_N: tl.constexpr,
                               BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                               EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
-    """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd).
-
-    PACKS is "output" or "input" if it writes a packed copy.  If it is "" and BITS is not 0, the codes are those of x.
-    """
+    """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
     C, S = aligned_sizes(C, S, ROWS, ALIGN)
     split = tl.num_programs(1) - 1 - tl.program_id(1)
     i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
@@ -162,25 +128,15 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
         mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
         rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
     slot = load_slot(slot_ptr, c, valid)
-    if PACKS == "":
-        kink = load_kink(kink_ptr, i * C + c, valid)
-    else:
-        kink = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, split == 0)
 
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
         offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
-        x = load_saved(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S, row_bytes,
-                       0 if PACKS != "" else BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
-        z = normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
-                           ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
-        if PACKS != "":
-            pack_tile(packed_of(x, z, kink, PACKS), mask, j, i, group, line, s0, kink_ptr is not None, codes_ptr,
-                      lowest_ptr, highest_ptr, key, I, N, C, S, row_bytes, ROWS, BITS, BLOCK_N,
-                      BLOCK_L)  # fmt: skip
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+        normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
+                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
 
 
 @triton.jit
@@ -193,11 +149,10 @@ def slab_sum(v, STAT: tl.constexpr, ROWS: tl.constexpr):
     return v
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit
 def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
-                               running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr, codes_ptr,
-                               lowest_ptr, highest_ptr, kink_ptr, momentum: tl.float64, key, I, N, C, S, K, row_bytes,
-                               PACKS: tl.constexpr, BITS: tl.constexpr, SOURCE: tl.constexpr, EPS: tl.constexpr,
+                               running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
+                               momentum: tl.float64, I, N, C, S, K, SOURCE: tl.constexpr, EPS: tl.constexpr,
                                D: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr,
                                STAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                                BLOCK_L: tl.constexpr, AGAIN: tl.constexpr):  # fmt: skip
@@ -210,13 +165,7 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
     i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
     u = (i * C + c) // D
     w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    line, kink = c, None
-    if BITS > 0:
-        line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
-        if PACKS == "":
-            kink = load_kink(kink_ptr, i * C + c, valid)
-    x = load_saved(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, 0, I, N, C, S, row_bytes,
-                   0 if PACKS != "" else BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
     if running_mean_ptr is not None:
         # They are loaded here, so that the program waits for them and for x at the same time.
         running_mean = tl.load(running_mean_ptr + u, mask=valid)
@@ -251,130 +200,95 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
         mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
         rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
     slot = load_slot(slot_ptr, c, valid)
-    z = normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
-                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
-    if PACKS != "":
-        own = store_kink(kink_ptr, mean, rstd, w, b, i * C + c, valid, True)
-        pack_tile(packed_of(x, z, own, PACKS), mask, 0, i, c, line, 0, kink_ptr is not None, codes_ptr, lowest_ptr,
-                  highest_ptr, key, I, N, C, S, row_bytes, ROWS, BITS, BLOCK_N, BLOCK_L)  # fmt: skip
+    normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
+                   ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
 
 
-class Packing(NamedTuple):
-    """What plans know of codes: whether they are a copy of the "output" or the "input" to write, and their bits.
-
-    ``of`` is "" if x is read from codes, and without codes.
-    """
-
-    of: str = ""
-    bits: int = 0
-    row_bytes: int = 0
-
-
-NOTHING = Packing()
-
-
-def constants_of(source, dtype, layout, eps, act, packing):
+def constants_of(source, dtype, layout, eps, act):
     name, param = act
-    shape = {"SOURCE": source, "EPS": eps, "D": layout.D, "ACT": name, "PARAM": param, "ACC": acc_dtype(dtype)}
-    return shape | {"PACKS": packing.of, "BITS": packing.bits}
+    return {"SOURCE": source, "EPS": eps, "D": layout.D, "ACT": name, "PARAM": param, "ACC": acc_dtype(dtype)}
 
 
 @plan
-def onchip_plan(source, layout, dtype, eps, act, K, packing):
-    """The launcher that reads whole statistics groups; None if a slab is too large.
-
-    A packed copy of rows has groups of 256 positions, which a slab does not hold.
-    """
+def onchip_plan(source, layout, dtype, eps, act, K):
+    """The launcher that reads whole statistics groups; None if a slab is too large."""
     blocks = onchip_blocks(layout, dtype, ONCHIP_FWD)
-    if blocks is None or (packing.bits and layout.rows):
+    if blocks is None:
         return None
-    constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
-    large = blocks.meta["BLOCK_N"] * blocks.meta["BLOCK_L"] * dtype.itemsize > ONCHIP_BWD
-    constants["AGAIN"] = large and not packing.bits
+    constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
+    constants["AGAIN"] = blocks.meta["BLOCK_N"] * blocks.meta["BLOCK_L"] * dtype.itemsize > ONCHIP_BWD
     if constants["AGAIN"]:
         # Two programs are resident.
         constants |= registers_for(2 * 32 * blocks.meta["num_warps"])
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, packing.row_bytes)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K)
     return Launcher(norm_act_fwd_onchip_kernel, (blocks.groups,), sizes, constants)
 
 
 @plan
-def apply_plan(source, layout, dtype, device, eps, act, K, partials, packing):
+def apply_plan(source, layout, dtype, device, eps, act, K, partials):
     """The launcher that applies given statistics, either merged or in ``partials`` parts."""
-    blocks = split_blocks(layout, dtype, device, packs=packing.of != "")
-    constants = constants_of(source, dtype, layout, eps, act, packing) | blocks.meta
-    if not packing.bits:
-        constants |= most_registers(layout, dtype, K, backward=False)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, packing.row_bytes)
+    blocks = split_blocks(layout, dtype, device)
+    constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
+    constants |= most_registers(layout, dtype, K, backward=False)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
     return Launcher(norm_act_fwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 
 @plan
-def fwd_plan(source, layout, dtype, eps, act, K, packing):
+def fwd_plan(source, layout, dtype, eps, act, K):
     """The number and the dtype of the statistics, the length of xhat of the kept channels, and ``onchip_plan``."""
     groups, wide = layout.I * layout.C // layout.D, torch.promote_types(dtype, torch.float32)
     # Given statistics need no slab, but in a slab several small planes of a sample share a tile.
     slab = source == "batch" or (source == "saved" and layout.I * layout.D > 1)
-    onchip = onchip_plan(source, layout, dtype, eps, act, K, packing) if slab else None
+    onchip = onchip_plan(source, layout, dtype, eps, act, K) if slab else None
     return groups, wide, layout.I * layout.N * K * layout.S, onchip
 
 
-def launch(source, x, out, layout, tensors, momentum, eps, act, partial, K, packing=NOTHING, key=0):
+def launch(source, x, out, layout, tensors, momentum, eps, act, partial, K):
     """Launches the kernel, which writes ``out``.
 
     ``tensors`` are the residual, weight, bias, mean, rstd, running mean and variance, the number of batches, xhat of
-    the ``K`` kept channels, their slots, and the tensors of ``Codes``.
+    the ``K`` kept channels, and their slots.
     """
     if source == "batch":
         partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
     partials = 1 if partial is None else partial.shape[1]
-    apply = apply_plan(source, layout, out.dtype, out.device, eps, act, K, partials, packing)
-    apply((x, out, tensors[0], partial, *tensors[1:]), momentum, key)
+    apply = apply_plan(source, layout, out.dtype, out.device, eps, act, K, partials)
+    apply((x, out, tensors[0], partial, *tensors[1:]), momentum)
 
 
 def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, training, momentum, eps, act, kept,
-                 partial=None, residual=None, batches=None, keep_mean=True, codes=None, packs=""):  # fmt: skip
+                 partial=None, residual=None, batches=None, keep_mean=True):  # fmt: skip
     """Writes z into ``out``, which is ``x`` itself or has the strides of ``x``.
 
     ``act`` is (name, parameter).  ``kept`` is None or (slots, count); slots has the int32 slot of each channel, or -1
     if it is not kept.  Training moves the running statistics by ``momentum`` if they are given; only a norm of the
     batch has them.  Then it adds 1 to ``batches``, one int64, if ``batches`` is given.  ``partial`` holds (count, mean,
     M2) of parts of ``x``, (3, parts, I C), if they are known already.  ``residual`` has the strides of ``x``.
-    ``codes`` is None, or the memory of ``Codes`` for a packed copy of the "output" or the "input", as ``packs`` says;
-    ``low_bit_tile.fits`` says whether the kernels can write it.  If it has a kink, it is that of the norm.
 
     It returns mean (written in training only; None without ``keep_mean``) and rstd, (I C / D,) in fp32 (fp64 for fp64),
     and xhat of the kept channels, flat, or None.
     """
     slots, K = (None, 0) if kept is None else kept
     source = "batch" if training else "running"
-    parts, row_bytes = parts_of(codes)
-    packing, key = (NOTHING, 0) if codes is None else (Packing(packs, codes.bits, row_bytes), codes.key)
-    groups, wide, side, onchip = fwd_plan(source, layout, x.dtype, eps, act, K, packing)
+    groups, wide, side, onchip = fwd_plan(source, layout, x.dtype, eps, act, K)
     mean = torch.empty(groups, dtype=wide, device=x.device) if keep_mean else None
     rstd = torch.empty(groups, dtype=wide, device=x.device)
     xhat = x.new_empty(side) if K else None
-    tensors = residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots, *parts
+    tensors = residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots
     if onchip is not None and partial is None:
-        onchip((x, out, *tensors), momentum, key)
+        onchip((x, out, *tensors), momentum)
     else:
-        launch(source, x, out, layout, tensors, momentum, eps, act, partial, K, packing, key)
+        launch(source, x, out, layout, tensors, momentum, eps, act, partial, K)
     return mean, rstd, xhat
 
 
 def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=None):
-    """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write.
-
-    ``x`` may be ``Codes`` of planes, from which x is not unpacked as a whole.
-    """
-    coded = type(x) is Codes
-    parts, row_bytes = parts_of(x if coded else None)
-    packing = Packing("", x.bits, row_bytes) if coded else NOTHING
-    *_, onchip = fwd_plan("saved", layout, out.dtype, 0.0, act, 0, packing)
-    tensors = residual, weight, bias, mean, rstd, *[None] * 5, *parts
-    x = None if coded else x
+    """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write."""
+    *_, onchip = fwd_plan("saved", layout, out.dtype, 0.0, act, 0)
+    tensors = residual, weight, bias, mean, rstd, *[None] * 5
     if onchip is not None:
-        onchip((x, out, *tensors), 0.0, 0)
+        onchip((x, out, *tensors), 0.0)
     else:
-        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0, packing)
+        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0)

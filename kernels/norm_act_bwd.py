@@ -5,9 +5,6 @@ Beside rstd, weight, bias and the residual (if there is one), one tensor of the 
     "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
     "input"    x, which gives xhat and y; and mean
 
-Planes of this tensor may be packed (``kernels/low_bit.py``).  Then the kernels read the codes, and the tensor never
-exists as a whole.  In rows, a thread would hold the numbers of the grids of 8 channels, for which it has no registers.
-
 With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
 
     s1 = sum(g)          s2 = sum(g * xhat)            per channel of a statistics group
@@ -25,9 +22,6 @@ the second.  KEEP "input" needs only x and g for dx, so the first launch writes 
 of dresidual.  The first launch leaves sums per channel, which may be changed (``sums``) before the second applies them.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -35,7 +29,6 @@ import triton.language as tl
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks, vector_of
 from .launcher import Launcher, plan
-from .low_bit_tile import NO_CODES, Codes, line_of, load_kink, load_saved
 from .norm_act import load_affine, load_channel, load_slot
 from .norm_stats import few, load_sums, merged
 from .tile import (
@@ -46,7 +39,6 @@ from .tile import (
     folded,
     group_sum,
     kept_offsets,
-    slab_line,
     slab_offsets,
     tile_count,
     tile_offsets,
@@ -136,9 +128,8 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
 
 @triton.jit
 def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
-                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr, highest_ptr,
-                               kink_ptr, I, N, C, S, K, tiles_per_split, splits, row_bytes, BITS: tl.constexpr,
-                               KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
+                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
+                               splits, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                                PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
                                ROWS: tl.constexpr,
@@ -157,7 +148,6 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
     rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
-    kink = load_kink(kink_ptr, u, valid)
     scale = w * rstd
 
     s1 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
@@ -166,9 +156,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for j in tl.range(first, last, num_stages=STAGES):
         offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
-        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
-                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
+        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 EVICT)  # fmt: skip
@@ -187,10 +175,9 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
 
 @triton.jit
 def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
-                              bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr,
-                              lowest_ptr, highest_ptr, kink_ptr, I, N, C, S, K, tiles_per_split, partials, row_bytes,
-                              BITS: tl.constexpr, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr,
-                              ACT: tl.constexpr,
+                              bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr,
+                              I, N, C, S, K, tiles_per_split, partials, KEEP: tl.constexpr, FEW: tl.constexpr,
+                              D: tl.constexpr, ACT: tl.constexpr,
                               PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                               ALIGN: tl.constexpr,
                               ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
@@ -205,7 +192,6 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     mean = load_channel(mean_ptr, u, valid, 0.0, ACC)
     rstd = load_channel(rstd_ptr, u, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
-    kink = load_kink(kink_ptr, i * C + c, valid)
     s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
     if split == 0:
         store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
@@ -219,9 +205,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
         offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        line, s0 = line_of(j, i, group, N, C, S, BLOCK_N, BLOCK_L)
-        saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, kink, offs, mask, line, s0, I, N, C, S,
-                           row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
+        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
         g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
                                 N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
                                 "")  # fmt: skip
@@ -231,8 +215,7 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
 
 @triton.jit
 def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr, mean_ptr,
-                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, codes_ptr, lowest_ptr,
-                               highest_ptr, kink_ptr, I, N, C, S, K, row_bytes, BITS: tl.constexpr,
+                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
                                KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                                PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
@@ -247,11 +230,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     if KEEP == "input":
         rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
-    line = c
-    if BITS > 0:
-        line = slab_line(i, c, valid, I, N, C, STAT, BLOCK_N)
-    saved = load_saved(saved_ptr, codes_ptr, lowest_ptr, highest_ptr, load_kink(kink_ptr, u, valid), offs, mask, line,
-                       0, I, N, C, S, row_bytes, BITS, ACC, BLOCK_N, BLOCK_L, "")  # fmt: skip
+    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
     g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
                             N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
@@ -298,73 +277,47 @@ def over_samples(sums, layout, dtype):
     return dweight, dbias
 
 
-class Kept(NamedTuple):
-    """The properties of the kept tensor that plans depend on: whether it is "output" or "input", its dtype, its codes.
-
-    ``bits`` is 0 if it is not packed.
-    """
-
-    keep: str
-    dtype: torch.dtype
-    bits: int
-    row_bytes: int
-
-
-@functools.cache
-def whole(keep, dtype):
-    """``Kept`` of a tensor that is not packed.  The few of them are remembered."""
-    return Kept(keep, dtype, 0, 0)
-
-
-def kept_of(saved, mean):
-    """``Kept``, the kept tensor or None, and the tensors of its codes or None for each."""
-    keep = "output" if mean is None else "input"
-    if type(saved) is Codes:
-        return Kept(keep, saved.dtype, saved.bits, saved.row_bytes), None, saved.tensors
-    return whole(keep, saved.dtype), saved, NO_CODES
-
-
-def constants_of(tensor, layout, act, K):
+def constants_of(keep, dtype, layout, act, K):
     name, param = act
     # This is the middle of the values that round to -1.  Its distance from -1 is a quarter of the spacing of numbers in
     # [0.5, 1).
-    clamp = torch.finfo(tensor.dtype).eps / 8
-    shape = {"D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(tensor.dtype)}
+    clamp = torch.finfo(dtype).eps / 8
+    shape = {"D": layout.D, "ACT": name, "PARAM": param, "CLAMP": clamp, "ACC": acc_dtype(dtype)}
     few = K if layout.rows and K <= MAX_COLUMNS else 0
-    return shape | {"KEEP": tensor.keep, "FEW": few, "BITS": tensor.bits}
+    return shape | {"KEEP": keep, "FEW": few}
 
 
 @plan
-def onchip_plan(tensor, layout, act, K):
+def onchip_plan(keep, dtype, layout, act, K):
     """The launcher that reads whole statistics groups; None if a slab is too large."""
-    blocks = onchip_blocks(layout, tensor.dtype, ONCHIP_BWD)
+    blocks = onchip_blocks(layout, dtype, ONCHIP_BWD)
     if blocks is None:
         return None
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act, K) | blocks.meta
+    sizes = (layout.I, layout.N, layout.C, layout.S, K)
+    constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
     return Launcher(norm_act_bwd_onchip_kernel, (blocks.groups,), sizes, constants)
 
 
 @plan
-def reduce_plan(tensor, layout, device, act, K):
+def reduce_plan(keep, dtype, layout, device, act, K):
     """The launcher that leaves sums, and the number of their parts."""
-    blocks = split_blocks(layout, tensor.dtype, device, reduces=True, backward=True)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act, K) | blocks.meta
+    blocks = split_blocks(layout, dtype, device, reduces=True, backward=True)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
+    constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
     # Planes of a kept input need fewer registers by themselves.  With a limit the compiler loads one vector of x and dz
     # after the other.
-    if layout.rows or tensor.keep == "output" or tensor.bits or vector_of(layout, tensor.dtype) == 1:
-        constants |= most_registers(layout, tensor.dtype, K, backward=True)
+    if layout.rows or keep == "output" or vector_of(layout, dtype) == 1:
+        constants |= most_registers(layout, dtype, K, backward=True)
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 
 @plan
-def apply_plan(tensor, layout, device, act, K, partials):
+def apply_plan(keep, dtype, layout, device, act, K, partials):
     """The launcher that applies sums in ``partials`` parts."""
-    blocks = split_blocks(layout, tensor.dtype, device, backward=True)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials, tensor.row_bytes)
-    constants = constants_of(tensor, layout, act, K) | blocks.meta
-    constants |= most_registers(layout, tensor.dtype, K, backward=True)
+    blocks = split_blocks(layout, dtype, device, backward=True)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
+    constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
+    constants |= most_registers(layout, dtype, K, backward=True)
     constants["BLOCK_P"] = triton.next_power_of_2(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
@@ -376,10 +329,10 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     If ``dx`` is given, it is written, with the formula for running statistics.  ``dresidual`` is written if given.
     """
     slots, K = kept if kept is not None else (None, 0)
-    tensor, values, parts = kept_of(saved, mean)
-    launch, splits = reduce_plan(tensor, layout, dz.device, act, K)
+    keep = "output" if mean is None else "input"
+    launch, splits = reduce_plan(keep, saved.dtype, layout, dz.device, act, K)
     partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=dz.device)
-    launch((values, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots, *parts))
+    launch((saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
     return few(partial, layout.C)
 
 
@@ -387,10 +340,10 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                  mean=None, residual=None, dresidual=None, sums=None, exchange=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
-    ``saved`` is the input if ``mean`` is given, and otherwise the output, or ``Codes`` of either (planes).  ``dz``,
-    ``residual``, ``dx`` and ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given;
-    ``dx`` may be ``saved``.  The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the
-    result of ``norm_act_bwd_sums`` if it is known already.
+    ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
+    ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
+    The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
+    ``norm_act_bwd_sums`` if it is known already.
 
     ``exchange`` is None or, in training of a norm of the batch, a function that is called with the sums of g and
     g * xhat, (C,) each, and returns their sums over several processes; dx is computed from its result.  dweight and
@@ -409,7 +362,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
                                  dresidual)  # fmt: skip
         return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
     slots, K = (None, 0) if kept is None else kept
-    tensor, values, parts = kept_of(saved, mean)
+    keep = "output" if mean is None else "input"
     dweight = dbias = None
     if affine and batch:
         # These are two allocations, because outputs of an op must not share memory.  rstd has C values here.  PyTorch
@@ -417,27 +370,27 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         same = rstd.dtype == dparam_dtype
         dweight = torch.empty_like(rstd) if same else torch.empty_like(rstd, dtype=dparam_dtype)
         dbias = torch.empty_like(dweight)
-    tensors = values, dz, residual, dx, dresidual
-    onchip = onchip_plan(tensor, layout, act, K) if sums is None else None
+    tensors = saved, dz, residual, dx, dresidual
+    onchip = onchip_plan(keep, saved.dtype, layout, act, K) if sums is None else None
     if onchip is not None:
         if affine and not batch:
             wide = torch.promote_types(saved.dtype, torch.float32)
             sums = torch.empty(2, layout.I * layout.C, dtype=wide, device=dz.device)
             dbias, dweight = sums
-        onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, *parts))
+        onchip((*tensors, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     else:
         if sums is None:
             args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
             if mean is not None and dresidual is not None:
                 # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual)
-                tensors = values, dresidual, None, dx, None
+                tensors = saved, dresidual, None, dx, None
                 act = ("identity", 0.0)
             else:
                 sums = norm_act_bwd_sums(*args)
         partial = merged(sums, layout, weight)
-        apply = apply_plan(tensor, layout, dz.device, act, K, partial.shape[1])
-        apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots, *parts))
+        apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, partial.shape[1])
+        apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     if affine and not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias

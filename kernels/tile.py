@@ -179,16 +179,6 @@ def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS:
 
 
 @triton.jit
-def slab_line(i, c, valid, I, N, C, STAT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The number of each plane of a slab of planes, (BLOCK_N, 1); at least I N C for planes that do not exist."""
-    if STAT == "batch":
-        line = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * C + c
-    else:
-        line = tl.where(valid, tl.cast(i, tl.int64) * C + c, tl.cast(I, tl.int64) * N * C)
-    return line
-
-
-@triton.jit
 def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_L: tl.constexpr):  # fmt: skip
     """The offsets of tile j in the side buffer of the K kept channels, which has the tensor's layout.

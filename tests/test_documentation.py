@@ -273,6 +273,24 @@ def test_every_experimental_name_exists():
         assert pkgutil.resolve_name(name), name
 
 
+def test_every_public_name_is_marked_as_stable_or_experimental():
+    """``docs/conf.py`` marks each function and class that the reference describes; settings have a mark in the text."""
+    marked = set(re.findall(r"py:data:: (\w+)\n.*\n\n   \*(?:Stable|Experimental)\.\*\n", REFERENCE))
+    assert marked == {"backend", "reuse_output"}
+    described = re.findall(r":: (fusedseg[\w.]*\.\w+)$", REFERENCE, re.MULTILINE)
+    parts = [name.rpartition(".") for name in described if not name.startswith("fusedseg.integrations")]
+    objects = [getattr(importlib.import_module(module), name) for module, _, name in parts]
+    for name in ("functional", "memory"):
+        assert f"automodule:: fusedseg.{name}\n   :members:\n   :imported-members:" in REFERENCE
+        objects += [getattr(getattr(fusedseg, name), member) for member in getattr(fusedseg, name).__all__]
+    missing = []
+    for module in (fusedseg, fusedseg.compiler, fusedseg.losses, fusedseg.nn, fusedseg.unet):
+        for name in set(module.__all__) - (marked if module is fusedseg else set()):
+            if not any(getattr(module, name) is one for one in objects):
+                missing.append(f"{module.__name__}.{name}")
+    assert missing == []
+
+
 def test_every_name_of_an_integration_is_in_the_reference():
     """The public functions and classes of each file, read from its source, because a framework may be absent."""
     home = ROOT / "fusedseg" / "integrations"

@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     # numpy handles the few values of a channel vector on a CPU.
     "ops/norm": (
-        {"_backend", "_torch", "activation", "kernels", "ops/activation_aten", "ops/labels", "ops/low_bit"} | SHARED,
+        {"_backend", "_torch", "activation", "kernels", "ops/activation_aten", "ops/labels"} | SHARED,
         {"numpy", "torch"},
     ),
     "ops/conv": (

@@ -32,7 +32,9 @@ ALLOWED = {
     "fusedseg/cli/nnunet.py": {"args": ARGUMENTS},
     "fusedseg/cli/profile.py": {"args": ARGUMENTS},
     "fusedseg/compiler/chains.py": {"aten": NAMED},
-    "fusedseg/compiler/emit.py": {"module": "a graph's parameters, by their names"},
+    "fusedseg/compiler/emit.py": {
+        "module": "a graph's parameters, by their names", "aten": NAMED, "torch": NAMED, "Tensor": NAMED,
+    },
     "fusedseg/compiler/reinplace.py": {"aten": NAMED},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},
     "fusedseg/conversion/norms.py": {"x": MARK},
@@ -62,7 +64,6 @@ ALLOWED = {
     "fusedseg/ops/max_pool/aten.py": {"aten": NAMED},
     "fusedseg/ops/norm/sync.py": {"distributed": VERSIONS},
     "fusedseg/ops/observer.py": {"hooks[0]": "the saved-tensor hook of anybody"},
-    "fusedseg/scope/packing.py": {"Tensor": NAMED, "home": NAMED},
     "fusedseg/scope/registry.py": {"outer[0]": "the saved-tensor hook of anybody"},
     "fusedseg/scope/watch.py": {"func": CALLED},
     "kernels/launcher.py": {"enter": VERSIONS, "leave": VERSIONS},

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fusedseg.conversion.convert import Bits
 from fusedseg.memory.export import open_new, write_json
 from fusedseg.progress import Lines
 
@@ -48,7 +47,7 @@ def run(
     seed: int,
     overwrite: bool,
     distributed: bool = False,
-    bits: Bits | None = None,
+    bits: int | None = None,
 ) -> int:
     """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"

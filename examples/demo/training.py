@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fusedseg.conversion import convert
-from fusedseg.conversion.convert import Bits
+from fusedseg.compiler import backend
 from fusedseg.losses import DiceCELoss
 from fusedseg.memory import SavedBytes, allocator_peak
 
@@ -51,8 +50,8 @@ class Training:
         return median(self.seconds[WARMUP_STEPS:] or self.seconds)
 
 
-def build(problem: Problem, device: torch.device, seed: int, bits: Bits | None = None) -> dict[str, nn.Module]:
-    """Both networks with the same weights.  With ``bits``, ours keeps its activations in so many bits a value."""
+def build(problem: Problem, device: torch.device, seed: int, bits: int | None = None) -> dict[str, nn.Module]:
+    """Both networks with the same weights.  With ``bits``, the backend keeps ours in so many bits a value."""
     torch.manual_seed(seed)
     networks = {name: problem.network(plain) for name, plain in NETWORKS.items()}
     first, *others = networks.values()
@@ -60,14 +59,8 @@ def build(problem: Problem, device: torch.device, seed: int, bits: Bits | None =
         net.load_state_dict(dict(zip(net.state_dict(), first.state_dict().values(), strict=True)))
     networks = {name: net.to(device) for name, net in networks.items()}
     if bits is not None:
-        keep_in_bits(networks["fusedseg"], problem, bits, seed)
+        networks["fusedseg"].compile(backend=backend, options={"codegen": "aten", "bits": bits, "seed": seed})
     return networks
-
-
-def keep_in_bits(net: nn.Module, problem: Problem, bits: Bits, seed: int) -> None:
-    """Makes a network of our modules keep its activations in ``bits`` bits a value, rounded with ``seed``."""
-    example = problem.batch(torch.Generator().manual_seed(seed))
-    convert(net, example_inputs=example.images, bits=bits, seed=seed)
 
 
 def weigh(labels: Tensor, classes: int) -> Tensor:
@@ -152,6 +145,8 @@ def train(
     return trainings
 
 
+# The compiler would compile the networks again for forwards without a gradient, which keep nothing.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def settle(
     problem: Problem,
@@ -183,6 +178,7 @@ def settle(
         norm.momentum = momentum
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def predict(net: nn.Module, images: tuple[Tensor, ...]) -> Tensor:
     """The most probable class of every voxel, (N, *spatial), with running statistics."""

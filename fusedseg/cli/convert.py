@@ -13,7 +13,7 @@ from .command import Refused, add_command, first_line
 from .models import DTYPES, add_choice, add_json, add_model, batched, build, check_new, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.
-OPTIONS = ("mode", "slope", "inplace", "bits")
+OPTIONS = ("mode", "slope", "inplace")
 CONVERTED_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
@@ -47,13 +47,6 @@ def add_convert(commands) -> None:
         dest="inplace",
         action="store_false",
         help="let no norm write over its input, for a model whose flow changes later",
-    )
-    command.add_argument(
-        "--bits",
-        type=int,
-        choices=(8, 4),
-        metavar="N",
-        help="keep activations in 8 or 4 bits a value: forward stays exact, the gradient gets noise",
     )
     command.add_argument(
         "--verify", action="store_true", help="also compare outputs and gradients, on real random inputs"

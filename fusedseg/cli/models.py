@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +80,10 @@ class ModelSource:
     how: str
     code: str | None = None
 
-    def meaning(self, options: bool) -> str:
-        """What "fusedseg" stands for, if not for ``fusedseg.convert``; with ``options`` also what it is beside bits."""
-        if self.code is None:
-            return ""
-        more = ", with bits for fusedseg.convert of its stock modules"
-        return f"fusedseg stands for {self.how}{more if options else ''}."
+    @property
+    def meaning(self) -> str:
+        """What "fusedseg" stands for, if not for ``fusedseg.convert``."""
+        return "" if self.code is None else f"fusedseg stands for {self.how}."
 
 
 def parse_model(text: str) -> ModelSource:
@@ -150,20 +147,17 @@ CONVERTED = "fusedseg.convert(model)"
 
 
 def _converter(shapes: Shapes) -> Convert:
-    def converted(model: nn.Module, **options: Any) -> nn.Module:
+    def converted(model: nn.Module) -> nn.Module:
         """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
         dtype = _dtype(model)
-        convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes], **options)
+        convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
         return model
 
     return converted
 
 
 def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
-    def converted(model: nn.Module, **options: object) -> nn.Module:
-        return _converter(shapes)(model, **options) if options else _fused(make, model)
-
-    return converted
+    return partial(_fused, make)
 
 
 def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:

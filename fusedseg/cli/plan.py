@@ -128,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if drawn is not None:
         print(f"{drawn}\n\nwrote {args.curve}\n" if found else f"{drawn}\n\nwrote {args.curve}")
     if found is not None:
-        remark = source.meaning(any(option.strategy.options for option in found.options))
-        print(replace(found, remarks=(remark,) if remark else ()))
+        print(replace(found, remarks=(source.meaning,) if source.meaning else ()))
     return 0
 
 

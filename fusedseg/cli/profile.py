@@ -216,9 +216,8 @@ def show(reports: list[MemoryReport], source: ModelSource, shapes: Shapes, args:
         print(compare(*reports))
         print(f"\nWhat {reports[0].label} keeps\n{wrapped(reports[0].summary())}")
         print(*(f"\nNote: {note}" for note in dict.fromkeys(note for report in reports for note in report.notes)))
-    meaning = source.meaning(any("=" in report.label for report in reports))
-    if meaning and any(FUSED in report.label for report in reports):
-        print(f"\n{meaning}")
+    if source.meaning and any(FUSED in report.label for report in reports):
+        print(f"\n{source.meaning}")
     if args.rows:
         for report in reports:
             print(f"\nRows of {report.label}, in MiB\n{report.rows_table()}")

@@ -22,13 +22,13 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph that Dynamo has captured; ``torch.compile`` calls it."""
+    """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
     if settings.memory_format is not None:
         layouts.rewrite(module, settings.memory_format, fuses=settings.codegen == "inductor")
-    wanted = settings.wanted
-    if wanted is not None and wanted.is_absolute and _torch.reason_of_break(module):
+    limits = settings.limits
+    if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
             ": the model has a graph break, and each of its graphs keeps and peaks at up to "
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import _torch, rules
-from .joint import calls_view, is_op, is_tensor, items_of, name_of, op_of, outputs_of, value_of
+from .joint import calls_view, is_op, is_tensor, items_of, name_of, op_of, splice, value_of
 
 LINEAR, SMOOTH, EXACT = rules.LINEAR, rules.SMOOTH, rules.EXACT
 # Products, which are right on average where their factors do not come from the same rounding.
@@ -80,16 +80,9 @@ def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
 
     with mode, _torch.python_dispatcher():
         traced = make_fx(run, tracing_mode="real")(*values)
-    inside = list(traced.graph.nodes)
-    if not all(inner.op in ("placeholder", "output") or _is_elementwise(inner) for inner in inside):
+    if not all(inner.op in ("placeholder", "output") or _is_elementwise(inner) for inner in traced.graph.nodes):
         return None
-    env: dict[object, fx.Node] = dict(zip((n for n in inside if n.op == "placeholder"), sources, strict=True))
-    with graph.inserting_before(node):
-        for inner in inside:
-            if inner.op == "call_function":
-                env[inner] = graph.node_copy(inner, env.__getitem__)
-    results = outputs_of(traced.graph)
-    return [env[result] for result in results]
+    return splice(graph, traced.graph, sources, node)
 
 
 def write_chain(graph: fx.Graph, node: fx.Node) -> bool:

@@ -48,12 +48,10 @@ def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
     return max_pool
 
 
-_pools = {stock: _max_pool(dims, stock) for dims, stock in ((2, F.max_pool2d), (3, F.max_pool3d))}
+POOLS = (2, F.max_pool2d), (3, F.max_pool3d), (2, torch.max_pool2d), (3, torch.max_pool3d)
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.interpolate: interpolate,
-    **_pools,
-    torch.max_pool2d: _max_pool(2, torch.max_pool2d),
-    torch.max_pool3d: _max_pool(3, torch.max_pool3d),
+    **{stock: _max_pool(dims, stock) for dims, stock in POOLS},
 }
 
 JOINING = (F.interpolate, torch.cat)

@@ -20,11 +20,11 @@ from torch import fx
 from .._sizes import text_of
 from ..ops.cheap import size_of
 from . import keep, reinplace, rounded
+from .budget import Budget
 from .cut import Cut
 from .joint import Goal, Joint, flops_of, nbytes_of
 from .live import Live
 from .settings import OP
-from .wanted import Wanted
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
 CHEAP = 1
@@ -255,31 +255,26 @@ class RoundedChoices(Choices):
         return Cost(live.kept(counted), flops, peak)
 
 
-def choose(choices: Choices, wanted: Wanted) -> keep.Plan:
-    """The plan for a budget, or the nearest one, with a warning."""
-    return chosen(choices, wanted).plan
-
-
-def chosen(choices: Choices, wanted: Wanted) -> Choice:
-    budget, arguments = wanted.budget, choices.live.arguments
-    most = budget.bytes_of(choices.eager)
+def chosen(choices: Choices, budget: Budget) -> Choice:
+    """The choice for a budget, or the nearest one, with a warning."""
+    most, arguments = budget.bytes_of(choices.eager), choices.live.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
-    falling = most is not None or wanted.peak is not None
+    falling = most is not None or budget.peak is not None
     for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
         kept_enough = most is not None and found.cost.kept <= most
-        if kept_enough or (wanted.peak is not None and found.cost.peak + arguments <= wanted.peak):
+        if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
             break
     else:
-        _warn_of(found.cost, wanted, choices)
+        _warn_of(found.cost, budget, choices)
     return found
 
 
-def _warn_of(cost: Cost, wanted: Wanted, choices: Choices) -> None:
+def _warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
     """Says which budget can be met; one without a number of bytes always is."""
     eager = choices.eager
-    most, peak = wanted.budget.bytes_of(eager), cost.peak + choices.live.arguments
-    if wanted.peak is not None:
-        asked, nearest = f"a peak of {text_of(wanted.peak)}", f"a peak of {text_of(peak)}"
+    most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
+    if budget.peak is not None:
+        asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
     elif most is not None:
         asked, nearest = (
             f"budget {text_of(most)}",
@@ -290,7 +285,7 @@ def _warn_of(cost: Cost, wanted: Wanted, choices: Choices) -> None:
     warnings.warn(
         f"{OP}: {asked} cannot be met without a higher peak or more arithmetic.  The nearest that can is {nearest}; "
         f"{cost.flops / max(choices.total, 1):.1%} of the forward's arithmetic runs again, and extra_flops, which is "
-        f"{wanted.budget.most_flops:g}, limits it",
+        f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )
 

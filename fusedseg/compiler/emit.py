@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .. import _torch
 from ..ops import interpolate
@@ -20,33 +20,19 @@ from . import in_turn, joined, order, reinplace, triton_ops
 from .joint import is_gradient, is_op, is_tensor, last_readers, outputs_of
 
 aten = torch.ops.aten
+SAME = (
+    "convolution", "native_batch_norm", "native_group_norm", "native_layer_norm", "relu", "relu_", "mm", "addmm", "bmm",
+    "cat", "sigmoid", "tanh", "t", "detach",
+)  # fmt: skip
+ARITHMETIC = ("add", "sub", "mul", "div")
 # The functions that do the same as an op, with the same arguments.
 DIRECT: dict[Any, Callable[..., Any]] = {
-    aten.convolution.default: torch.convolution,
+    **{getattr(aten, name).default: getattr(torch, name) for name in SAME},
+    **{getattr(aten, name).Tensor: getattr(torch, name) for name in ARITHMETIC},
+    **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
     _torch.writing_batch_norm: torch.native_batch_norm,
-    aten.native_batch_norm.default: torch.native_batch_norm,
-    aten.native_group_norm.default: torch.native_group_norm,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.relu.default: torch.relu,
-    aten.relu_.default: torch.relu_,
-    aten.mm.default: torch.mm,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
     aten.empty.memory_format: torch.empty,
-    aten.sigmoid.default: torch.sigmoid,
-    aten.tanh.default: torch.tanh,
-    aten.add.Tensor: torch.add,
-    aten.sub.Tensor: torch.sub,
-    aten.mul.Tensor: torch.mul,
-    aten.div.Tensor: torch.div,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.sub_.Tensor: torch.Tensor.sub_,
-    aten.mul_.Tensor: torch.Tensor.mul_,
-    aten.div_.Tensor: torch.Tensor.div_,
-    aten.t.default: torch.t,
-    aten.view.default: torch.Tensor.view,
-    aten.detach.default: torch.detach,
+    aten.view.default: Tensor.view,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
     torch.ops.fusedseg.sample_norm.default: sample_norm.forward,

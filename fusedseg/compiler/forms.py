@@ -51,10 +51,6 @@ class BatchNorm(NamedTuple):
     mean: fx.Node | None
     rstd: fx.Node | None
 
-    def sources(self) -> list[fx.Node]:
-        given = (self.x, self.weight, self.bias, self.mean, self.rstd)
-        return [source for source in given if source is not None]
-
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
         x, weight, bias, mean, rstd = map(read, (self.x, self.weight, self.bias, self.mean, self.rstd))
@@ -72,9 +68,6 @@ class _FromStatistics(NamedTuple):
     bias: fx.Node | None
     mean: fx.Node
     rstd: fx.Node
-
-    def sources(self) -> list[fx.Node]:
-        return [source for source in self if source is not None]
 
 
 class GroupNorm(_FromStatistics):
@@ -116,9 +109,6 @@ class SampleNorm(NamedTuple):
     rstd: fx.Node
     groups: int
     eps: float
-
-    def sources(self) -> list[fx.Node]:
-        return [source for source in self[:5] if source is not None]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
@@ -173,9 +163,6 @@ class MaxPool(NamedTuple):
     codes: fx.Node
     window: tuple[Any, ...]
 
-    def sources(self) -> list[fx.Node]:
-        return [self.x, self.codes]
-
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that picks the values at the positions of the maxima."""
         # The op asks for the size and the format of x, which its transpose needs.
@@ -190,9 +177,6 @@ class Dropout(NamedTuple):
     x: fx.Node
     mask: fx.Node
     p: float
-
-    def sources(self) -> list[fx.Node]:
-        return [self.x, self.mask]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again, as dropout does; Inductor has no ``native_dropout_backward``."""
@@ -209,6 +193,11 @@ CALLS = {"native_dropout", "native_group_norm", "native_layer_norm", "sample_nor
 # The norms that multiply and shift each channel.
 OF_CHANNELS = BatchNorm, GroupNorm, SampleNorm
 Form = BatchNorm | GroupNorm | SampleNorm | LayerNorm | Dropout | MaxPool
+
+
+def sources_of(form: Form) -> list[fx.Node]:
+    """The nodes that the form reads."""
+    return [source for source in form if isinstance(source, fx.Node)]
 
 
 def round_inputs(graph: fx.Graph) -> None:

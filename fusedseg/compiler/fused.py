@@ -16,7 +16,7 @@ from .. import _torch
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit import traced
 from ..ops.low_bit.op import unpack_op
-from .joint import arguments_of, items_of, node_at, outputs_of, value_of
+from .joint import arguments_of, items_of, node_at, splice, value_of
 from .keep import KEEP, LABEL
 
 _parts = _torch.compiler_parts()
@@ -27,12 +27,7 @@ def spliced(graph: fx.Graph, function: Callable[..., Any], *sources: fx.Node, be
     values = [value_of(source) for source in sources]
     with values[0].fake_mode, _torch.python_dispatcher():
         inner = make_fx(function, decomposition_table=_parts.decompositions(), tracing_mode="real")(*values).graph
-    env = dict(zip((node for node in inner.nodes if node.op == "placeholder"), sources, strict=True))
-    with graph.inserting_before(before):
-        for node in inner.nodes:
-            if node.op == "call_function":
-                env[node] = graph.node_copy(node, env.__getitem__)
-    return [env[result] for result in outputs_of(inner)]
+    return splice(graph, inner, sources, before)
 
 
 class _Fusing:

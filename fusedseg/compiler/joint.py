@@ -1,7 +1,7 @@
 """A joint graph of forward and backward, as AOTAutograd traces it, and new nodes in it."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
@@ -141,6 +141,16 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
         return graph.node_copy(node, lambda source: swapped.get(source, source))
 
 
+def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before: fx.Node) -> list[fx.Node]:
+    """Writes the calls of another graph before a node, for these inputs, and returns its results."""
+    env: dict[object, fx.Node] = dict(zip(inner.find_nodes(op="placeholder"), sources, strict=True))
+    with graph.inserting_before(before):
+        for node in inner.nodes:
+            if node.op == "call_function":
+                env[node] = graph.node_copy(node, env.__getitem__)
+    return [env[result] for result in outputs_of(inner)]
+
+
 def has_symbols(*values: Tensor) -> bool:
     """Whether a size of these tensors is a symbol."""
     return any(not isinstance(n, int) for value in values for n in value.shape)
@@ -148,23 +158,28 @@ def has_symbols(*values: Tensor) -> bool:
 
 def is_alike(x: object, result: object) -> bool:
     """Whether two tensors have the same dtype, shape and strides, and no two elements of one share memory."""
-    if not isinstance(x, Tensor) or not isinstance(result, Tensor) or x.dtype != result.dtype or x.dim() == 0:
+    if not isinstance(x, Tensor) or x.dim() == 0 or not has_same_form(x, result):
         return False
-    if has_symbols(x, result):
-        # Equal expressions of the sizes are equal sizes; nothing is asked that would become a guard.
-        if [str(n) for n in (*x.shape, *x.stride())] != [str(n) for n in (*result.shape, *result.stride())]:
-            return False
-        return all(not isinstance(s, int) or s > 0 for s in x.stride())
-    return x.shape == result.shape and x.stride() == result.stride() and _is_dense(x)
+    return all(not isinstance(s, int) or s > 0 for s in x.stride()) if has_symbols(x) else is_dense(x)
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether no two elements share memory."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
+def has_same_form(x: Tensor, other: object) -> bool:
+    """Whether two tensors have the same dtype, device, shape and strides."""
+    if not isinstance(other, Tensor) or x.dtype != other.dtype or x.device != other.device or x.dim() != other.dim():
+        return False
+    # Equal expressions of symbolic sizes are equal sizes; nothing is asked that would become a guard.
+    return [str(n) for n in (*x.shape, *x.stride())] == [str(n) for n in (*other.shape, *other.stride())]
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor lies in memory without gaps, and no two elements share memory."""
+    pairs, expected = zip(x.stride(), x.shape, strict=True), 1
+    for step, n in sorted(pairs, key=lambda pair: (hint_of(pair[0]), hint_of(pair[1]))):
+        if hint_of(n) != 1:
+            # Nothing is asked of symbolic sizes that would become a guard.
+            if not _torch.known(step == expected):
+                return False
+            expected = n * expected
     return True
 
 

@@ -75,14 +75,17 @@ def _may_run_again(node: fx.Node) -> bool:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward computes a node again."""
     form = forms.form_of(node)
-    return list(call_node(node).all_input_nodes) if form is None else form.sources()
+    return list(call_node(node).all_input_nodes) if form is None else forms.sources_of(form)
 
 
-def sources_of(node: fx.Node, joint: Joint) -> list[fx.Node] | None:
-    """The nodes from which backward may compute a node again, though it be a product; None if it must be kept."""
+def sources_of(node: fx.Node, joint: Joint, products: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
+    """The nodes from which backward may compute a node again; None if it must be kept.
+
+    products: those that may run again; None for all that are not random.
+    """
     call = call_node(node)
-    runs = _may_run_again(node) or (has_flops(call) and not is_random(call))
-    if node in joint.returned or not runs:
+    repeats = node in products if products is not None else has_flops(call) and not is_random(call)
+    if node in joint.returned or not (repeats or _may_run_again(node)):
         return None
     sources = _sources(node)
     if not is_view(node) and any(source in joint.overwritten for source in sources):
@@ -174,18 +177,15 @@ def _decide(
         if node in calls:
             stack.pop()
             continue
-        cheap = node not in joint.returned and (node in products or _may_run_again(node))
-        sources = _sources(node) if cheap else []
-        if not is_view(node) and any(source in joint.overwritten for source in sources):
-            # Backward would read what forward has written there.
-            cheap, sources = False, []
+        allowed = sources_of(node, joint, products)
+        sources = allowed or []
         open_ones = [source for source in sources if source not in calls and not is_free(source)]
         if open_ones:
             stack += open_ones
             continue
         stack.pop()
         needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if not cheap or _is_worth_keeping(node, sources, calls, needed):
+        if allowed is None or _is_worth_keeping(node, sources, calls, needed):
             calls[node] = frozenset()
             found.kept.add(node)
         else:

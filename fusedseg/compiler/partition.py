@@ -43,20 +43,20 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
     module.graph.eliminate_dead_code()
     simplify.forget_labels(module.graph)
-    wanted, eager = settings.wanted, 0
-    if wanted is not None:
+    limits, eager = settings.limits, 0
+    if limits is not None:
         eager = choose.eager_bytes(joint.Joint(module.graph, forward_outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
     graph = module.graph
-    if (settings.bits is not None or wanted is not None) and any(keep.LABEL in node.meta for node in graph.nodes):
+    if (settings.bits is not None or limits is not None) and any(keep.LABEL in node.meta for node in graph.nodes):
         say_once(
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     simplify.rewrite(graph)
     forms.forget_running(graph)
-    if settings.codegen == "inductor" or settings.bits is not None or wanted is not None:
+    if settings.codegen == "inductor" or settings.bits is not None or limits is not None:
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
     if settings.bits is not None:
@@ -65,12 +65,12 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, forward_outputs), None
     if settings.bits is not None:
         decided = None
-        if wanted is not None:
-            decided = choose.choose(choose.RoundedChoices(of, eager, fused_code, settings.bits), wanted)
+        if limits is not None:
+            decided = choose.chosen(choose.RoundedChoices(of, eager, fused_code, settings.bits), limits).plan
         of, decided, found = rounded.settled(graph, forward_outputs, settings.bits, decided)
         storage = rounded.Storage(graph, found, settings.seed)
-    elif wanted is not None:
-        decided = choose.choose(choose.Choices(of, eager, fused_code), wanted)
+    elif limits is not None:
+        decided = choose.chosen(choose.Choices(of, eager, fused_code), limits).plan
     else:
         decided = keep.plan(of)
     keep.apply(of, decided, storage)

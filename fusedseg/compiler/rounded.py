@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import fx
 
-from .. import _torch, rules
-from ..ops.cheap import hint_of, size_of, tensors_of
+from .. import rules
+from ..ops.cheap import size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.observer import SMALL
 from . import forms
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
-from .joint import Joint, call, form_in, is_op, is_tensor, name_of, node_at, op_of, value_of
+from .joint import Joint, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave, plan, plan_of, sources_of
 
 # They bend at 0, and do not change signs.
@@ -55,17 +55,8 @@ class Rounded:
 
 def _has_size(node: fx.Node) -> bool:
     """Whether a kept result of forward is large, and lies in memory without gaps."""
-    if node.op != "call_function" or not is_tensor(node) or size_of(node) < FEWEST_VALUES:
-        return False
-    value, expected = value_of(node), 1
-    pairs = zip(value.stride(), value.shape, strict=True)
-    for step, n in sorted(pairs, key=lambda pair: (hint_of(pair[0]), hint_of(pair[1]))):
-        if hint_of(n) != 1:
-            # Nothing is asked of symbolic sizes that would become a guard.
-            if not _torch.known(step == expected):
-                return False
-            expected = n * expected
-    return True
+    large = node.op == "call_function" and is_tensor(node) and size_of(node) >= FEWEST_VALUES
+    return large and is_dense(value_of(node))
 
 
 def _positions(node: fx.Node) -> int:

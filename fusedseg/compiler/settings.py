@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .wanted import Wanted, parse_wanted
+from .budget import Budget
 
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
@@ -62,12 +62,12 @@ class Settings:
         if self.inductor and self.codegen == "aten":
             raise ValueError(f"{OP}: option inductor has no effect with codegen='aten', got {dict(self.inductor)}")
         # Raises for a wrong one.
-        parse_wanted(OP, self.budget, self.extra_flops)
+        _ = self.limits
 
     @property
-    def wanted(self) -> Wanted | None:
+    def limits(self) -> Budget | None:
         """What ``budget`` and ``extra_flops`` ask for; None without them.  Raises ValueError or TypeError."""
-        return parse_wanted(OP, self.budget, self.extra_flops)
+        return Budget.parse(OP, self.budget, self.extra_flops)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

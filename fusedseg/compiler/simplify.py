@@ -7,9 +7,9 @@ the same sizes does nothing either, but it may have other strides along a dimens
 
 import operator
 
-from torch import Tensor, fx
+from torch import fx
 
-from .joint import copied, name_of, value_of
+from .joint import copied, has_same_form, is_tensor, name_of, value_of
 from .reinplace import roots_of
 
 # Ops that return their input.
@@ -31,7 +31,7 @@ def rewrite(graph: fx.Graph) -> int:
             source = node.args[1]
         elif name_of(node) in ("clone", *NOTHING):
             source = node.args[0]
-        if not isinstance(source, fx.Node) or not _is_same(value_of(source), value_of(node)):
+        if not is_tensor(source) or not has_same_form(value_of(source), value_of(node)):
             continue
         root = roots[source]
         if root is not roots[node]:
@@ -44,17 +44,6 @@ def rewrite(graph: fx.Graph) -> int:
             graph.erase_node(node)
             count += 1
     return count
-
-
-def _is_same(old: object, new: object) -> bool:
-    """Whether two tensors have the same form, and their elements lie in memory without gaps."""
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
-        return False
-    if old.dtype != new.dtype or old.device != new.device or old.dim() != new.dim():
-        return False
-    # Equal expressions of symbolic sizes are equal sizes; nothing is asked that would become a guard.
-    left, right = ([str(n) for n in (*t.shape, *t.stride())] for t in (old, new))
-    return left == right
 
 
 def part(graph: fx.Graph) -> int:

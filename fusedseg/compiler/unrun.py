@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..memory.compiled import Partition as Found
 from ..memory.compiled import Way, divided
@@ -28,8 +28,4 @@ def _divides(settings: Settings) -> Way:
     from .partition import Partition
 
     partition = Partition(settings)
-
-    def divide(joint: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> Any:
-        return partition(joint, inputs, compiler="inductor", **options)
-
-    return divide
+    return lambda joint, inputs, options: partition(joint, inputs, compiler="inductor", **options)

@@ -1,7 +1,6 @@
 """``fusedseg.convert`` makes a stock model lean, in place."""
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -12,14 +11,12 @@ from ..activation import parse_invertible
 from ..memory import Footprint
 from ..memory.meter import measure
 from ..nn.stock_norm import Aside
-from ..ops.low_bit.spec import Bits
-from ..scope.packed import Rounding
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share
 from .flow import Flow, listed
 from .formats import lay_out, parse_format
-from .inputs import named, parse_inputs
+from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Changes, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
@@ -41,10 +38,8 @@ def convert(
     mode: Mode = "exact",
     slope: float = 0.01,
     inplace: bool = True,
-    bits: Bits | None = None,
-    seed: int | None = None,
-    unrounded: str | Sequence[str] = (),
     memory_format: torch.memory_format | None = None,
+    bits: None = None,
     budget: None = None,
     extra_flops: None = None,
 ) -> ConversionReport:
@@ -93,22 +88,17 @@ def convert(
             LeakyReLU, for models that are then trained with it; ``revert`` does not turn them back into ReLU.
         slope: the negative slope in mode "leaky", > 0.
         inplace: whether norms may become in-place modules, which write over their input.
-        bits: 8 or 4 keeps activations in so many bits a value (``docs/low_bits.md``): the forward pass stays exact, and
-            the gradient gets noise but stays right on average.  None keeps them as they are, and so does eval mode.
-        seed: the seed of the rounding with ``bits``; None stands for 0.  The model counts its steps, so that each step
-            rounds anew; equal seeds give equal bits.
-        unrounded: with ``bits``, names or patterns such as "stem" or "head.*" of modules that keep everything as it is.
         memory_format: ``torch.channels_last`` or ``torch.channels_last_3d`` lays out parameters and buffers with the
             dimensions of an image, and in each call of the model the inputs.  Convolutions pass the format on.  None
             leaves every tensor as it is.  In both cases instance norms and average pools of volumes, and group norms on
             a GPU, keep the format of their input, where PyTorch's copy it to contiguous planes.
-        budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
+        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``bits``, ``seed`` or ``unrounded`` has another type; ``budget`` or ``extra_flops`` is given.
+            bool; ``bits``, ``budget`` or ``extra_flops`` is given.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
-            ``bits`` is out of range; a name in ``unrounded`` matches no module; ``memory_format`` is another format.
+            ``memory_format`` is another format.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
             of the stock model does not.
 
@@ -146,11 +136,8 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
-    refuse(OP, budget=budget, extra_flops=extra_flops)
+    refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
     memory_format = parse_format(OP, memory_format)
-    rounding = Rounding.parse(OP, bits, seed, named(OP, "unrounded", model, unrounded))
-    if rounding is not None:
-        rounding.seed = seed or 0
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
@@ -174,12 +161,8 @@ def convert(
             for fusion in changes.fusions
         ]
         wiring = Wiring(model, fused, changes.paths)
-        wiring.rounding = rounding
         scope.install(model, wiring)
         after = None if before is None else _converted_footprint(model, inputs)
-        if rounding is not None:
-            # The steps on the example do not count.
-            rounding.steps = 0
         # Nothing raises an error from here on: what is laid out would stay so.
         if memory_format is not None:
             wiring.memory_format = memory_format
@@ -197,7 +180,6 @@ def convert(
         after=after,
         uncounted=uncounted,
         guarantee=guarantee,
-        bits=bits,
     )
 
 

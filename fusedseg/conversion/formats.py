@@ -24,7 +24,7 @@ def _is_image(t: Tensor, memory_format: torch.memory_format) -> bool:
     return FORMATS.get(t.dim()) == memory_format and t.is_floating_point()
 
 
-def inputs_in(memory_format: torch.memory_format, inputs: Any) -> Any:
+def inputs_in(memory_format: torch.memory_format, inputs: object) -> Any:
     """The inputs of a model, with a copy in place of each image that lies otherwise."""
 
     def laid_out(t: Tensor) -> Tensor:

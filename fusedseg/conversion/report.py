@@ -66,7 +66,6 @@ class ConversionReport:
             values; "" if there was none.
         guarantee: the parts of the observed flow that must not change, so that the model stays right; "" if no norm was
             fused.
-        bits: the bits a value in which the model keeps its activations in training; None if it keeps them as they are.
     """
 
     model: nn.Module = field(repr=False)
@@ -80,7 +79,6 @@ class ConversionReport:
     after: Footprint | Any = None
     uncounted: str = ""
     guarantee: str = ""
-    bits: int | None = None
 
     def verify(self, example_input: object, *, training: bool | None = None) -> "Verification":
         """Runs copies of the model and of its stock form on the example, forward and backward, and compares them.
@@ -106,9 +104,8 @@ class ConversionReport:
             name: None if m is None else asdict(m) for name, m in (("before", self.before), ("after", self.after))
         }
         head = {"model": type(self.model).__name__, "mode": self.mode, "how": self.how, "guarantee": self.guarantee}
-        bits = {} if self.bits is None else {"bits": self.bits}
         uncounted = {"uncounted": self.uncounted} if self.uncounted else {}
-        return json.dumps({**head, **rows, **memory, **uncounted, **bits})
+        return json.dumps({**head, **rows, **memory, **uncounted})
 
     def __str__(self) -> str:
         lines = [f"{type(self.model).__name__}, mode {self.mode!r}: {self.how}"]
@@ -118,8 +115,6 @@ class ConversionReport:
         if self.guarantee:
             lines += ["", "If the flow changes later, by a flag for example"]
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
-        if self.bits is not None:
-            lines += ["", f"Activations are kept in {self.bits} bits: forward is exact, and the gradient has noise"]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
             for label, before, after in (

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from ..ops import unfused
 from ..ops.unfused import assume_constant_result
+from ..scope.scope import recompute
 from .wiring import Wiring
 
 # The name of an attribute of a root that has a scope.
@@ -41,7 +42,7 @@ class Scoped:
         if _apart(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
-        with self._fusedseg_wiring.scope():
+        with recompute.of_converted():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @assume_constant_result
@@ -82,7 +83,7 @@ class _ScopedGraph(Scoped):
         if _apart(args, kwargs):
             return call(self, *args, **kwargs)
         args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
-        with self._fusedseg_wiring.scope():
+        with recompute.of_converted():
             return call(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

@@ -14,8 +14,6 @@ from torch import nn
 
 from .._module_hooks import has_global_hooks
 from ..nn.stock_norm import Aside
-from ..scope.packed import Rounding
-from ..scope.scope import recompute
 from .applied import Applied
 from .aside import is_watched_now
 from .flow import CONVS
@@ -58,20 +56,12 @@ class Wiring:
         self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
-        # How tensors are kept in fewer bits; None if all are kept as they are.
-        self.rounding: Rounding | None = None
         # The format of inputs that are images; None leaves them as they are.
         self.memory_format: torch.memory_format | None = None
 
     def laid_out(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """The arguments of a call of the model, with images in the memory format."""
         return (args, kwargs) if self.memory_format is None else inputs_in(self.memory_format, (args, kwargs))
-
-    def scope(self) -> recompute:
-        """A scope for one call of the model."""
-        # A gradient in eval mode explains a model or tests it, and stays exact.
-        rounding = self.rounding if self.root.training else None
-        return recompute.of_converted(rounding)
 
     def _find_places(self) -> None:
         """Records where the modules are now.  Modules without a part in a fused norm are not kept alive."""

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from .._torch import tree_map_only
 from ..compiler import Report, backend, report
@@ -35,13 +35,6 @@ def needed(integration: str, pip: str, *names: str) -> Any:
     )
 
 
-def of_this_process(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``convert``; with ``bits`` each process rounds with a seed of its own, unless one is given."""
-    if options.get("bits") is None or not (distributed.is_available() and distributed.is_initialized()):
-        return options
-    return {"seed": distributed.get_rank(), **options}
-
-
 def converted_once(
     model: nn.Module, example_inputs: object, options: dict[str, Any]
 ) -> tuple[ConversionReport | None, str]:
@@ -54,7 +47,7 @@ def converted_once(
         return None, f"fusedseg: {name} is converted already, so it stays as it is"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
-    report = convert(model, example_inputs=example_inputs, **of_this_process(options))
+    report = convert(model, example_inputs=example_inputs, **options)
     left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
     text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
     if report.before and report.after:

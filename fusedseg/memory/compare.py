@@ -109,7 +109,9 @@ def explain(first: MemoryReport, other: MemoryReport) -> str:
     parameters = f", with {abs(fewer):.0%} {'fewer' if fewer > 0 else 'more'} parameters" if abs(fewer) > 0.005 else ""
     parts = {group: parts_of(other).get(group, 0) - parts_of(first).get(group, 0) for group in groups(first, other)}
     largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:NAMED]
-    made_up = "; ".join(f"{kind} at {size} {nbytes / MEBIBYTE:+,.1f}" for (kind, size), nbytes in largest if nbytes)
+    # A part that would be printed as 0.0 says nothing.
+    named = [part for part in largest if part is largest[0] or abs(part[1]) >= MEBIBYTE / 20]
+    made_up = "; ".join(f"{kind} at {size} {nbytes / MEBIBYTE:+,.1f}" for (kind, size), nbytes in named)
     return (
         f"{other.label} keeps {mib(abs(difference))} MiB {more} than {first.label}{parameters.replace('%', ' %')}. "
         f"Largest differences, MiB: {made_up}."

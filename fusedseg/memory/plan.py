@@ -18,7 +18,7 @@ def parse_budget(budget: int | str) -> int:
     Raises:
         ValueError: the text cannot be read, or the budget is not positive.
     """
-    return parse_bytes(OP, "budget", budget)
+    return parse_bytes(OP, budget)
 
 
 def gib(nbytes: float) -> str:

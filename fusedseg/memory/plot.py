@@ -21,7 +21,6 @@ COLORS = {
     "activation": "#2a6fdb",
     "concatenation": "#f08a24",
     "upsampled": "#f5c242",
-    "packed": "#1b4b91",
     "pool indices": "#d6453d",
     "recomputed": "#39a96b",
     "loss": "#7fc8c2",

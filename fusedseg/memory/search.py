@@ -15,10 +15,12 @@ from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import OP, Option, Plan, gib, parse_budget
 from .report import MemoryReport
 from .step import OptimizerFactory
-from .strategy import Backend, Convert, NoBlocks, Strategy, combinations, option_text
+from .strategy import Backend, Convert, NoBlocks, Strategy, combinations
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
+# The batches with which each search begins.
+STARTS = (2, 4)
 # The batch on which budgets are chosen if a plan looks for the largest batch.
 EXAMPLE = 2
 # The budgets of the backend that a plan tries if it looks for the largest batch.
@@ -99,8 +101,8 @@ def plan(
             combinations with conversion.
         backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
             out compiled models.
-        bits: the numbers of bits in which converted models may keep activations, such as (8, 4); ``convert`` is called
-            with the keyword ``bits`` then.  They add noise to the gradient, so they come after all other combinations.
+        bits: the numbers of bits in which compiled models may keep activations, such as (8, 4).  They add noise to the
+            gradient, so they come after all other combinations.
         converted: the name of the converted model in labels.
         code: the line of Python that makes the converted model; the default is a call of ``fusedseg.convert``.
         dtype: the dtype of the model.
@@ -158,9 +160,7 @@ class _Search:
         self._there: Before | None = None
 
     def run(self) -> None:
-        strategies = combinations(self._task.convert is not None)
-        noisy = [Strategy(converted=True, amp=amp, bits=bits) for bits in self._task.bits for amp in (False, True)]
-        tries = [(self._try, strategy) for strategy in (*strategies, *noisy)]
+        tries = [(self._try, strategy) for strategy in combinations(self._task.convert is not None)]
         tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self._task.backend else []
         for number, (run, strategy) in enumerate(tries, 1):
             run(strategy, f"({number} of {len(tries)})")
@@ -190,21 +190,23 @@ class _Search:
             self.left_out[label] = str(error).partition(": ")[2]
 
     def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
-        """Adds ways of the backend; one compilation counts all of them."""
+        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try."""
         task, net = self._task, self._net(Strategy())
         backend = task.backend
         assert backend is not None
-        seen: dict[int, list[Counted]] = {}
+        seen: dict[tuple[int, int], Counted] = {}
 
         def report(way: int, n: int) -> Counted:
-            if n not in seen:
+            if (way, n) not in seen:
+                counted = [*range(len(ways))] if n == task.batch or n in STARTS else [way]
                 self._say(f"{said}, batch {n}")
                 inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
                 before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
-                options = [one.options for one in ways]
+                options = [ways[number].options for number in counted]
                 found = backend(net, inputs, options, ways[0].autocast(task.autocast))
-                seen[n] = [Counted(before + of.peak, of.kept, of.repeated) for of in found]
-            return seen[n][way]
+                for number, of in zip(counted, found, strict=True):
+                    seen[number, n] = Counted(before + of.peak, of.kept, of.repeated)
+            return seen[way, n]
 
         for number, way in enumerate(ways):
             self._add(way, partial(report, number))
@@ -263,9 +265,7 @@ class _Search:
         """The lines of Python that make a model run in this way."""
         task, lines = self._task, []
         if strategy.converted:
-            options = "".join(f", {name}={option_text(value)}" for name, value in strategy.options.items())
-            own = task.code if not options else None
-            lines.append(own or f"fusedseg.convert(model, example_inputs={self._example()}{options})")
+            lines.append(task.code or f"fusedseg.convert(model, example_inputs={self._example()})")
         if strategy.compiled:
             options = f", options={strategy.options}".replace("'", '"') if strategy.options else ""
             lines.append(f'model = torch.compile(model, backend="fusedseg"{options})')
@@ -294,7 +294,7 @@ def largest(total: Callable[[int], int], usable: int) -> int:
     lines that bend, a guess halves the remaining range if the guess before has not, and steps upwards grow until a
     batch does not fit.
     """
-    low, high = 2, 4
+    low, high = STARTS
     if total(low) > usable:
         # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from .compiled import Partition
 
 EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
-# A function that is called with a model of its own and the keywords of ``Strategy.options``, and returns the converted
-# model.
-Convert = Callable[..., nn.Module]
+# A function that is called with a model of its own, and returns the converted model.
+Convert = Callable[[nn.Module], nn.Module]
 # A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
 # what the compiler backend keeps with each of these options.
 Backend = Callable[
@@ -88,8 +87,7 @@ class Strategy:
         converted: whether the caller's function converts the model.
         amp: whether the step runs under autocast.
         checkpoint: whether ``checkpoint_blocks`` is applied.
-        budget: the backend's option of this name; None for no budget.
-        bits: the bits of a value in which the model keeps activations; None keeps them as they are.
+        budget, bits: the backend's options of these names; None without.
         compiled: whether the stock model is compiled by the backend of this package.
     """
 
@@ -108,7 +106,7 @@ class Strategy:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords for the function that converts the model, or the options of the backend."""
+        """The options of the backend."""
         return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
 
     @property
@@ -124,7 +122,7 @@ class Strategy:
         if self.converted:
             if convert is None:
                 raise ValueError("fusedseg.memory: a converted model was asked for without a function that converts")
-            model = convert(model, **self.options)
+            model = convert(model)
         if self.checkpoint:
             checkpoint_blocks(model)
         return model
@@ -134,23 +132,15 @@ class Strategy:
 
     @classmethod
     def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager", "fusedseg+amp" or "fusedseg+bits=4".
+        """The strategy of a label such as "eager" or "fusedseg+amp".
 
         Raises:
-            ValueError: the label has an unknown word, or a word twice, or bits that are out of range.
+            ValueError: the label has an unknown word, or a word twice.
         """
-        words = label.split("+")
-        known = (converted, AMP, CHECKPOINT)
-        plain = [word for word in words if "=" not in word]
-        options = dict(word.split("=", 1) for word in words if "=" in word)
-        if plain != [EAGER] and (not set(plain) <= set(known) or len(set(plain)) < len(plain)):
+        words, known = label.split("+"), (converted, AMP, CHECKPOINT)
+        if words != [EAGER] and (not set(words) <= set(known) or len(set(words)) < len(words)):
             raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        if options and (set(options) != {BITS} or len(plain) + 1 < len(words) or converted not in plain):
-            raise ValueError(f"expected {BITS}=8 or 4 beside {converted}, got {label!r}")
-        bits = options.get(BITS)
-        if bits not in (None, "8", "4"):
-            raise ValueError(f"bits must be 8 or 4, got {label!r}")
-        return cls(converted in words, AMP in words, CHECKPOINT in words, bits=None if bits is None else int(bits))
+        return cls(converted in words, AMP in words, CHECKPOINT in words)
 
 
 def option_text(value: float | str) -> str:

@@ -20,7 +20,7 @@ from .meter import LiveBytes, SavedBytes, key_of, tensors_of
 PHASES = ("forward", "loss", "backward", "optimizer")
 ROOT, LOSS = "(model)", "(loss)"
 # The kind of storage that an op makes, by the op's name.  Storages of other ops have the kind of their phase.
-KINDS = {"cat": "concatenation", "stack": "concatenation", "low_bit_pack": "packed"}
+KINDS = {"cat": "concatenation", "stack": "concatenation"}
 PHASE_KINDS = {
     "forward": "activation",
     "loss": "loss",
@@ -42,8 +42,8 @@ class Storage:
         shape, dtype: the shape and dtype of the tensor that the op returned.
         op, module, phase: the op that made it, the path of the module that ran, and the phase of the step.
         kind: parameters, buffers, optimizer state, inputs, constants (attributes that are no buffers); activation,
-            concatenation, packed (in 8 or 4 bits), pool indices, upsampled, weight copies (in the dtype of autocast);
-            loss, backward temporaries, recomputed, gradients (of parameters), optimizer step.
+            concatenation, pool indices, upsampled, weight copies (in the dtype of autocast); loss, backward
+            temporaries, recomputed, gradients (of parameters), optimizer step.
         born: the number of the event of its allocation (see ``Trace.events``); -1 if it existed before the step.
         freed: the number of the event when it was freed; None if it outlives the step.
         savers: the (module, op) pairs that keep it for backward at the end of forward.

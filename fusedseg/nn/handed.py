@@ -1,9 +1,9 @@
 """Tensors that a block hands over to the next one, in a recompute scope.
 
 A tensor that is an argument of a module lives until the module returns, because the frames of Python hold it.  Without
-a scope that costs nothing, because autograd keeps the tensor anyway.  In a scope, where autograd keeps a recipe or a
-packed copy, the peak of forward would hold the tensor for nothing.  A ``Handed`` is a list from which the called module
-takes the tensors.
+a scope that costs nothing, because autograd keeps the tensor anyway.  In a scope, where autograd keeps a recipe, the
+peak of forward would hold the tensor for nothing.  A ``Handed`` is a list from which the called module takes the
+tensors.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.conv.cat import cat
+from ..ops.conv.sources import concatenated
 from ..ops.observer import active
 
 
@@ -40,7 +40,7 @@ def handing() -> bool:
 def cat_of(x: Handed) -> Tensor:
     """The concatenation of the sources along the channels."""
     # The scope does not look into a list of another class.
-    return cat(list(x))
+    return concatenated(list(x))
 
 
 def take_off(x: object) -> None:

@@ -3,8 +3,6 @@
 It pools the planes of each slice, and then the slices, by PyTorch's 2D pool, which keeps the format.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,12 +45,12 @@ class _Pool(torch.autograd.Function):
     """Windows that lie side by side.  Backward needs the size of the input alone; PyTorch's pools keep the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: tuple[int, ...]) -> Tensor:
+    def forward(ctx, x: Tensor, kernel: tuple[int, ...]) -> Tensor:
         ctx.kernel, ctx.size = kernel, x.shape[2:]
         return _pooled(x, kernel, kernel)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (N, C, d, h, w), (kd, kh, kw) = grad.shape, ctx.kernel
         each = (grad / (kd * kh * kw)).movedim(1, -1).reshape(N, d, 1, h, 1, w, 1, C)
         dx = each.expand(N, d, kd, h, kh, w, kw, C).reshape(N, d * kd, h * kh, w * kw, C).movedim(-1, 1)

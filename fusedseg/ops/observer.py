@@ -104,9 +104,6 @@ class OpCall:
 class Observer:
     """What the ops know of the registry of a scope (``fusedseg/scope/registry.py``)."""
 
-    # Whether the scope keeps tensors in fewer bits.
-    rounds = False
-
     def observe(self, call: OpCall) -> Tensor:
         """Makes the call, and records how to rebuild its output."""
         raise NotImplementedError
@@ -144,12 +141,6 @@ def innermost() -> Observer | None:
 def active() -> Observer | None:
     """The innermost observer, if autograd saves tensors now; None otherwise, and under ``torch.compile``."""
     return None if _is_compiling() or not OPEN or not _is_grad_enabled() else innermost()
-
-
-def rounding() -> bool:
-    """Whether the active scope keeps tensors in fewer bits."""
-    observer = active()
-    return observer is not None and observer.rounds
 
 
 def watching() -> list[Observer]:

@@ -45,16 +45,6 @@ def prepare() -> bool:
     return True
 
 
-@assume_constant_result
-def warn_of_bits() -> bool:
-    """Warns that ``bits`` has no effect in compiled code.  It runs while the compiler traces."""
-    warnings.warn(
-        "fusedseg.recompute: bits has no effect in compiled code, where what is kept is kept as it is",
-        stacklevel=2,
-    )
-    return True
-
-
 @functools.cache
 def warn_of_torch(problem: str) -> None:
     """Warns once that the scope does nothing."""

@@ -2,30 +2,22 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .parts import Chain
 from .plain import Place
-from .saved import EXACT, Autocast, Data, Recipe, is_in_parts, latest
+from .saved import Autocast, Data, Recipe, is_in_parts, latest
 
 
 class Keeper(Protocol):
     """What an offer asks of a registry (``registry.py``)."""
 
-    # The class of its recipes.
-    recipe: type[Recipe]
-
-    @property
-    def needs(self) -> int:
-        """The fewest bits of a recipe that the present call may save."""
-        ...
-
     def is_exposed(self, t: Tensor) -> bool: ...
 
-    def keep(self, t: Tensor, computed: bool | None = None) -> Any: ...
+    def keep(self, t: Tensor) -> Data: ...
 
 
 class Held:
@@ -34,13 +26,11 @@ class Held:
     It is a copy of a small tensor, or a large result of a call (``Registry.is_computed``) that no saved tensor keeps.
     """
 
-    __slots__ = ("_kept", "bits", "extra", "tensor", "version")
+    __slots__ = ("_kept", "extra", "tensor", "version")
     steps: int = 0
 
     def __init__(self, t: Tensor, extra: int) -> None:
         self.tensor, self.version, self.extra = t, t._version, extra
-        # A large one may be packed when it is asked for.
-        self.bits = 0 if extra else EXACT
         self._kept: Callable[[], Data | None] = lambda: None
 
     def source(self, registry: Keeper) -> Data | None:
@@ -48,8 +38,7 @@ class Held:
             return None
         kept = self._kept()
         if kept is None:
-            # Small copies and weights are never packed.
-            kept = registry.keep(self.tensor, computed=self.extra > 0)
+            kept = registry.keep(self.tensor)
             kept.in_graph = False
             self._kept = weakref.ref(kept)
         return kept
@@ -58,12 +47,12 @@ class Held:
 class Linked:
     """An input that the graph keeps or rebuilds for another reason.  It is held weakly."""
 
-    __slots__ = ("_source", "bits", "steps")
+    __slots__ = ("_source", "steps")
     extra: int = 0
 
     def __init__(self, source: Data | Recipe) -> None:
         self._source = weakref.ref(source)
-        self.steps, self.bits = source.steps, source.bits
+        self.steps = source.steps
 
     def source(self, registry: Keeper) -> Data | Recipe | None:
         source = self._source()
@@ -112,7 +101,6 @@ class Offer:
     reader: Reader | None = None
     steps: int
     extra: int
-    bits: int
 
     def __init__(
         self,
@@ -128,15 +116,12 @@ class Offer:
         self.at, self.version, self.rebuild, self.overwrite, self.autocast = at, version, rebuild, overwrite, autocast
         # ``calls`` counts the calls that ``rebuild`` makes.  ``steps`` adds those that rebuild the inputs.
         self.device, self.inputs, self.calls = device, inputs, calls
-        steps, extra, bits = calls, 0, EXACT
+        steps, extra = calls, 0
         for source, _ in inputs:
             steps += source.steps
             extra += source.extra
-            if source.bits < bits:
-                bits = source.bits
-        # ``extra`` counts the bytes that are kept only for this offer.  ``bits == 0`` means that an input may still be
-        # packed, in bits that are not known before it is asked for.
-        self.steps, self.extra, self.bits = steps, extra, bits
+        # ``extra`` counts the bytes that are kept only for this offer.
+        self.steps, self.extra = steps, extra
 
     def is_alone(self, at: Place, autocast: Autocast) -> bool:
         """Whether a call that overwrites the tensor at ``at`` may become one recipe with this one."""
@@ -161,25 +146,19 @@ class Offer:
     def source(self, registry: Keeper) -> Recipe | None:
         """Returns the recipe, the same object to every caller.
 
-        The result is None if an input is gone or has changed, or has fewer bits than the present call needs.
+        The result is None if an input is gone or has changed.
         """
         made = self._recipe
-        recipe = (None if made is None else made()) or self._made(registry)
-        return None if recipe is None or recipe.bits < registry.needs else recipe
+        return (None if made is None else made()) or self._made(registry)
 
     def _made(self, registry: Keeper) -> Recipe | None:
         inputs: list[tuple[Data | Recipe, Place]] = []
-        bits = EXACT
         for link, at in self.inputs:
             source = link.source(registry)
             if source is None:
                 return None
-            if source.bits < bits:
-                bits = source.bits
             inputs.append((source, at))
-        recipe = registry.recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
-        if bits < EXACT:
-            recipe.bits = bits
+        recipe = Recipe(self.at, self.device, self.rebuild, self.overwrite, self.autocast, inputs)
         self._recipe = weakref.ref(recipe)
         if self.reader is not None:
             self.reader.reads(recipe)

@@ -4,7 +4,7 @@ A large concatenation is rebuilt part by part, so that only one source lies besi
 source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from .. import _torch
 from ..ops.conv.slabs import slabs
-from ..ops.conv.sources import Enlarge, Interpolated, concatenated, sources_of
 from .calls import Function, Replay
 from .plain import Place
 from .saved import InParts, Recipe
@@ -47,11 +46,7 @@ class Joined(Replay, InParts):
         super().__init__(func, args, kwargs)
         self.dim = dim
 
-    def enlarge(self, i: int) -> Enlarge | None:
-        """The way to enlarge input i before it is concatenated."""
-        return None
-
-    def in_parts(self, recipe: Recipe, order: int, for_call: bool) -> Tensor:
+    def in_parts(self, recipe: Recipe, order: int) -> Tensor:
         """The result of ``recipe``, with the bits of the call.  Each part is freed before the next is made.
 
         The first part is made before the memory of the result is allocated.
@@ -61,7 +56,7 @@ class Joined(Replay, InParts):
             # torch.cat leaves out empty tensors of one dimension.
             if len(place.size) != len(at.size):
                 continue
-            for n, part in _parts_of(recipe, i, order, for_call):
+            for n, part in _parts_of(recipe, i, order):
                 with torch.no_grad(), _torch.DisableTorchFunction():
                     if out is None:
                         out = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=recipe.device)
@@ -73,42 +68,22 @@ class Joined(Replay, InParts):
         return out
 
 
-class JoinedSources(Joined):
-    """The concatenation of sources along the channels, from their tensors."""
-
-    __slots__ = ("enlarges",)
-
-    def __init__(self, enlarges: Sequence[Enlarge | None]) -> None:
-        super().__init__(lambda *tensors: concatenated(sources_of(tensors, enlarges)), None, {}, 1)
-        self.enlarges = enlarges
-
-    def enlarge(self, i: int) -> Enlarge | None:
-        return self.enlarges[i]
-
-
-def _parts_of(recipe: Recipe, i: int, order: int, for_call: bool) -> Iterator[tuple[Any, Tensor]]:
+def _parts_of(recipe: Recipe, i: int, order: int) -> Iterator[tuple[Any, Tensor]]:
     """The parts of an input, with their places in it.  The values of a sample depend on no other sample."""
-    source: Any
     source, place = recipe.inputs[i]
-    enlarge = recipe.rebuild.enlarge(i)
-    nbytes = place.nbytes if enlarge is None else place.nbytes // place.size[2:].numel() * recipe.at.size[2:].numel()
-    ranges = slabs(place.size[0], nbytes)
-    if enlarge is not None:
-        small, enlarged = recipe._input(i, order, for_call)[0], lambda x: Interpolated(x, *enlarge).formed()
-    elif len(ranges) > 1 and _enlarges(source, place, order):
-        small, enlarged = source._input(0, order, for_call)[0], source.rebuild
+    ranges = slabs(place.size[0], place.nbytes)
+    if len(ranges) > 1 and isinstance(source, Recipe) and _enlarges(source, place, order):
+        small = source._input(0, order)[0]
+        with torch.no_grad(), _torch.DisableTorchFunction():
+            for n in ranges:
+                yield n, source.rebuild(small[n])
     else:
-        yield ..., recipe._input(i, order, for_call)[0]
-        return
-    with torch.no_grad(), _torch.DisableTorchFunction():
-        for n in ranges:
-            yield n, enlarged(small[n])
+        yield ..., recipe._input(i, order)[0]
 
 
-def _enlarges(source: Any, place: Place, order: int) -> bool:
+def _enlarges(source: Recipe, place: Place, order: int) -> bool:
     """Whether a source is the whole result of ``interpolate``, and nobody else will ask for it soon."""
-    # Data, and tensors that are unpacked, have no inputs.
-    if source.steps == 0 or len(source.inputs) != 1 or source.at != place:
+    if len(source.inputs) != 1 or source.at != place:
         return False
     if type(source.rebuild) is not Replay or source.rebuild.func is not F.interpolate:
         return False

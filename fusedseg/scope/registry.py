@@ -29,24 +29,16 @@ VECTOR = 2**12
 class Registry(Memories, Observer):
     """The registry of one scope.  ``outer``: the hooks around the scope, which get the data that is kept, or None."""
 
-    # A recipe with fewer bits than this must not be saved by the present call (``Reading.needs`` in ``packed.py``).
-    needs = 0
-    # The class of its recipes.
-    recipe = Recipe
-    # Whether a call that overwrites its input, and the call that computed the input, become one recipe.
-    chains = True
-
     def __init__(self, outer: Hooks | None) -> None:
         super().__init__()
         self.outer = outer
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Data | Handle | None] | None = None
-        # Set during a call of a norm: the parameters and statistics that the call saves; then those of the last norm.
+        # Set during a call of a norm: the parameters and statistics that the call saves.
         self.vectors: list[Tensor] | None = None
-        self.collected: list[Tensor] = []
         # For ``call_bare``: whether it can be called, its activation, and what was saved for this activation.
-        self.can_be_bare = self.chains and outer is None and None not in (_push_hooks, _pop_hooks)
+        self.can_be_bare = outer is None and None not in (_push_hooks, _pop_hooks)
         self.bare: Seen | None = None
         self.saved: Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
@@ -94,10 +86,6 @@ class Registry(Memories, Observer):
                     return self._counted(handle) if self._in_checkpoint else handle
         return self._keep(t, at, memory)
 
-    def packs(self, t: Tensor) -> bool:
-        """Whether the present call keeps ``t``, which is plain, in fewer bits."""
-        return False
-
     def bares(self, x: Tensor) -> Seen | None:
         """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
         if not self.can_be_bare:
@@ -131,7 +119,7 @@ class Registry(Memories, Observer):
             self.outer[0](torch.empty(0))
         return saved
 
-    def keep(self, t: Tensor, computed: bool | None = None) -> Data:
+    def keep(self, t: Tensor) -> Data:
         return self._keep(t, Place.of(t), self._memory(t.untyped_storage()))
 
     def _keep(self, t: Tensor, at: Place, memory: Memory) -> Data:
@@ -141,7 +129,7 @@ class Registry(Memories, Observer):
         if self.saves_sources:
             kept.in_recipe, kept.in_graph = True, False
         others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
-        # The newest one is found first: with ``bits``, an older one may be rounded.
+        # The newest one is found first.
         memory.kept = (weakref.ref(kept), *others)
         return kept
 
@@ -152,11 +140,6 @@ class Registry(Memories, Observer):
             return call.run()
         bare = self.bares(inputs[0]) if call.saves_one else None
         z = call.run() if bare is None else self.call_bare(bare, call.run, ())[0]
-        self.offer_output(call, z, inputs)
-        return z
-
-    def offer_output(self, call: OpCall, z: Tensor, inputs: Sequence[Tensor | Data | Recipe]) -> None:
-        """Offers ``z``, the result of a call of an op, as what ``call.rebuild()`` computes from ``inputs``."""
         reader, node = None, call.reader(z)
         if node is not None:
             node.reader = reader = Reader()
@@ -164,6 +147,7 @@ class Registry(Memories, Observer):
             offer = self.offer(z, call.rebuild(), inputs)
             if offer is not None:
                 offer.reader = reader
+        return z
 
     def offer(
         self,
@@ -240,7 +224,7 @@ class Registry(Memories, Observer):
                 # The result would differ if it were written over an input of another size, layout or dtype.
                 overwrite = None
             offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
-        elif self.chains and before.is_alone(at, autocast):
+        elif before.is_alone(at, autocast):
             offer = before.followed(overwrite or rebuild, links)
         else:
             links.insert(0, (before, at))

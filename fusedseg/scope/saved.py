@@ -27,7 +27,6 @@ from .turns import turns
 NEAR = 8
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-EXACT = 64  # the bits of values that are not rounded
 
 
 def _version_of(stored: object) -> int:
@@ -63,7 +62,6 @@ class Data:
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
-    bits: its bits a value; EXACT unless it is rounded.
     steps, needs: no call rebuilds it, and no rebuilt tensor lives meanwhile.
     recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
@@ -72,7 +70,7 @@ class Data:
     in_graph = True
     held: Tensor | None = None
     recipes_copy: "Data | None" = None
-    bits, steps, needs = EXACT, 0, 0
+    steps, needs = 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
         # The memory of a tensor without values says that it is on the device "meta".
@@ -175,7 +173,7 @@ class InParts:
 
     __slots__ = ()
 
-    def in_parts(self, recipe: "Recipe", order: int, for_call: bool) -> Tensor:
+    def in_parts(self, recipe: "Recipe", order: int) -> Tensor:
         """The result of ``recipe``, with the bits of the call."""
         raise NotImplementedError
 
@@ -207,9 +205,7 @@ class Recipe:
     data: Data | None = None
     own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
-    # The fewest bits of its sources; its calls.
-    bits, steps = EXACT, 1
-    unpacks = False  # whether a rebuild unpacks the tensor (``packed.py``)
+    steps = 1  # its calls
 
     def __init__(
         self,
@@ -236,36 +232,33 @@ class Recipe:
         i = bisect_left(self.orders, order)
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
-    def load(self, order: int, for_call: bool = False) -> tuple[Tensor, bool]:
-        """Returns the tensor, and whether the caller may write over it.  ``for_call``: it is not held for later."""
+    def load(self, order: int) -> tuple[Tensor, bool]:
+        """Returns the tensor, and whether the caller may write over it."""
         # The version is compared because a backward function may write over a tensor that it has got.
         if self.held is not None and self.held[0]._version == self.held[1]:
             value = self.held[0]
         else:
-            value = self._rebuilt(order, for_call)
-        stays = self.held is not None or not for_call
-        if stays and self.near(order) and (self.held is not None or _hold(self)):
+            value = self._rebuilt(order)
+        if self.near(order) and (self.held is not None or _hold(self)):
             self.held = value, value._version
             return value, False
         self.held = None
         return value, True
 
-    def _input(self, i: int, order: int, for_call: bool) -> tuple[Tensor, bool]:
+    def _input(self, i: int, order: int) -> tuple[Tensor, bool]:
         source, at = self.inputs[i]
         if not isinstance(source, Recipe):
             return seen_as(source.load_for_recipe(), source.at, at), False
-        # A larger packed tensor, such as a pool's input, would lie beside the gradients of the next calls.
-        for_call = for_call or (source.unpacks and source.at.nbytes >= 2 * self.at.nbytes)
-        t, ours = source.load(order, for_call)
+        t, ours = source.load(order)
         return seen_as(t, source.at, at), ours
 
-    def _rebuilt(self, order: int, for_call: bool) -> Tensor:
+    def _rebuilt(self, order: int) -> Tensor:
         if is_in_parts(self.rebuild, self.at):
-            return self.rebuild.in_parts(self, order, for_call)
+            return self.rebuild.in_parts(self, order)
         inputs: list[Any] = [*self.inputs]
         ours = [False] * len(inputs)
         for i in self.turns:
-            inputs[i], ours[i] = self._input(i, order, for_call)
+            inputs[i], ours[i] = self._input(i, order)
         call = self.overwrite if self.overwrite is not None and ours[0] else self.rebuild
         differs = self.autocast.enabled or _torch.is_any_autocast_enabled()
         autocast = self.autocast.again(inputs[0].device.type) if differs else None

@@ -1,6 +1,5 @@
 """The scope in which saved tensors are replaced by recipes: ``fusedseg.recompute``."""
 
-from collections.abc import Sequence
 from contextlib import ContextDecorator, ExitStack
 
 import torch
@@ -8,16 +7,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _moved, _torch
 from ..ops import unfused
-from ..ops.low_bit.spec import Bits
 from ..ops.observer import OPEN, innermost
 from . import compiled
 from .compiled import warn_of_torch
-from .packed import PackingRegistry, Rounding
-from .packed_ops import OPS
-from .packing import PACKING_RULES
 from .registry import Registry
 from .saved import unpack
-from .stock import RULES
 from .watch import Watch
 
 
@@ -40,12 +34,7 @@ class recompute(ContextDecorator):
     positions of max-pooling, and in a long residual stream the sum after about every fifth block.
 
     Args:
-        bits: 8 or 4 keeps activations in so many bits a value.  The forward pass stays exact; the gradient gets noise,
-            but stays right on average (``docs/low_bits.md``).  None keeps them as they are.
-        seed: the seed of the rounding with ``bits``.  The scope object counts its steps, so that each time that it is
-            entered rounds anew, and equal seeds give equal bits.  None shares one count with all scopes without a seed.
-        unrounded: with ``bits``, modules whose calls keep everything as it is.
-        budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
+        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
@@ -58,8 +47,7 @@ class recompute(ContextDecorator):
     inside the compiled function, and the scope warns.
 
     Raises:
-        TypeError: ``budget`` or ``extra_flops`` is given.
-        TypeError, ValueError: ``bits``, ``seed`` or ``unrounded`` cannot be read or is out of range.
+        TypeError: ``bits``, ``budget`` or ``extra_flops`` is given.
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
             scope had ended (inside the scope, a copy is made first); or when a transform of ``torch.func`` that
             differentiates is entered, because saved-tensor hooks cannot surround it.
@@ -67,51 +55,29 @@ class recompute(ContextDecorator):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; here only what is cheap runs again.
     """
 
-    # What is kept in fewer bits; None if nothing is.
-    _rounding: Rounding | None = None
-
     # Whether the scope is that of a converted model: convolutions look for notes (``joins.py``), and functions keep
     # channels_last (``formats.py``).
     _converted = False
 
-    def __init__(
-        self,
-        *,
-        bits: Bits | None = None,
-        seed: int | None = None,
-        unrounded: Sequence[torch.nn.Module] = (),
-        budget: None = None,
-        extra_flops: None = None,
-    ) -> None:
-        _moved.refuse("fusedseg.recompute", budget=budget, extra_flops=extra_flops)
-        for module in unrounded:
-            if not isinstance(module, torch.nn.Module):
-                raise TypeError(
-                    f"fusedseg.recompute: unrounded must be a sequence of modules, got {type(module).__name__}"
-                )
-        self._rounding = Rounding.parse("fusedseg.recompute", bits, seed, unrounded)
+    def __init__(self, *, bits: None = None, budget: None = None, extra_flops: None = None) -> None:
+        _moved.refuse("fusedseg.recompute", bits=bits, budget=budget, extra_flops=extra_flops)
         self._entered: list[ExitStack] = []
 
     @classmethod
-    def of_converted(cls, rounding: Rounding | None) -> "recompute":
+    def of_converted(cls) -> "recompute":
         """The scope of a converted model."""
         made = cls()
-        made._rounding = rounding
         made._converted = True
         return made
 
     def _recreate_cm(self) -> "recompute":
         # A decorated function makes a new scope for each call, so that any thread may call it.
-        scope = type(self)()
-        scope._rounding = self._rounding
-        return scope
+        return type(self)()
 
     @compiled.as_python
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             if not unfused.wanted() and compiled.prepare():
-                if self._rounding is not None:
-                    compiled.warn_of_bits()
                 compiled.begin()
             return
         stack = ExitStack()
@@ -123,21 +89,14 @@ class recompute(ContextDecorator):
             stack.callback(setattr, around, "converted", around.converted)
             around.converted |= self._converted
         else:
-            outer, rules = _torch.top_saved_tensors_default_hooks(True), RULES
-            registry: Registry
-            if self._rounding is not None:
-                registry, rules = PackingRegistry(outer, self._rounding, OPS), PACKING_RULES
-            else:
-                registry = Registry(outer)
+            registry = Registry(_torch.top_saved_tensors_default_hooks(True))
             OPEN.append(registry)
             stack.callback(OPEN.remove, registry)
-            if isinstance(registry, PackingRegistry) and registry.rounding.unrounded:
-                stack.enter_context(registry.watching())
             registry.converted = self._converted
             stack.callback(registry.close)
             pack = registry.pack
             stack.enter_context(saved_tensors_hooks(pack, unpack))
-            stack.enter_context(Watch(registry, pack, rules))
+            stack.enter_context(Watch(registry, pack))
         self._entered.append(stack)
 
     @compiled.as_python

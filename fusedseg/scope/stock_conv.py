@@ -92,11 +92,11 @@ def _each(value: int | Sequence[int], dims: int) -> list[int]:
 
 
 def _is_rebuilt(registry: Registry, x: Tensor) -> bool:
-    """Whether the scope saves a recipe or a packed copy of ``x``."""
+    """Whether the scope saves a recipe of ``x``."""
     with _torch.DisableTorchFunction():
         if not (x.requires_grad and plain(x)):
             return False
         memory, at = registry._find(x.untyped_storage()), Place.of(x)
-        if memory is not None and memory.kept_at(at, x._version) is None and memory.offer_of(at, x._version):
-            return True
-        return registry.packs(x)
+        if memory is None or memory.kept_at(at, x._version) is not None:
+            return False
+        return memory.offer_of(at, x._version) is not None

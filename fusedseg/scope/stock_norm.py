@@ -67,8 +67,8 @@ def norm(registry: Registry, func: Function, args: tuple[object, ...], kwargs: d
     else:
         out, vectors = _call_collecting(registry, func, args, kwargs, x)
         if own:
-            found = statistics_of(vectors, x.shape[1] * (x.shape[0] if instance else 1))
-    if found is not None and (registry.rounds or _is_certain(x, found[0], instance)):
+            found = _statistics_of(vectors, x.shape[1] * (x.shape[0] if instance else 1))
+    if found is not None and _is_certain(x, found[0], instance):
         registry.offer(out, by_statistics(x, weight, bias, *found, instance=instance), [source])
         return out
     # These are copies, because aten moves running statistics without a new version.
@@ -89,7 +89,7 @@ def _call_collecting(
             registry.claim = functools.partial(_laid_anew, registry, x)
         return func(*args, **kwargs), vectors
     finally:
-        registry.claim, registry.vectors, registry.collected = before, None, vectors
+        registry.claim, registry.vectors = before, None
 
 
 def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
@@ -100,7 +100,7 @@ def _results_of(node: Any) -> tuple[Tensor, Tensor] | None:
         return None
 
 
-def statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
+def _statistics_of(vectors: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
     """Mean and 1 / sqrt(var + eps) among what a norm has saved, where they come last; None if they are not there."""
     found = [v for v in vectors if v.numel() == count and v.is_floating_point()]
     return (found[-2], found[-1]) if len(found) > 1 else None

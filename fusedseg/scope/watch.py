@@ -164,10 +164,10 @@ def _any_requires_grad(module: nn.Module, args: object, kwargs: object) -> bool:
 class Watch(Watching):
     """The function mode that sees the calls of stock functions; ``pack`` is the hook of the registry's scope."""
 
-    def __init__(self, registry: Registry, pack: Function, rules: dict[Function, Any] = RULES) -> None:
+    def __init__(self, registry: Registry, pack: Function) -> None:
         super().__init__(registry)
         self.registry = registry
-        self.pack, self.rules = pack, rules
+        self.pack = pack
         _watch_scripted()
         _keep_fast_paths()
 
@@ -178,7 +178,7 @@ class Watch(Watching):
             return self._compiled(func, args, kwargs)
         if func in KEEPING and self.registry.converted:
             func = that_keeps(func, args, kwargs)
-        rule = self.rules.get(func)
+        rule = RULES.get(func)
         if rule is None:
             if not kwargs and not _may_change(func):
                 return func(*args)
@@ -207,7 +207,5 @@ class Watch(Watching):
         """The call while the compiler traces it, and the mode."""
         out = func(*args, **kwargs)
         if compiled.prepare():
-            if self.registry.rounds:
-                compiled.warn_of_bits()
             compiled.called()
         return out

@@ -197,7 +197,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 does not fit"),
         (PLAN, "--budget is needed, or --curve with a model; see fusedseg plan --help"),
         ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
-        ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected bits=8 or 4 beside fusedseg"),
+        ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected eager, or fusedseg, amp"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
     ],

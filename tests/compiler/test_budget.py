@@ -17,9 +17,9 @@ from fusedseg.compiler.live import Live
 from fusedseg.compiler.settings import parse
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
+from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
-from tests.ops.test_low_bit_bias import MOST
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
 # The share of forward's arithmetic by which a choice may be above the optimum.

@@ -1,6 +1,7 @@
 """Compares a converted model with its stock form."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,14 @@ from torch import Tensor, nn
 import fusedseg
 from fusedseg.conversion import ConversionReport
 from tests.reference import relative_error
+
+
+def saved(model: nn.Module) -> nn.Module:
+    """The model after ``torch.save`` and ``torch.load``."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:

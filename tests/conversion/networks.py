@@ -316,3 +316,6 @@ class Random(nn.Module):
                 y = self._run(first, x)
                 x = act(y * 1.0) * torch.sigmoid(y)
         return x
+
+
+NETWORKS = {"unet": UNet, "leaky unet": lambda: UNet(nn.LeakyReLU), "resnet": ResNet, "nnunet": NNUNet}

@@ -18,13 +18,6 @@ from tests.conversion.compare import assert_same, converted, reasons, replaced, 
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
-NETWORKS = {
-    "unet": networks.UNet,
-    "leaky unet": lambda: networks.UNet(nn.LeakyReLU),
-    "resnet": networks.ResNet,
-    "nnunet": networks.NNUNet,
-}
-
 
 def anatomy(model: nn.Module) -> list[tuple]:
     """For each module its class, the names of its attributes, its hooks and flags, and the ids of its tensors."""
@@ -39,10 +32,10 @@ def anatomy(model: nn.Module) -> list[tuple]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", networks.NETWORKS)
 def test_five_steps_of_training_follow_the_stock_model(name):
     torch.manual_seed(3)
-    stock = NETWORKS[name]()
+    stock = networks.NETWORKS[name]()
     ours = copy.deepcopy(stock)
     data = [torch.randn(4, 3, 32, 32) for _ in range(5)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (ours, stock)]
@@ -59,9 +52,9 @@ def test_five_steps_of_training_follow_the_stock_model(name):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", networks.NETWORKS)
 def test_revert_gives_back_what_was_there(name, image):
-    model = NETWORKS[name]().double()
+    model = networks.NETWORKS[name]().double()
     before, expected = anatomy(model), copy.deepcopy(model)
     fusedseg.convert(model, example_inputs=image)
     assert anatomy(model) != before
@@ -73,9 +66,9 @@ def test_revert_gives_back_what_was_there(name, image):
     assert all(torch.equal(gradients[name], expected_gradients[name]) for name in expected_gradients)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", networks.NETWORKS)
 def test_converting_twice_is_converting_once(name, image, counted):
-    model = NETWORKS[name]().double()
+    model = networks.NETWORKS[name]().double()
     first = fusedseg.convert(model, example_inputs=image)
     once = anatomy(model)
     second = fusedseg.convert(model, example_inputs=image)

@@ -306,7 +306,7 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
 
 def test_a_note_says_nothing_outside_of_the_scope():
     # Only the scope of a converted model takes notes, of tensors that are made in it.
-    with fusedseg.recompute.of_converted(None):
+    with fusedseg.recompute.of_converted():
         a = torch.randn(1, 2, 4, 4, requires_grad=True) * 1
         out = torch.cat([a, a], 1)
         assert joins.sources_of(out) is not None
@@ -322,7 +322,7 @@ def test_deterministic_algorithms_note_no_enlarged_tensor():
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
-            with fusedseg.recompute.of_converted(None):
+            with fusedseg.recompute.of_converted():
                 noted.append(joins.sources_of(F.interpolate(x, (8, 8), mode="bilinear")) is not None)
         finally:
             torch.use_deterministic_algorithms(False)

@@ -12,12 +12,6 @@ from torch import Tensor, nn
 import fusedseg
 from tests.conversion import networks
 
-NETWORKS = {
-    "unet": networks.UNet,
-    "leaky unet": lambda: networks.UNet(nn.LeakyReLU),
-    "resnet": networks.ResNet,
-    "nnunet": networks.NNUNet,
-}
 # Another runtime rounds differently.
 TOLERANCE = 1e-5
 pytestmark = [
@@ -35,12 +29,12 @@ pytestmark = [
 def converted(name: str) -> nn.Module:
     """The converted model that all tests copy."""
     torch.manual_seed(0)
-    model = NETWORKS[name]()
+    model = networks.NETWORKS[name]()
     fusedseg.convert(model, example_inputs=image())
     return model
 
 
-@pytest.fixture(params=NETWORKS)
+@pytest.fixture(params=networks.NETWORKS)
 def model(request):
     """A converted model in training mode."""
     return copy.deepcopy(converted(request.param))

@@ -1,7 +1,6 @@
 """The flow of a model changes after it was converted: what stays right, and what the report says about it."""
 
 import copy
-import io
 import json
 import logging
 import pickle
@@ -14,7 +13,7 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.conversion.verify import verify
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, replaced
+from tests.conversion.compare import assert_same, converted, replaced, saved
 from tests.conversion.networks import LEAKY, Flagged
 
 pytestmark = pytest.mark.usefixtures("uncounted")
@@ -142,13 +141,6 @@ def test_the_last_conversion_counts(image):
         report = fusedseg.convert(model, example_inputs=image, inplace=inplace)
         assert [row.to.partition("(")[0] for row in report.replaced] == [to]
     assert type(fusedseg.revert(model).conv) is nn.Conv2d
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(

@@ -211,16 +211,14 @@ def test_without_the_hook_the_norm_is_fused_again(act, image, fused):
 
 def test_hooks_of_this_package_and_of_other_modules_change_nothing(image, fused):
     model = flat(leaky).double()
-    fusedseg.convert(model, example_inputs=image, bits=8, unrounded=["0"])
+    fusedseg.convert(model, example_inputs=image)
     model.register_forward_hook(lambda *args: None)
     model[3].register_forward_pre_hook(lambda *args: None)
     fused.clear()
     model(image).sum().backward()
-    with fusedseg.recompute(bits=8, unrounded=[model[0]]):
-        model(image)
-    assert len(fused) == 2
+    assert len(fused) == 1
     profile(model, image)
-    assert len(fused) > 2
+    assert len(fused) > 1
     assert not model[1]._aside.now
 
 

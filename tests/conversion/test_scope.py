@@ -1,7 +1,6 @@
 """The scope around the calls of a converted model, whose root is of a subclass that must pass for its stock class."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,7 +13,7 @@ import fusedseg
 from fusedseg.conversion.scope import Scoped
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
-from tests.conversion.compare import assert_same
+from tests.conversion.compare import assert_same, saved
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -39,13 +38,6 @@ def model(image):
     model = Watched().double()
     fusedseg.convert(model, example_inputs=image)
     return model
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES = {

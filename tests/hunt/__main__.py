@@ -20,7 +20,7 @@ def seeds_of(text: str) -> range:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
     of_kinds = (
-        "programs in the scope; or networks that are converted, as they are or with bits; "
+        "programs in the scope; or networks that are converted; "
         "or programs and networks that are compiled, networks also with a budget or with bits"
     )
     parser.add_argument("--kind", choices=KINDS, default="programs", help=of_kinds)

@@ -19,14 +19,13 @@ from tests.hunt import compiled
 from tests.hunt.compiled import Compiled
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
-from tests.hunt.networks import grown_network, with_bits
+from tests.hunt.networks import grown_network
 from tests.hunt.program import Network, Program, nodes
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "programs": grown,
     "networks": grown_network,
-    "bits": with_bits,
     "compiled": compiled.program,
     "compiled-networks": compiled.network,
     "compiled-budgets": compiled.with_budget,

@@ -13,7 +13,6 @@ from tests.hunt.compiled import Compiled
 from tests.hunt.prelude import (
     aot_eager,
     compiled_difference,
-    compiled_pair,
     difference,
     eager,
     eager_call,
@@ -95,7 +94,7 @@ def judged(
                     return Verdict(kind, str(error))
             tell("scope")
             make = program.network().make()
-            found = rounded_difference(make, program.shape, **program.options, pair=compiled_pair)
+            found = rounded_difference(make, program.shape, **program.options)
         return Verdict("same") if found is None else Verdict("failure", found)
     with quiet():
         parts = program.callables()

@@ -162,8 +162,3 @@ def grown_network(seed: int) -> Network:
     if rng.random() < 0.4:
         options["later"] = rng.choice(list(LATER)), rng.randrange(1000)
     return Network(seed, (body,), g.shape, options)
-
-
-def with_bits(seed: int) -> Network:
-    """A network that is converted with ``bits``."""
-    return grown_network(seed)._replace(options={"bits": random.Random(seed).choice((8, 4))})

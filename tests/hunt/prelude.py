@@ -19,7 +19,6 @@ from fusedseg.compiler import backend, captured, split
 from fusedseg.compiler import rounded as compiled_bits
 from fusedseg.conversion import convs
 from fusedseg.ops.conv import sources
-from fusedseg.scope import packed
 
 
 class eager(contextlib.ContextDecorator):
@@ -316,16 +315,13 @@ def check_network(make, shape, **options):
     assert found is None, found
 
 
-def network_difference(make, shape, everywhere=False, bits=None, later=None):
+def network_difference(make, shape, everywhere=False, later=None):
     """How a converted network differs from the stock one; None if it does not.
 
     A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
-    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.  With
-    ``bits``, gradients must be right on average.  ``later`` is a habit of ``LATER`` and a number that chooses its
-    module; both networks get it after the first step.
+    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.
+    ``later`` is a habit of ``LATER`` and a number that chooses its module; both networks get it after the first step.
     """
-    if bits is not None:
-        return rounded_difference(make, shape, bits)
     pays, formed = convs.pays, sources.FORMED_BYTES
     try:
         if everywhere:
@@ -363,35 +359,25 @@ def network_difference(make, shape, everywhere=False, bits=None, later=None):
 ROUNDINGS, BIASED = 24, 0.25
 
 
-def converted_pair(make, bits):
-    """A network that is converted, and one that is converted with ``bits``."""
-    exact, ours = make(), make()
-    fusedseg.convert(exact)
-    fusedseg.convert(ours, bits=bits)
-    return exact, ours
+def rounded_difference(make, shape, bits):
+    """How a compiled network with ``bits`` differs from the same one without; None if it is right on average.
 
-
-def compiled_pair(make, bits):
-    """A network that is compiled, and one that is compiled with ``bits``."""
-    options = {"codegen": "aten"}, {"codegen": "aten", "bits": bits}
-    return [compiled_by(functools.partial(backend, options=each), False)(make()) for each in options]
-
-
-def rounded_difference(make, shape, bits, pair=converted_pair):
-    """How a network with ``bits`` differs from the same one without; None if it is right on average.
-
-    ``pair`` makes both.  All gradients count together, since some are 0 but for rounding.  Errors of less than a
-    millionth are those of exact tensors.
+    All gradients count together, since some are 0 but for rounding.  Errors of less than a millionth are those of
+    exact tensors.
     """
-    few = packed.FEWEST_VALUES
+    few = compiled_bits.FEWEST_VALUES
     try:
         # Statistics of these small networks have fewer values, and activations have more.
-        packed.FEWEST_VALUES = compiled_bits.FEWEST_VALUES = 64
-        exact, ours = pair(make, bits)
+        compiled_bits.FEWEST_VALUES = 64
+        options = {"codegen": "aten"}, {"codegen": "aten", "bits": bits}
+        exact, ours = (compiled_by(functools.partial(backend, options=each), False)(make()) for each in options)
         state, got = ours.state_dict(), []
         state = {name: value.clone() for name, value in state.items()}
         expected = network_results(exact, shape, training=True)
-        for _ in range(ROUNDINGS):
+        for times in range(10 * ROUNDINGS):
+            # Where one number makes most of the error, the share is above its limit by chance in one of 120 networks.
+            if times == ROUNDINGS and bias_of(expected, got) is None:
+                break
             ours.load_state_dict(state)
             got.append(network_results(ours, shape, training=True))
             if "error" in got[-1] or "error" in expected:
@@ -401,7 +387,12 @@ def rounded_difference(make, shape, bits, pair=converted_pair):
             if how is not None:
                 return how
     finally:
-        packed.FEWEST_VALUES = compiled_bits.FEWEST_VALUES = few
+        compiled_bits.FEWEST_VALUES = few
+    return bias_of(expected, got)
+
+
+def bias_of(expected, got):
+    """How the gradients of independent roundings are biased; None if they are right on average."""
     names = [name for name in expected if name.startswith("gradient of ")]
     right = torch.cat([expected[name].flatten() for name in names])
     if not right.isfinite().all():
@@ -411,9 +402,10 @@ def rounded_difference(make, shape, bits, pair=converted_pair):
     error = (each - right).square().sum(1).mean()
     if not error > 1e-12 * right.square().sum():
         return None if error.isfinite() else "gradients differ: they are not finite"
-    # The mean of independent errors has 1 / ROUNDINGS of their variance.
-    noise = (each - mean).square().sum() / (ROUNDINGS - 1)
-    share = ((mean - right).square().sum() - noise / ROUNDINGS) / error
+    # The mean of independent errors has 1 / times of their variance.
+    times = len(got)
+    noise = (each - mean).square().sum() / (times - 1)
+    share = ((mean - right).square().sum() - noise / times) / error
     return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
 
 
@@ -728,5 +720,5 @@ def check_compiled(run, dynamic, **options):
 
 def check_rounded(make, shape, bits):
     """Raises an AssertionError that says how bits of the backend change a network."""
-    found = rounded_difference(make, shape, bits, compiled_pair)
+    found = rounded_difference(make, shape, bits)
     assert found is None, found

@@ -28,7 +28,7 @@ def found_nothing(report: crew.Report, least: int) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("kind", "count", "least"), [("programs", 30, 22), ("networks", 15, 12), ("bits", 4, 3)])
+@pytest.mark.parametrize(("kind", "count", "least"), [("programs", 30, 22), ("networks", 15, 12)])
 def test_a_few(kind, count, least, tmp_path):
     """They run in this process, which saves the start of a worker: a crash of PyTorch would end it."""
     crew.work(kind, range(count), tmp_path / "verdicts")
@@ -148,9 +148,8 @@ def test_twenty_thousand_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("networks", 2_000), ("bits", 1_000)])
-def test_many_networks(kind, count):
-    found_nothing(crew.hunt(kind, range(count), jobs=2), least=int(0.85 * count))
+def test_two_thousand_networks():
+    found_nothing(crew.hunt("networks", range(2_000), jobs=2), least=1_700)
 
 
 def size(program):

@@ -31,37 +31,23 @@ SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/te
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
          "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py"]  # fmt: skip
 TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
-PACKED = ["tests/ops/test_low_bit*.py", "tests/ops/test_norm_coded.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
     "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py", "tests/ops/test_segmentation_sums*.py"],
-    "kernels/low_bit*": [
-        "tests/kernels/test_low_bit.py",
-        "tests/ops/test_norm_coded.py",
-        "tests/kernels/test_norm_act_packed.py",
-        "tests/ops/test_low_bit*.py",
-    ],
+    "kernels/low_bit.py": ["tests/kernels/test_low_bit.py", "tests/ops/test_low_bit*.py"],
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
     "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_*codegen.py"],
     "kernels/*": NORM_KERNELS,
-    "fusedseg/ops/low_bit/*": [
-        "tests/ops/test_low_bit*.py",
-        "tests/ops/test_norm_coded.py",
-        "tests/kernels/test_low_bit.py",
-    ],
-    "fusedseg/ops/norm/coded.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
-    "fusedseg/scope/packed_norm.py": ["tests/ops/test_norm_coded.py", "tests/ops/test_low_bit*.py", *NORM_OPS],
+    "fusedseg/ops/low_bit/*": ["tests/ops/test_low_bit*.py", "tests/compiler/test_bits.py"],
     "fusedseg/ops/norm/*": NORM_OPS,
     "fusedseg/ops/observer.py": SCOPE,
     "fusedseg/ops/labels.py": ["tests/ops/test_recompute_compiled*.py"],
     "fusedseg/scope/recipes.py": [*SCOPE, "tests/ops/test_in_place.py"],
-    "fusedseg/scope/pack*.py": PACKED,
-    "fusedseg/scope/codes.py": PACKED,
-    "fusedseg/scope/by_sign.py": PACKED,
     "fusedseg/scope/compiled.py": ["tests/ops/test_recompute_compiled*.py"],
     "fusedseg/scope/registry.py": [*SCOPE, "tests/ops/test_recompute_compiled*.py"],
+    "fusedseg/scope/joins.py": ["tests/conversion/test_convs.py", *SCOPE],
     "fusedseg/scope/*": [*SCOPE, "tests/ops/test_transients*.py"],
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/*join_conv.py": ["tests/ops/test_join_conv.py", "tests/nn/test_join_conv.py"],
@@ -103,14 +89,13 @@ def related(root: Path, path: Path) -> list[str]:
 
 
 def copied(root: Path, tests: Path, folder: Path) -> Path:
-    """Copies the checkout, so that files may be changed; ``fusedseg.kernels`` is found without an installation."""
+    """Copies the checkout, so that files may be changed; ``fusedseg/kernels`` finds the copied kernels."""
     left_out = shutil.ignore_patterns("__pycache__", ".git", "*.venv", "results")
     for name in ("fusedseg", "kernels", "bench", "docs"):
         shutil.copytree(root / name, folder / name, ignore=left_out)
     shutil.copytree(tests / "tests", folder / "tests", ignore=left_out)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(tests / name, folder / name)
-    (folder / "fusedseg/kernels").symlink_to("../kernels")
     return folder
 
 

@@ -5,7 +5,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tests.mutation.__main__ import FOLDERS, ROOT, found_in_copy, related, sources
+from tests.mutation.__main__ import FOLDERS, ROOT, copied, found_in_copy, related, sources
 from tests.mutation.mutants import mutants
 
 SOURCE = '''"""A docstring: 1 + 1."""
@@ -83,3 +83,10 @@ def test_the_package_comes_from_the_copy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "meta_path", [Elsewhere, PathFinder])
     found_in_copy(tmp_path)
     assert sys.meta_path == [PathFinder]
+
+
+def test_a_copy_has_the_package_and_its_kernels(tmp_path):
+    """The runner once linked kernels over a folder that the package has by now."""
+    folder = copied(ROOT, ROOT, tmp_path)
+    assert (folder / "fusedseg/kernels/__init__.py").exists()
+    assert (folder / "kernels/norm_act_bwd.py").exists()

@@ -65,11 +65,7 @@ NETWORKS = {
     "ConvBank2d": lambda: nn.Sequential(fusedseg.nn.ConvBank2d(3, 4, 3, branches=2), nn.ReLU()),
     "UNet": lambda: fusedseg.unet.UNet(3, 2, widths=(4, 8)),
 }
-CONVERTED = {
-    "unet": networks.UNet,
-    "leaky unet": lambda: networks.UNet(nn.LeakyReLU),
-    "resnet": networks.ResNet,
-    "nnunet": networks.NNUNet,
+CONVERTED = networks.NETWORKS | {
     "densenet": networks.DenseNet,
     "inner": lambda: nn.Sequential(networks.UNet(), nn.Softplus()),
 }

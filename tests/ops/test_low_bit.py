@@ -1,13 +1,14 @@
-"""The storage op on both backends: errors, signs, edge cases, bias, determinism, memory, and refused arguments."""
+"""The storage op on both backends: errors, signs, edge cases, bias, determinism and memory."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.low_bit import aten, op
-from fusedseg.ops.low_bit.op import pack, unpack
-from fusedseg.ops.low_bit.spec import mixed
+from fusedseg.ops.low_bit import aten, graph, op
+from fusedseg.ops.low_bit.spec import mixed, wide_dtype
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
 
@@ -15,6 +16,31 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 # The measured relative error of one rounding of normal values, and a tenth more.
 ERRORS = {8: 0.0103, 4: 0.184, 2: 1.25}
+
+
+class Packed(NamedTuple):
+    """The arguments of ``unpack_op``."""
+
+    codes: torch.Tensor
+    lowest: torch.Tensor
+    highest: torch.Tensor
+    kink: torch.Tensor | None
+    bits: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self):
+        return sum(t.nbytes for t in self[:4] if t is not None)
+
+
+def pack(t, bits, seed, kink=None):
+    kink = None if kink is None else kink.to(wide_dtype(t.dtype))
+    return Packed(*op.pack(t, kink, bits, mixed(seed)), kink, bits, tuple(t.shape), t.stride())
+
+
+def unpack(packed):
+    return op.unpack_op(*packed)
 
 
 def again(t, bits=4, seed=0, kink=None):
@@ -176,13 +202,9 @@ def test_shapes(name, backend, device):
 
 
 def test_other_strides(backend, device):
-    """A permuted tensor keeps its strides; a slice and an expanded tensor come back dense."""
-    t = torch.randn(4, 6, 8, 10, device=device)
-    assert again(t.permute(2, 0, 3, 1)).stride() == t.permute(2, 0, 3, 1).stride()
-    for view in (t[:, ::2, 1:], t[:, :1].expand(4, 6, 8, 10), t.permute(3, 0, 2, 1)[1:]):
-        found = again(view, 8, 0, torch.zeros(view.shape[1], device=device))
-        assert found.stride() == torch.empty_like(view).stride() or found.is_contiguous()
-        assert torch.equal(found.sign(), view.sign())
+    """A permuted tensor keeps its strides."""
+    t = torch.randn(4, 6, 8, 10, device=device).permute(2, 0, 3, 1)
+    assert again(t).stride() == t.stride()
 
 
 def test_seeds(backend, device):
@@ -220,9 +242,9 @@ def test_bytes(dtype, bits, most):
     true = pack(t, bits, 0, torch.zeros(8))
     assert true.nbytes - 8 * 4 <= most * t.nbytes
     with FakeTensorMode() as mode:
-        fake = pack(mode.from_tensor(t), bits, 0, mode.from_tensor(torch.zeros(8)))
-        assert fake.nbytes == true.nbytes
-        assert unpack(fake).stride() == t.stride()
+        fake = op.packed_like(mode.from_tensor(t), mode.from_tensor(torch.zeros(8)), bits)
+        assert sum(part.nbytes for part in fake) == true.nbytes - 8 * 4
+        assert op.unpack_op(*fake, None, bits, t.shape, t.stride()).stride() == t.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -240,31 +262,8 @@ def test_peak(dtype, one_thread, record_property):
 
 
 def test_opcheck(backend, device):
-    t, kink = torch.randn(2, 3, 4, 5, device=device), torch.zeros(3, device=device)
-    torch.library.opcheck(op.pack_op, (t, kink, 4, 1))
-    packed = op.pack_op(channels_last(t), None, 8, 1)
-    torch.library.opcheck(op.unpack_op, (*packed, None, 8, list(t.shape), list(channels_last(t).stride())))
-
-
-def test_fullgraph():
-    t = torch.randn(2, 3, 8, 8)
-    torch._dynamo.reset()
-    found = torch.compile(lambda t: again(t * 2, 8), fullgraph=True, backend="aot_eager")(t)
-    assert torch.equal(found, again(t * 2, 8))
-
-
-def test_refused():
-    t = torch.randn(2, 3, 4)
-    for error, text, args in (
-        (TypeError, "t must be a tensor, got list", ([1.0], 4, 0)),
-        (TypeError, "t must be float16, bfloat16, float32 or float64, got torch.int64", (t.long(), 4, 0)),
-        (ValueError, "bits must be one of 2, 4, 8, got 3", (t, 3, 0)),
-        (TypeError, "seed must be an integer, got float", (t, 4, 0.5)),
-        (TypeError, "kink must be a tensor, got float", (t, 4, 0, 0.5)),
-        (ValueError, r"kink must have shape \(3,\), .* or \(6,\), .* got \(2,\)", (t, 4, 0, torch.zeros(2))),
-        (TypeError, "kink must be floating point, got torch.int64", (t, 4, 0, torch.zeros(3).long())),
-        (ValueError, r"t must have shape \(N, C\) or .* got \(3,\)", (t[0, :, 0], 4, 0, torch.zeros(3))),
-        (ValueError, "kink must be on cpu, the device of t, got meta", (t, 4, 0, torch.zeros(3, device="meta"))),
-    ):
-        with pytest.raises(error, match=f"fusedseg.low_bit: {text}"):
-            pack(*args)
+    t = channels_last(torch.randn(2, 3, 4, 5, device=device))
+    key = torch.tensor(1)
+    torch.library.opcheck(graph.round_op, (t, 4, key, 0, torch.zeros(3, device=device), list(t.stride())))
+    packed = op.pack(t, None, 8, 1)
+    torch.library.opcheck(op.unpack_op, (*packed, None, 8, list(t.shape), list(t.stride())))

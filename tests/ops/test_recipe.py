@@ -13,9 +13,8 @@ import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.ops import observer
-from fusedseg.scope import plain
+from fusedseg.scope import offers, plain
 from fusedseg.scope.parts import Chain
-from fusedseg.scope.registry import Registry
 from fusedseg.scope.saved import Recipe
 from fusedseg.scope.turns import turns_of
 
@@ -287,7 +286,7 @@ def test_calls_that_overwrite_their_input_are_one_recipe(made, monkeypatch):
             super().__init__(*args)
             recipes_made.append(self)
 
-    monkeypatch.setattr(Registry, "recipe", Counted)
+    monkeypatch.setattr(offers, "Recipe", Counted)
     conv, _, x = made
     norms = [nn.BatchNorm2d(4) for _ in range(2)]
     parameters = [*conv.parameters(), *norms[0].parameters(), *norms[1].parameters()]

@@ -14,17 +14,10 @@ import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.unet import UNet
+from tests.compiler.networks import instance, relu
 from tests.resnet import ResNet18
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-
-
-def relu(channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
-
-
-def instance(channels):
-    return nn.Sequential(nn.InstanceNorm3d(channels, affine=True), nn.LeakyReLU(0.01, inplace=True))
 
 
 class Residual(nn.Module):

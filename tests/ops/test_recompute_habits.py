@@ -334,22 +334,17 @@ class Skip(nn.Module):
         return self.last(torch.cat([y, self.body(y)], 1))
 
 
-@pytest.mark.parametrize(
-    ("first", "options"),
-    [(nn.Dropout(0.3), {}), (nn.Dropout(0.3), {"bits": 8}), (nn.MaxPool2d(3, 1, 1), {"bits": 8})],
-    ids=["dropout", "dropout in 8 bits", "pool in 8 bits"],
-)
-def test_a_mask_before_a_skip_inside_of_a_checkpoint(first, options):
+@pytest.mark.parametrize("first", [nn.Dropout(0.3), nn.MaxPool2d(3, 1, 1)], ids=["dropout", "pool"])
+def test_a_mask_before_a_skip_inside_of_a_checkpoint(first):
     """The mask was unpacked once for each rebuild, and a checkpoint gives a saved tensor only once."""
 
     found = []
-    for around in (lambda model: model, recompute(**options)):
+    for around in (lambda model: model, recompute()):
         torch.manual_seed(0)
         model, x = Skip(first), torch.randn(2, 3, 32, 32)
         checkpoint(around(model), x, use_reentrant=False).square().sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    # Fewer bits make noise.
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=found[0].abs().max().item() * (0.1 if options else 0))
+    assert torch.equal(*found)
 
 
 class Attends(nn.Module):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fusedseg import recompute
 from tests.ops.scope_cases import assert_same, grads
+from tests.tools.tensors import Cut
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,16 +117,6 @@ def test_gradient_of_a_pool_with_one_position_lies_as_its_input():
 
 def test_pool_that_no_gradient_reaches():
     """The pool's input got a gradient of zeros, where eager mode gives no gradient."""
-
-    class Cut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dx):
-            return None
-
     for scope in (nullcontext, recompute):
         x = torch.randn(2, 4, 6, 6, requires_grad=True)
         with scope():

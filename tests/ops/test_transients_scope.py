@@ -1,7 +1,5 @@
 """In the scope, rebuilt inputs of convolutions are freed early, and concatenations are rebuilt source by source."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -11,13 +9,10 @@ from fusedseg import recompute
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.ops import reuse
-from fusedseg.ops.conv import cat, slabs, sources
-from fusedseg.ops.conv.sources import Interpolated
+from fusedseg.ops.conv import slabs
 from fusedseg.ops.layout import FORMATS
-from fusedseg.scope import packed, saved
+from fusedseg.scope import saved
 from fusedseg.unet import UNet
-from tests.ops.test_low_bit_scope import gradient as low_bit_gradient
-from tests.ops.test_low_bit_scope import network
 from tests.ops.test_recompute_networks import CASES, test_gradients
 
 NEVER = 2**60
@@ -61,15 +56,6 @@ def test_a_convolution_of_a_rebuilt_tensor(options, dtype):
         out = recompute()(step)() if scope else step()
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_packed_input_is_freed_before_the_gradient_of_the_input():
-    """``PackingRegistry.packs`` was deleted, so that the unpacked input lay beside its gradient."""
-    with fake_mode():
-        net = nn.Sequential(nn.Conv3d(1, 256, 3, padding=1), nn.Conv3d(256, 8, 3, padding=1))
-        found = measure(recompute(bits=4)(net), torch.empty(1, 1, 64, 64, 128), owned=[*net.parameters()])
-    # The codes, and either the input of the second convolution or its gradient: 512 MiB.  It was 1,108 MiB.
-    assert found.peak <= 597 * 2**20
 
 
 def test_a_gradient_of_a_gradient():
@@ -141,37 +127,6 @@ def test_an_enlarged_source_in_slabs_has_the_same_bits(dims, mode, align_corners
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_a_network_that_hands_over_its_sources(align_corners, monkeypatch):
-    """Stock modules without a convolution before they enlarge: values and gradients have the bits of eager mode."""
-    monkeypatch.setattr(cat, "LEAST_BYTES", 1)
-    torch.manual_seed(0)
-    options = {"plain": True, "reduce": False, "norm_act": norm_and_relu, "align_corners": align_corners}
-    net = UNet(2, 3, widths=(4, 8, 8), **options)
-    x = torch.randn(3, 2, 21, 17)
-    calls = []
-    monkeypatch.setattr(cat, "formed", lambda source: calls.append(type(source)) or sources.formed(source))
-    results = []
-    # Nothing is rounded, but the paths are those of a scope with bits.
-    for scope in (nullcontext(), recompute(bits=4, unrounded=[net])):
-        with scope:
-            out = net(x)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [*net.parameters()])])
-    # Two levels have three samples each.
-    assert calls.count(Interpolated) == 2 * 3
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
-def test_a_tensor_that_is_unpacked_for_each_reader_gives_the_same(act, monkeypatch):
-    found = []
-    for most in (0, 2**60):
-        monkeypatch.setattr(packed, "HELD_BYTES", most)
-        found.append(low_bit_gradient(network(act=act), bits=4, seed=0)[1])
-    assert torch.equal(*found)
-
-
 def peak_of(least, monkeypatch):
     """The peak of a U-Net of one level below the full size, in tensors of the largest size."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
@@ -179,7 +134,7 @@ def peak_of(least, monkeypatch):
     with fake_mode():
         net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=norm_and_relu)
         x = torch.empty(2, 1, 256, 256)
-        found = measure(recompute(bits=4)(net), x, owned=[*net.parameters(), *net.buffers()])
+        found = measure(recompute()(net), x, owned=[*net.parameters(), *net.buffers()])
     return found.peak / (2 * 32 * 256 * 256 * 4)
 
 
@@ -188,11 +143,7 @@ def norm_and_relu(channels):
 
 
 def test_the_peak_of_an_unchanged_network(monkeypatch):
-    """The peak is where the concatenation is rebuilt: 2 for itself, 1 for its second source, 1 for the gradient.
-
-    The first source and the unpacked input of its norm, 1 each, are held, because in so small a network they are asked
-    for soon.  What is kept takes less than 1.  In the old order the gradient of the concatenation is there too.
-    """
+    """The peak is where the concatenation is rebuilt.  In the old order its gradient, and a source, are there too."""
     before, after = peak_of(NEVER, monkeypatch), peak_of(1, monkeypatch)
-    assert after <= 7
-    assert after <= before - 0.9
+    assert after <= 7.9
+    assert after <= before - 1.2

@@ -51,7 +51,6 @@ PART = [
     *cases("test_segmentation_sums.py::test_classes_in_several_tiles_of_fp32", "planes", "rows"),
     # Packed copies.
     *cases("test_low_bit.py::test_the_bits_of_aten_with_a_kink", "channel-planes-torch.float16"),
-    *cases("test_norm_act_packed.py::test_on_chip", "small-planes-input"),
 ]
 # Every kernel and branch on small tensors, and what only compiled code can get wrong.
 SMALL = ("tests/kernels/test_sanitize.py", "tests/kernels/test_compiled.py")

@@ -11,6 +11,18 @@ def channels_last(x: Tensor) -> Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
+class Cut(torch.autograd.Function):
+    """Passes values on and stops gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
 def placed(x: Tensor, offset: int | None = None) -> Tensor:
     """A copy with the strides of x that begins ``offset`` elements after a multiple of 16 bytes.
 

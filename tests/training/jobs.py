@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedseg
+from fusedseg.compiler import backend
 
 CHANNELS = 5
 
@@ -155,11 +156,11 @@ def fsdp(rank, world, steps, converted):
 
 
 def packed_net(bits):
-    """Makes a small network; with ``bits`` it keeps its activations in so many bits a value."""
+    """Makes a small network; with ``bits`` the backend keeps its activations in so many bits a value."""
     torch.manual_seed(5)
     net = fusedseg.unet.UNet(2, 3, widths=(4, 8), plain=True)
     if bits is not None:
-        fusedseg.convert(net, example_inputs=torch.randn(2, 2, 32, 32), bits=bits)
+        net.compile(backend=backend, options={"codegen": "aten", "bits": bits})
     return net
 
 

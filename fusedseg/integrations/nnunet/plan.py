@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,6 @@ from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
 STOCK, FUSED = "stock", "fusedseg"
-# The keywords for ``fusedseg.convert`` of each way to train; None leaves the network as it is.  The last two have the
-# bits of the trainers whose names end with Bits8 and Bits4.
-WAYS: dict[str, dict[str, Any] | None] = {
-    STOCK: None,
-    FUSED: {},
-    "fusedseg, 8 bits (noise)": {"bits": 8},
-    "fusedseg, 4 bits (noise)": {"bits": 4},
-}
 # The search for a patch enlarges all axes by sixteenths of the planned patch.
 PARTS = 16
 
@@ -110,9 +101,7 @@ def plan(
     reserve: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> NnunetPlan:
-    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with the trainers of this package.
-
-    These are ``nnUNetTrainerFusedseg``, and those with 8 bits and 4 bits.
+    """Estimates a training step of an nnU-Net plan as nnU-Net trains it, and with ``nnUNetTrainerFusedseg``.
 
     Args:
         plans: the path of a plans file, such as ``nnUNetPlans.json`` in the folder of a preprocessed dataset.
@@ -129,7 +118,7 @@ def plan(
     nbytes = parse_budget(budget)
     usable = int(nbytes * (1 - reserve))
     planned = read(Path(plans), configuration)
-    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in WAYS}
+    fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in (STOCK, FUSED)}
     return NnunetPlan(planned, nbytes, usable, fits)
 
 
@@ -140,7 +129,7 @@ def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) ->
     @functools.cache
     def total(shape: tuple[int, ...]) -> int:
         say(f"{way}, {_text(shape)}")
-        return _total(planned, WAYS[way], shape)
+        return _total(planned, way == FUSED, shape)
 
     batch = largest(lambda n: total((n, *planned.shape[1:])), usable)
     return Fit(total(planned.shape), batch, _largest_patch(planned, total, usable))
@@ -207,24 +196,21 @@ def read(path: Path, configuration: str) -> Planned:
     return Planned(name, shape, total, heads, labels.has_regions, build, loss, scales)
 
 
-def _total(planned: Planned, converted: dict[str, Any] | None, shape: tuple[int, ...]) -> int:
+def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
     """The bytes of a whole training step, with parameters and the state of the optimizer."""
-    batch, patch = shape[0], shape[2:]
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.99, nesterov=True)
     with fake_mode() as mode:
         net = fake_model(planned.build, mode, torch.float32)
         loss = planned.loss()
-        if converted is not None:
+        if fused:
             # As in ``Fused``.
-            with warnings.catch_warnings(), torch.autocast("cpu", torch.float16):
-                # A table has no room for the bytes that a budget cannot reach.
-                warnings.simplefilter("ignore", UserWarning)
-                convert(net, example_inputs=torch.empty(shape), **converted)
+            with torch.autocast("cpu", torch.float16):
+                convert(net, example_inputs=torch.empty(shape))
             loss = fused_loss(loss)
-        channels = planned.heads if planned.regions else 1
-        kind = torch.bool if planned.regions else torch.int16
+        channels, patch = planned.heads if planned.regions else 1, shape[2:]
         sizes = [tuple(round(n * part) for n, part in zip(patch, scale, strict=True)) for scale in planned.scales]
-        targets = [torch.empty((batch, channels, *size), dtype=kind) for size in sizes]
+        kind = torch.bool if planned.regions else torch.int16
+        targets = [torch.empty((shape[0], channels, *size), dtype=kind) for size in sizes]
         inputs = fake_inputs(shape, torch.float32)
         return profile_fake(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
 

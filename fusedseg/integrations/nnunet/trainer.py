@@ -15,7 +15,7 @@ from ...conversion import convert
 from ...functional import tp_fp_fn
 from ...nn import convert_sync
 from ...ops.layout import FORMATS
-from ..common import compile_in_place, kept_by_backend, of_this_process
+from ..common import compile_in_place, kept_by_backend
 from .loss import UnknownLoss, fused_loss
 
 
@@ -131,7 +131,7 @@ class Fused(_Trainer):
         example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=weight.dtype)
         # nnU-Net trains under autocast on a GPU.  The network moves there later; the report counts bytes now.
         with autocast(weight.device.type, dtype=torch.float16, enabled=half):
-            report = convert(network, example_inputs=example, **of_this_process(self.convert_options))
+            report = convert(network, example_inputs=example, **self.convert_options)
         if self.is_ddp:
             convert_sync(network)
         dtype = "torch.float16 autocast" if half else weight.dtype

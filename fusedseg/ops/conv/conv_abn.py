@@ -19,13 +19,12 @@ from ..._backend import launching
 from .. import unfused
 from ..activation_aten import activate
 from ..layout import dense, layout_of
-from ..norm import coded, eager
+from ..norm import eager
 from ..norm import op as norm_op
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
 from ..norm.unfused import norm_act
-from ..observer import OPEN, rounding
 from . import choice, join_conv
 from .apart import convolve_sources
 from .convolution import output_format, stock_convolution
@@ -135,27 +134,6 @@ def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> Non
     check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
 
 
-def _writes_codes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> bool:
-    """Whether the norm in training runs apart from the convolution, so that its kernel writes the codes of z."""
-    if not spec.own or not rounding() or not coded.may_write(tensors_of(call.sources)[0], spec):
-        return False
-    return _chosen(call, norm, spec, kept, conv_backend) == "aten"
-
-
-def _in_two_nodes(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None) -> Tensor:
-    """The op in training, where the first node computes only the convolution, and the second one the norm."""
-    sources, w, conv_bias, geometry = call
-
-    def convolve() -> Tensor:
-        return dense(convolve_sources(sources, w, None, geometry))[0]
-
-    y = join_conv.recorded(OP, call, convolve, True, w, conv_bias, *tensors_of(sources))
-    z = eager.normalise_eagerly(norm.with_x(y), spec, kept)
-    if conv_bias is not None and norm.running_mean is not None and z.numel():
-        norm.running_mean.add_(conv_bias.detach(), alpha=spec.momentum)
-    return z
-
-
 def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Tensor:
     """The op on checked arguments."""
     sources, w, conv_bias, geometry = call
@@ -168,8 +146,6 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
     if not torch.is_grad_enabled():
         return _step(*step).z
-    if OPEN and _writes_codes(*step):
-        return _in_two_nodes(call, norm, spec, kept)
     # rstd and xhat of the kept channels, which the second node keeps beside z.
     done: list[Tensor | None] = []
 
@@ -180,5 +156,5 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
 
     # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
     # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
-    z = join_conv.recorded(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
+    z = join_conv.ConvolutionFunction.apply(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
     return eager.after_convolution(norm._replace(x=z), spec, kept, done)

@@ -1,8 +1,6 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from .. import unfused
 from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once, is_batch
-from ..observer import OPEN, OpCall, observed
 from .apart import convolve_sources, convolve_sources_backward
 from .convolution import RawGeometry, check_convolution, stock_convolution
 from .sources import (
@@ -67,29 +64,6 @@ class ConvolutionFunction(torch.autograd.Function):
         if need_bias and ctx.centred:
             dbias = dy.new_zeros(w.shape[0])
         return *(None,) * 4, dw, dbias, *dtensors
-
-
-class _ConvCall(NamedTuple):
-    args: tuple[Any, ...]
-
-
-class ConvCall(_ConvCall, OpCall):
-    """One call of ``ConvolutionFunction`` with ``args``."""
-
-    __slots__ = ()
-
-    @property
-    def weight(self) -> Tensor:
-        return self.args[4]
-
-    def run(self) -> Tensor:
-        return ConvolutionFunction.apply(*self.args)
-
-
-def recorded(op: str, call: Convolution, convolve: Callable[[], Tensor], centred: bool, w: Tensor, *tensors) -> Tensor:
-    """The node of the convolution.  A scope with ``bits`` packs the sources, not a computed weight."""
-    node = ConvCall((op, call, convolve, centred, w, *tensors))
-    return observed(node) if OPEN else node.run()
 
 
 def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | None, raw: RawGeometry) -> Convolution:
@@ -149,4 +123,4 @@ def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
         return convolve_sources(sources, w, bias, geometry)
     given = sources if formed is None else (formed.detach(),)
     convolve = partial(convolve_sources, given, w, bias, geometry)
-    return recorded(OP, call, convolve, False, w, bias, *tensors_of(sources))
+    return ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .kink import kink_of, of_channels
-from .op import _pack, pack_op
+from .op import pack, packed_like
 from .signs import pack_signs, parts_with_signs
 from .spec import mixed, rank, wide_dtype
 
@@ -50,12 +50,12 @@ def _(seed):
     schema="(Tensor t, int bits, Tensor key, int place, Tensor? kink, SymInt[] stride) -> (Tensor, Tensor, Tensor)",
 )
 def round_op(t, bits, key, place, kink, stride):
-    return _pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
+    return pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
 
 
 @round_op.register_fake
 def _(t, bits, key, place, kink, stride):
-    return pack_op(_laid_out(t, stride), kink, bits, 0)
+    return packed_like(_laid_out(t, stride), kink, bits)
 
 
 @torch.library.custom_op(

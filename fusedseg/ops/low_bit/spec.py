@@ -1,20 +1,16 @@
-"""What a packed tensor consists of, how it lies in memory, and the numbers of the grid.
+"""How a packed tensor lies in memory, and the numbers of the grid.
 
 A group is 256 adjacent positions of one channel of one sample, or fewer at the end of a channel.  ``grid.py`` has the
 values that the codes of a group stand for.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import layout_of
 
-OP = "fusedseg.low_bit"
-BITS = (2, 4, 8)
-# The bits that users may ask for.
-Bits = Literal[8, 4]
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
 FEWEST_VALUES = 4096  # smaller tensors are kept as they are
@@ -45,29 +41,6 @@ FRACTION_BITS = 7
 # integer arithmetic without primes", STACS 1996.
 GOLDEN, MULTIPLIER = 0x9E3779B1, 0x846CA68B
 MASK = 0xFFFFFFFF
-
-
-class Packed(NamedTuple):
-    """A tensor in fewer bits.
-
-    codes: uint8, ``8 // bits`` adjacent codes a byte.
-    lowest, highest: the range of each group, in the dtype of the tensor.
-    kink: one number per channel, or per sample and channel, in fp32 (fp64 for fp64), or None.
-    bits: 8, 4 or 2.
-    size, stride: those of the tensor.
-    """
-
-    codes: Tensor
-    lowest: Tensor
-    highest: Tensor
-    kink: Tensor | None
-    bits: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self[:4] if isinstance(t, Tensor))
 
 
 class Lines(NamedTuple):
@@ -101,16 +74,6 @@ def lines_of(t: Tensor, kinks: int) -> Lines:
         if kinks or lines.S >= FEWEST:
             return lines
     return Lines(1, t.numel(), 1)
-
-
-def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether every element of the memory between the first and the last one belongs to the tensor, once."""
-    expected = 1
-    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
-        if step != expected:
-            return False
-        expected *= n
-    return True
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

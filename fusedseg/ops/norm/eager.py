@@ -12,11 +12,10 @@ from .. import reuse
 from ..double_backward import differentiated_once, is_batch
 from ..layout import Layout, dense, laid_out, like
 from ..observer import OPEN, OpCall, observed
-from . import coded
 from .backend import Backend, backend_of, directly
 from .kept import Kept
 from .passes import Again, backward, fits, forward
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
+from .spec import Gradients, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
 
 
 class _NormCall(NamedTuple):
@@ -26,7 +25,6 @@ class _NormCall(NamedTuple):
     kept: Kept | None
     done: Sequence[Tensor | None] | None
     saved: list[Saved] | None
-    copy: coded.Copy | None
 
 
 class NormCall(_NormCall, OpCall):
@@ -35,7 +33,6 @@ class NormCall(_NormCall, OpCall):
     layout: that of x, which is dense then; or None.
     done: rstd, and xhat of the kept channels, if x is the output already, which a convolution has computed; or None.
     saved: None, or a list to which the call appends a ``Saved``, from which z can be rebuilt.
-    copy: None, or the ``Copy`` that forward writes if it can.
     """
 
     __slots__ = ()
@@ -81,7 +78,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        passed, layout, spec, kept, done, for_others, copy = call
+        passed, layout, spec, kept, done, for_others = call
         x, weight, bias, residual, slope, _, _, _ = passed
         in_place = spec.keep == "output"
         source, layout = dense(x) if layout is None else (x, layout)
@@ -92,7 +89,7 @@ class NormFunction(torch.autograd.Function):
             passed = passed._replace(x=source, residual=laid)
         if done is None:
             by = directly(passed, spec)
-            z, mean, second, xhat, share = _computed(passed, spec, layout, kept, by, copy)
+            z, mean, second, xhat, share = _computed(passed, spec, layout, kept, by)
         else:
             z, mean, (second, xhat), share, by = source, None, done, None, None
         passed_on = residual is not None and TABLE[spec.act.name].identity
@@ -104,8 +101,7 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        is_coded = copy is not None and copy.is_read
-        ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted(), is_coded
+        ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted()
         saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
         # A scope sets it (``NormCall.reader``).
@@ -125,10 +121,10 @@ class NormFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
         output = None if ctx.reader is None else ctx.reader.take()
-        spec, layout, stride, by, kept, passed_on, reused, is_coded = ctx.call
+        spec, layout, stride, by, kept, passed_on, reused = ctx.call
         # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
         recorded = torch.is_grad_enabled() or is_batch(dz)
-        tensors, codes = coded.with_codes(ctx) if is_coded and not recorded else (list(ctx.saved_tensors), None)
+        tensors = list(ctx.saved_tensors)
         if tensors[0].stride() != stride:
             # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.
             tensors[0] = laid_out(tensors[0], stride)
@@ -141,7 +137,7 @@ class NormFunction(torch.autograd.Function):
                 into = reuse.take(tensors[0], dz)
             if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
-            elif into is None and codes is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
         rebuilt = None if output is None else [output]
         del output  # so that the code that takes it off the list frees it
@@ -149,8 +145,6 @@ class NormFunction(torch.autograd.Function):
         if recorded:
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
-        elif codes is not None:
-            grads = coded.backward(dz, codes, Saved(*tensors), spec, layout, kept, wanted)
         else:
             direct = by is not None and tensors[3] is None and dz.stride() == stride and adjacent(*tensors[1:3])
             run = by.backward if direct else backward
@@ -160,17 +154,15 @@ class NormFunction(torch.autograd.Function):
 
 
 def _computed(
-    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, by: Backend | None, copy: coded.Copy | None
+    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, by: Backend | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """z, mean, the second statistic to keep, xhat of the kept channels and ``Normalised.share``, on a dense x.
 
-    It moves the running statistics, and writes ``copy`` if the kernels can.
+    It moves the running statistics.
     """
     in_place = spec.keep == "output"
-    given = passed, spec, layout, kept, passed.x if in_place else None
-    found: Normalised | None = None if copy is None else coded.forward(*given, copy)
-    if found is None:
-        found = (forward if by is None else by.forward)(*given)
+    run = forward if by is None else by.forward
+    found = run(passed, spec, layout, kept, passed.x if in_place else None)
     z, mean, second, xhat, total, share, counted = found
     if total is not None:
         move_running(passed, spec, found, 0)
@@ -199,7 +191,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     if spec.keep == "input":
         dense_x, layout = dense(x)
         passed = passed if dense_x is x else passed._replace(x=dense_x)
-    call = NormCall(passed, layout, spec, kept, None, [] if OPEN and layout is not None else None, None)
+    call = NormCall(passed, layout, spec, kept, None, [] if OPEN and layout is not None else None)
     return observed(call) if OPEN else call.run()
 
 
@@ -208,5 +200,5 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    call = NormCall(passed, None, spec, kept, done, None, None)
+    call = NormCall(passed, None, spec, kept, done, None)
     return observed(call) if OPEN else call.run()

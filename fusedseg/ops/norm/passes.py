@@ -1,16 +1,12 @@
 """The passes of the norm op, which its autograd Function and its ops for the compiler share."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, like
-from ..low_bit.spec import Packed
-from . import coded, sync
+from . import sync
 from .backend import backend_of, directly
 from .kept import Kept
 from .spec import (
@@ -26,8 +22,6 @@ from .spec import (
     statistics_count,
     stats_dtype,
 )
-
-InPlace = Callable[..., Tensor]
 
 
 def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
@@ -108,7 +102,7 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     return alike and not TABLE[spec.act.name].identity
 
 
-class Again(coded.FromCodes):
+class Again:
     """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
 
     def __init__(self, saved: Saved, spec: Spec) -> None:
@@ -118,14 +112,6 @@ class Again(coded.FromCodes):
             self.vectors = [None if v is None else v.clone() for v in vectors]
         self.statistics, self.spec = (saved.mean, saved.second), spec
 
-    def _saved(self, x: Any, residual: Tensor | None) -> Saved:
-        weight, bias, slope = self.vectors
-        return Saved(x, weight, bias, residual, slope, *self.statistics)
-
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return rebuild(self._saved(x, residual), self.spec)
-
-    def from_codes(self, packed: Packed) -> InPlace | None:
-        """A function of the residual that rebuilds z if kernels read x from codes, otherwise None."""
-        again = coded.rebuild(packed, self.spec)
-        return None if again is None else lambda residual=None: again(self._saved(None, residual))
+        weight, bias, slope = self.vectors
+        return rebuild(Saved(x, weight, bias, residual, slope, *self.statistics), self.spec)

@@ -23,16 +23,7 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 class Triton:
-    def forward(
-        self,
-        passed: Passed,
-        spec: Spec,
-        layout: Layout,
-        kept: Kept | None,
-        out: Tensor | None,
-        codes: object = None,
-    ) -> Normalised:
-        """``codes`` is None or the ``Codes`` (``kernels/low_bit_tile.py``) to write of the tensor that is kept."""
+    def forward(self, passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
         norm_act, _ = _kernels()
         x, weight, bias, residual, _, running_mean, running_var, batches = passed
         own = spec.own
@@ -50,7 +41,6 @@ class Triton:
                 kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
                 # An op that writes over x keeps no mean.  The means of samples are needed to move running statistics.
                 keep_mean=out is not x or not of_batch,
-                codes=codes, packs=spec.keep,
             )  # fmt: skip
         if batches is not None:
             torch.autograd.graph.increment_version(batches)
@@ -63,16 +53,8 @@ class Triton:
         return found
 
     def backward(
-        self,
-        dz: Tensor,
-        saved: Saved,
-        spec: Spec,
-        layout: Layout,
-        kept: Kept | None,
-        wanted: Wanted,
-        codes: object = None,
+        self, dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted
     ) -> Gradients:
-        """``codes`` is None or the ``Codes`` to read; then ``saved.source`` only gives the strides."""
         _, kernels = _kernels()
         source, weight, bias, residual, _, mean, rstd, xhat, _ = saved
         affine, writes_g, into, exchange, _ = wanted
@@ -84,31 +66,28 @@ class Triton:
         parameter = None if not affine else bias if weight is None else weight
         with launching(source):
             dx, dweight, dbias = kernels.norm_act_bwd(
-                dz, source if codes is None else codes, layout, weight, bias, rstd, xhat,
+                dz, source, layout, weight, bias, rstd, xhat,
                 kept=None if kept is None else (kept.slots, kept.count), training=spec.own, act=spec.act,
                 dparam_dtype=None if parameter is None else parameter.dtype, dx=into, mean=mean, residual=residual,
                 dresidual=dresidual, exchange=exchange,
             )  # fmt: skip
         return Gradients(dx, dweight, dbias, dresidual)
 
-    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None, codes: object = None) -> Tensor:
-        """``codes`` is None or the ``Codes`` of x; then z is written over ``saved.source``."""
+    def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
         norm_act, _ = _kernels()
         x = saved.source
         layout = spec.layout(*dense(x))
-        z = torch.empty_like(x) if codes is None else x
-        z = z if out is None else out
+        z = torch.empty_like(x) if out is None else out
         with launching(x):
-            if spec.keeps_variance and codes is None:
+            if spec.keeps_variance:
                 norm_act.norm_act_fwd(
                     x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
                     training=False, momentum=0.0, eps=spec.eps, act=spec.act, kept=None, residual=saved.residual,
                 )  # fmt: skip
             else:
-                rstd = (saved.second + spec.eps).rsqrt() if spec.keeps_variance else saved.second
                 norm_act.norm_act_rebuild(
-                    x if codes is None else codes, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=rstd,
-                    act=spec.act, residual=saved.residual,
+                    x, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=saved.second, act=spec.act,
+                    residual=saved.residual,
                 )  # fmt: skip
         return z
 

@@ -19,7 +19,6 @@ from ..check import HALF
 from ..layout import layout_of
 from ..low_bit import aten as low_bit_aten
 from ..low_bit.spec import lines_of
-from ..norm.coded import new_codes
 from ..segmentation.spec import SumsSpec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
@@ -253,43 +252,6 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
         low_bit_aten.unpack(low_bit_aten.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
         yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
-    yield from _norm_with_codes(dtype, device)
-
-
-def _norm_with_codes(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
-    """A norm that writes codes of its input and reads those of planes, beside one that reads the unpacked tensor."""
-    from ...kernels.norm_act import norm_act_fwd, norm_act_rebuild
-    from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
-    from ...kernels.norm_stats import norm_stats
-
-    C, key, act = SHAPE[1], 12345, ("relu", 0.0)
-    affine = _parameters(C, dtype, device)
-    for fmt, split in (("contiguous", False), ("contiguous", True), ("channels_last", True)):
-        x, dz = (_random(SHAPE, dtype, device, fmt, seed) for seed in (0, 1))
-        layout, lines, z = layout_of(x), lines_of(x, C), torch.empty_like(x)
-        codes, what = new_codes(x, 4, key, C, lines), f"({fmt}, {'several programs' if split else 'one program'})"
-        mean, rstd, _ = norm_act_fwd(
-            x, z, layout, *affine, running_mean=None, running_var=None, training=True, momentum=0.0, eps=EPS, act=act,
-            kept=None, partial=_padded(norm_stats(x, layout)) if split else None, codes=codes, packs="input",
-        )  # fmt: skip
-        yield Compared(f"z beside codes {what}", z, _norm_float64(x, dz, *affine, 0.0)["z"], NORM_TOLERANCE[dtype])
-        whole, expected = torch.empty_like(x), torch.empty_like(x)
-        flat, *into = (t.as_strided((t.numel(),), (1,)) for t in (x, whole, expected))
-        low_bit_aten.unpack(codes[:3], codes.kink, lines, 4, into[0])
-        low_bit_aten.unpack(low_bit_aten.pack(flat, lines, 4, key, codes.kink), codes.kink, lines, 4, into[1])
-        yield Compared(f"codes {what}", whole, expected.double(), LOW_BIT_TOLERANCE)
-        if fmt == "channels_last":
-            continue
-        found: list[list[Tensor]] = []
-        for read in (codes, whole):
-            rebuilt = torch.empty_like(x)
-            norm_act_rebuild(read, rebuilt, layout, *affine, mean, rstd, act)
-            options = {"xhat_kept": None, "kept": None, "act": act, "mean": mean}
-            sums = _padded(norm_act_bwd_sums(dz, read, layout, *affine, rstd, **options)) if split else None
-            options |= {"training": True, "dparam_dtype": affine[0].dtype, "sums": sums}
-            found.append([rebuilt, *norm_act_bwd(dz, read, layout, *affine, rstd, **options)])
-        for name, of_codes, of_values in zip(("z rebuilt", "dx", "dweight", "dbias"), *found, strict=True):
-            yield Compared(f"{name} from codes {what}", of_codes, of_values.double(), NORM_TOLERANCE[dtype])
 
 
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]

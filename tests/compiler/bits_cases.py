@@ -1,13 +1,14 @@
-"""With ``bits``, the gradient stays right on average: every norm before a shortcut, every activation of PyTorch."""
+"""Networks whose gradients show a bias, if an op reads rounded values that it must not read."""
 
-import pytest
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from tests.ops.low_bit_cases import IMAGE, error_of
 
+IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 MOST = 0.02
 
 
@@ -55,29 +56,6 @@ ACTIVATIONS = {
     "PReLU": nn.PReLU,
     "SiLU": nn.SiLU,
 }
-
-
-@pytest.mark.parametrize(
-    ("norm", "act"),
-    [
-        pytest.param(norm, act, id=f"{norm}, {act}" if act else norm)
-        for norm in NORMS
-        for act in (("",) if norm.startswith("ours") else ACTIVATIONS)
-    ],
-)
-def test_a_norm_of_a_concatenation_that_another_convolution_reads(norm, act):
-    """What the concatenation is rebuilt from was packed with the kinks of the norm, which has other channels.
-
-    It raised an error, or at a batch of 2 the sizes fitted and half of the error was a bias.
-    """
-    torch.manual_seed(0)
-    model = Shortcut(NORMS[norm](), ACTIVATIONS[act]() if act else nn.Identity())
-    found = {}
-    for model.norm_first in (True, False):
-        for batch in range(1, 5):
-            found[model.norm_first, batch] = error_of(model, torch.randn(batch, 3, 32, 32), bits=4, times=24)
-    assert all(each.size > 0 for each in found.values())
-    assert max(each.bias for each in found.values()) < MOST, found
 
 
 class Around(nn.Module):
@@ -132,24 +110,6 @@ EVERY = {
     "tanh_": lambda: Call(torch.tanh_),
     "glu": lambda: Call(lambda x: F.glu(torch.cat([x, x.flip(1)], 1), 1)),
 }  # fmt: skip
-# Those of the tables of rules; the rest are functions that the scope does not know, which it keeps exact.
-RULES = ("Hard", "ELU", "ReLU6", "SELU", "SiLU in place", "Softplus, threshold 1", "tanh_")
-
-
-@pytest.mark.parametrize(
-    "name", [name if any(of in name for of in RULES) else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
-)
-@pytest.mark.parametrize("converted", [False, True], ids=["stock", "converted"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_every_activation(name, converted, bits):
-    """Derivatives that jump away from 0 counted as smooth: half of the error of Hardtanh was a bias.
-
-    In place with 4 bits, the result was rebuilt from 4 bits, and the inverse of ELU was applied to rounded values.
-    """
-    torch.manual_seed(0)
-    found = error_of(Around(EVERY[name]), IMAGE, bits=bits, converted=converted, times=64)
-    assert found.size > 0
-    assert found.bias < MOST
 
 
 class Sum(nn.Module):
@@ -163,8 +123,8 @@ class Sum(nn.Module):
         return self.conv(self.norm(self.short(x), residual=x))
 
 
-@pytest.mark.parametrize("act", ["relu", "leaky_relu", "selu", "silu", "relu6"])
-def test_a_norm_with_a_residual(act):
-    """The sign of the sum of two rounded tensors is not exact: .35 to .45 of the squared error was a bias."""
-    torch.manual_seed(0)
-    assert error_of(Sum(fusedseg.BatchNormAct(16, activation=act)), IMAGE, bits=8).bias < MOST
+class Error(NamedTuple):
+    """The error of one rounding relative to the gradient, and bias² / error², whose noise is about .02."""
+
+    size: float
+    bias: float
