@@ -22,8 +22,7 @@ from examples.demo import slices, training
 from examples.demo.problem import Problem
 from fusedseg.compiler import settings
 from fusedseg.ops.low_bit import graph
-from fusedseg.ops.low_bit.op import unpack
-from fusedseg.ops.low_bit.spec import Packed
+from fusedseg.ops.low_bit.op import unpack_op
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
 
@@ -83,7 +82,7 @@ class Signs:
 
     def pack(self, t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
         codes = PACK(t, kink, bits, key)
-        unpacked = unpack(Packed(*codes, kink, bits, tuple(t.shape), t.stride()))
+        unpacked = unpack_op(*codes, kink, bits, t.shape, t.stride())
         # A kink has a number for each channel, or for each channel of each sample.
         border = 0.0 if kink is None else kink.reshape(-1, t.shape[1], *[1] * (t.dim() - 2))
         self.count += t.numel()
@@ -91,14 +90,14 @@ class Signs:
         return codes
 
 
-PACK = graph._pack
+PACK = graph.pack
 
 
 @contextmanager
 def counted() -> Iterator[Signs]:
     """Counts the signs of all tensors that are packed, also in 2 bits."""
     signs = Signs()
-    with mock.patch.object(graph, "_pack", signs.pack), mock.patch.object(settings, "BITS", BITS):
+    with mock.patch.object(graph, "pack", signs.pack), mock.patch.object(settings, "BITS", BITS):
         yield signs
 
 
