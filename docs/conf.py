@@ -36,6 +36,10 @@ html_theme_options = {
     "footer_start": [],
     "footer_end": [],
 }
+# The public address of the repository, which has none yet.  docs/contributing.md lists the other places that need it.
+REPOSITORY = ""
+if REPOSITORY:
+    html_theme_options["icon_links"] = [{"name": "Repository", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}]
 html_sidebars = {"**": ["globaltoc.html"]}
 html_static_path = ["static"]
 html_css_files = ["site.css"]

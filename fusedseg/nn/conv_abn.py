@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._backend import Backend
@@ -71,8 +72,8 @@ class _ConvABN(Unscriptable, nn.Module):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         conv_backend: Backend = "auto",
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_conv_backend(self._name(), conv_backend)

@@ -45,8 +45,8 @@ class _ConvBank(Unscriptable, nn.Module):
         padding_mode: str = "zeros",
         *,
         branches: int | Sequence[Size] = 1,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         name = self._name()

@@ -1,5 +1,6 @@
 """``InPlaceABN``: BatchNorm and activation in one module that keeps one tensor."""
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .invertible import Invertible
@@ -70,8 +71,8 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         activation_param: float = 0.01,
         *,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, activation=activation,

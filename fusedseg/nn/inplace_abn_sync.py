@@ -1,5 +1,7 @@
 """``InPlaceABNSync``: ``InPlaceABN`` with the statistics of all processes."""
 
+import torch
+
 from .inplace_abn import InPlaceABN
 from .synchronised import Synchronised
 
@@ -50,8 +52,8 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         activation_param: float = 0.01,
         process_group: object = None,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, activation=activation,

@@ -1,5 +1,6 @@
 """``InPlaceGroupNormAct``: GroupNorm and activation in one module that keeps one tensor."""
 
+import torch
 from torch import nn
 
 from .invertible import Invertible
@@ -53,8 +54,8 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,

@@ -1,5 +1,6 @@
 """``InPlaceInstanceNormAct``: InstanceNorm and activation in one module that keeps one tensor."""
 
+import torch
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .invertible import Invertible
@@ -59,8 +60,8 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         momentum: float = 0.1,
         affine: bool = False,
         track_running_stats: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,

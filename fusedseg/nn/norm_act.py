@@ -26,7 +26,7 @@ class _NormAct(StockNorm):
         activation: str,
         activation_param: float | str | None,
         num_slopes: int,
-        device: torch.device | str | None,
+        device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         **options: Any,
     ) -> None:
@@ -146,8 +146,8 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         activation_param: float | str | None = None,
         num_slopes: int = 1,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, activation=activation,
@@ -195,8 +195,8 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
         activation_param: float | str | None = None,
         num_slopes: int = 1,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, activation=activation,
@@ -239,8 +239,8 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
         activation_param: float | str | None = None,
         num_slopes: int = 1,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_groups, num_channels, eps, affine, activation=activation,

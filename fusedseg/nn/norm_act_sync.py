@@ -1,5 +1,7 @@
 """``BatchNormActSync``: ``BatchNormAct`` with the statistics of all processes."""
 
+import torch
+
 from .norm_act import BatchNormAct
 from .synchronised import Synchronised
 
@@ -42,8 +44,8 @@ class BatchNormActSync(Synchronised, BatchNormAct):
         num_slopes: int = 1,
         process_group: object = None,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, activation=activation,

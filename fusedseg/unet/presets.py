@@ -5,7 +5,7 @@ from typing import Any
 from .unet import MultiEncoderUNet, UNet
 
 
-def lidar_optical_unet(in_channels: tuple[int, int] = (5, 3), num_classes: int = 3, **options) -> MultiEncoderUNet:
+def lidar_optical_unet(in_channels: tuple[int, int] = (5, 3), num_classes: int = 3, **options: Any) -> MultiEncoderUNet:
     """A U-Net with two encoders, for lidar (5 channels) and optical images (3 channels), and one decoder.
 
     ``net(lidar, optical)`` maps two images (N, 5, H, W) and (N, 3, H, W) to logits (N, 3, H, W).  The widths of the
@@ -15,7 +15,7 @@ def lidar_optical_unet(in_channels: tuple[int, int] = (5, 3), num_classes: int =
     return MultiEncoderUNet(in_channels, num_classes, **{"bias": True, **options})
 
 
-def unet3d_large(in_channels: int = 1, num_classes: int = 5, **options) -> UNet:
+def unet3d_large(in_channels: int = 1, num_classes: int = 5, **options: Any) -> UNet:
     """A 3D U-Net with 40,158,853 parameters: (N, 1, D, H, W) to logits (N, 5, D, H, W).
 
     Its widths are 64, 128, 256, 512 and 512 on the way down, and 256, 128, 64 and 64 on the way up.  It interpolates
@@ -25,7 +25,7 @@ def unet3d_large(in_channels: int = 1, num_classes: int = 5, **options) -> UNet:
     return _unet3d(in_channels, num_classes, widths, up_widths, options)
 
 
-def unet3d_small(in_channels: int = 1, num_classes: int = 5, **options) -> UNet:
+def unet3d_small(in_channels: int = 1, num_classes: int = 5, **options: Any) -> UNet:
     """A 3D U-Net with 14,496,517 parameters: (N, 1, D, H, W) to logits (N, 5, D, H, W).
 
     Its widths are 64, 128, 256 and 256 on the way down, and 256, 128 and 64 on the way up.  It interpolates

@@ -204,7 +204,7 @@ class UNet(MultiEncoderUNet):
     ``UNet(..., plain=True)`` is the same function of stock PyTorch modules, with the same parameters in the same order.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, **options) -> None:
+    def __init__(self, in_channels: int, num_classes: int, **options: Any) -> None:
         check_positive("UNet", "in_channels", in_channels)
         super().__init__((in_channels,), num_classes, **options)
 
