@@ -236,7 +236,7 @@ _LINEAR = (
         LINEAR,
         (
             "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
-            "_adaptive_avg_pool3d_backward",
+            "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
         ),
         cheap=False,
     ),

@@ -53,6 +53,14 @@ ARGUMENTS = {
     "avg_pool3d_backward": lambda: (
         tensor(2, 3, 3, 3), tensor(2, 6, 6, 6), [2] * 3, [2] * 3, [0] * 3, False, True, None,
     ),
+    "max_pool2d_with_indices_backward": lambda: (
+        tensor(2, 8, 3, 3), tensor(), [2, 2], [2, 2], [0, 0], [1, 1], False,
+        torch.arange(9).reshape(1, 1, 3, 3).repeat(2, 8, 1, 1),
+    ),
+    "max_pool3d_with_indices_backward": lambda: (
+        tensor(2, 3, 3, 3), tensor(2, 6, 6, 6), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False,
+        torch.arange(27).reshape(1, 3, 3, 3).repeat(2, 1, 1, 1),
+    ),
     "batch_norm": given(None, None, None, None, True),
     "cat": lambda: ([tensor(), tensor()], 1),
     "clamp": given(-0.5, 0.7),

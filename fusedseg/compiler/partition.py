@@ -1,6 +1,7 @@
 """The partitioner: passes over the joint graph, the decision what to keep, and the compiler's own cut along it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,47 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         plan = prepare(module, num_fwd_outputs, self.settings)
         # Equal nodes are one already, and the partitioner does not know which must stay apart.
-        with _parts.config.patch(activation_memory_budget=1.0, cse=False):
-            forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        with (
+            _parts.config.patch(activation_memory_budget=1.0, cse=False),
+            codes_returned(module.graph, num_fwd_outputs) as all_outputs,
+        ):
+            forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
+        forget_outputs(forward, num_fwd_outputs, all_outputs)
         fused_code = self.settings.codegen == "inductor"
         order.rewrite(backward, plan.goal, fused_code)
         note_after(plan, (forward, backward), num_fwd_outputs, fused_code)
         return forward, backward
+
+
+@contextmanager
+def codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
+    """Forward returns what it packs, behind its own ``outputs``; gives the number of all.
+
+    The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
+    packed, and packs in backward, wherever codes and their ranges are not smaller.
+    """
+    of = joint.Joint(graph, outputs)
+    others = (node for node in graph.nodes if node not in of.forward and joint.is_tensor(node))
+    kept = [node for node in others if node.meta.get(keep.LABEL) == keep.KEEP]
+    (returned,), says = of.end.args, of.end.meta.get("desc")
+    of.end.args = ([*returned[:outputs], *kept, *returned[outputs:]],)
+    if says is not None:
+        of.end.meta["desc"] = [*says[:outputs], *([None] * len(kept)), *says[outputs:]]
+    yield outputs + len(kept)
+    of.end.args = (returned,)
+    if says is not None:
+        of.end.meta["desc"] = says
+
+
+def forget_outputs(forward: fx.GraphModule, first: int, last: int) -> None:
+    """Forward does not return its outputs from ``first`` to ``last``."""
+    end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    (returned,) = end.args
+    end.args = ((*returned[:first], *returned[last:]),)
+    if "desc" in end.meta:
+        end.meta["desc"] = [*end.meta["desc"][:first], *end.meta["desc"][last:]]
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:

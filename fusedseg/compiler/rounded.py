@@ -111,7 +111,7 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif (node in self.found.again or node in self.own) and not is_question(node):
+            elif (node in self.found.again or node in self.own) and not is_question(node) and not self._is_mean(node):
                 followed, sources = self._followed(node), self._sources(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
                 if node in self.joint.backward and name_of(node) not in (*MIXING, *FORMS):
@@ -119,6 +119,12 @@ class _Choice:
                     near = [self.near.get(source, ()) for source in sources]
                     self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
         return {node: of for node, of in roots.items() if of}
+
+    def _is_mean(self, node: fx.Node) -> bool:
+        """Whether a result of backward has the sum or mean of many values, on which one rounding hardly counts."""
+        if node not in self.joint.backward or name_of(node) not in ("sum", "mean"):
+            return False
+        return size_of(node) * SMALL <= size_of(node.all_input_nodes[0])
 
     def _followed(self, node: fx.Node) -> list[fx.Node]:
         """The sources whose rounding a result follows, element by element."""
@@ -131,7 +137,7 @@ class _Choice:
                 return [sources[0], *sources[2:]]
             if name_of(node) in SIGNS:
                 return sources[:1]
-            if name_of(node).endswith(("norm_backward", "pool2d_backward", "pool3d_backward")):
+            if name_of(node).endswith(("norm_backward", "pool2d_backward", "pool3d_backward", "with_indices_backward")):
                 # That of a norm does, times a mean over many values; that of an average depends on its size.
                 return sources[:1]
             if name_of(node) == "mul" and len(sources) == 2:
@@ -304,8 +310,24 @@ def _asked(question: fx.Node) -> object:
     """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0."""
     source, *rest = question.args
     if isinstance(source, fx.Node) and name_of(question) in ("le", "gt") and rest == [0]:
-        source = _bent(source)
+        while (before := _with_its_sign(source)) is not source:
+            source = before
     return question.target, source, *rest
+
+
+def _with_its_sign(node: fx.Node) -> fx.Node:
+    """What a node has its sign from: the argument of an activation, as the compiler writes it too, or of a cast."""
+    if name_of(node) in ("convert_element_type", "_to_copy") and value_of(node).is_floating_point():
+        source = node_at(node, 0)
+        return source if value_of(source).is_floating_point() else node
+    if name_of(node) != "where" or not all(isinstance(argument, fx.Node) for argument in node.args):
+        return _bent(node)
+    # leaky_relu: where(x > 0, x, slope * x)
+    asked, x, scaled = (node_at(node, place) for place in range(3))
+    if name_of(asked) != "gt" or name_of(scaled) != "mul" or asked.args != (x, 0) or scaled.args[0] is not x:
+        return node
+    slope = scaled.args[1]
+    return x if isinstance(slope, (int, float)) and slope > 0 else node
 
 
 def choose(joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> Rounded:

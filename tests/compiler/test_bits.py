@@ -309,6 +309,26 @@ def test_inductor():
     assert found.bias < MOST
 
 
+@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_inductor_keeps_codes_of_half_precision(bits):
+    """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
+
+    The compiler writes norms and LeakyReLU as simple ops.  Their means are those of many roundings, and what backward
+    asks of LeakyReLU's result in 16 bits is the question of forward.
+    """
+    torch.manual_seed(0)
+    block = [nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(0.01)]
+    net, x = nn.Sequential(nn.Conv2d(3, 8, 3), *block, *copy.deepcopy(block)), torch.randn(2, 3, 40, 40)
+    found = {}
+    for codegen in ("aten", "inductor"):
+        torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            found[codegen] = kept(net, compiled(net, bits=bits, codegen=codegen), [x])
+    # Inductor's graph keeps the answer of each gate, of one bit; with aten the rounding keeps the sign.
+    assert found["inductor"] < 1.25 * found["aten"]
+
+
 def test_modules_of_this_package_and_converted_models():
     """The labels of their norms and scopes, and of the concatenations of their convolutions, kept exact values."""
     net, inputs = make("U-Net")

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.memory import SavedBytes
 from fusedseg.ops import observer
-from fusedseg.ops.conv import join_conv
 from fusedseg.ops.max_pool import op as max_pool
 from fusedseg.ops.norm import eager
 
@@ -18,7 +17,7 @@ OPS = {
     "in place": (fusedseg.InPlaceABN, eager),
     "input kept": (fusedseg.BatchNormAct, eager),
     "pool": (lambda channels: fusedseg.MaxPool2d(2), max_pool),
-    "convolution": (lambda channels: fusedseg.ConvABN2d(channels, channels, 3), join_conv),
+    "convolution": (lambda channels: fusedseg.ConvABN2d(channels, channels, 3), eager),
 }
 
 
