@@ -31,15 +31,12 @@ class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
 
 
 class nnUNetTrainerFusedsegBits8(nnUNetTrainerFusedseg):
-    """Keeps activations in 8 bits a value: the forward pass stays exact, and gradients get noise with mean 0.
+    """Keeps activations in 8 bits a value: the forward pass stays exact, and gradients get noise with mean 0."""
 
-    With PyTorch's own kernels, because graphs for Inductor round nothing under autocast.
-    """
-
-    compile_options: ClassVar[dict[str, Any]] = {"codegen": "aten", "bits": 8}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 8}
 
 
 class nnUNetTrainerFusedsegBits4(nnUNetTrainerFusedseg):
     """Keeps activations in 4 bits a value, with more noise."""
 
-    compile_options: ClassVar[dict[str, Any]] = {"codegen": "aten", "bits": 4}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 4}
