@@ -307,7 +307,10 @@ def _bent(node: fx.Node) -> fx.Node:
 
 
 def _asked(question: fx.Node) -> object:
-    """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0."""
+    """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0.
+
+    A value that a cast to 16 bits would round to 0 counts with its own sign.
+    """
     source, *rest = question.args
     if isinstance(source, fx.Node) and name_of(question) in ("le", "gt") and rest == [0]:
         while (before := _with_its_sign(source)) is not source:

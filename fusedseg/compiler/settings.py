@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..ops.layout import check_format
 from .budget import Budget
 
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
-MEMORY_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
 @functools.cache
@@ -52,11 +52,7 @@ class Settings:
             raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
-        if self.memory_format not in (None, *MEMORY_FORMATS):
-            raise ValueError(
-                f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d or None, got "
-                f"{self.memory_format!r}"
-            )
+        check_format(f"{OP}: option memory_format", self.memory_format)
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":

@@ -11,11 +11,12 @@ from ..activation import parse_invertible
 from ..memory import Footprint
 from ..memory.meter import measure
 from ..nn.stock_norm import Aside
+from ..ops.layout import check_format
 from . import scope
 from .applied import applied, mark_applied
 from .aside import share
 from .flow import Flow, listed
-from .formats import lay_out, parse_format
+from .formats import lay_out
 from .inputs import parse_inputs
 from .observe import observe, on_fake_tensors, set_training
 from .plan import Changes, Planner, is_lazy
@@ -137,7 +138,7 @@ def convert(
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
     refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
-    memory_format = parse_format(OP, memory_format)
+    check_format(f"{OP}: memory_format", memory_format)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.

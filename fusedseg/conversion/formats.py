@@ -12,14 +12,6 @@ from ..ops.layout import FORMATS
 LAID = "_fusedseg_laid"
 
 
-def parse_format(op: str, memory_format: object) -> torch.memory_format | None:
-    if memory_format is not None and memory_format not in FORMATS.values():
-        raise ValueError(
-            f"{op}: memory_format must be torch.channels_last, torch.channels_last_3d or None, got {memory_format!r}"
-        )
-    return memory_format  # type: ignore[return-value]
-
-
 def _is_image(t: Tensor, memory_format: torch.memory_format) -> bool:
     return FORMATS.get(t.dim()) == memory_format and t.is_floating_point()
 
