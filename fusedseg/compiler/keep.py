@@ -22,11 +22,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ops.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
 from ..ops.low_bit.spec import FEWEST_VALUES
-from ..ops.observer import LARGER, MAX_STEPS, SMALL
+from ..ops.observer import LARGER, SMALL
 from . import forms, twice
 from .joint import Goal, Joint, calls_view, copied, is_op, is_random, nbytes_of, node_at
 
 LABEL = "recompute"
+# The number of calls in a chain, of which backward runs each once.  The scope ends a chain after 16 calls, because it
+# may run one for each reader.
+LONGEST = 64
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
@@ -209,7 +212,7 @@ def _is_worth_keeping(
     if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
         return True
     positions = any(t.dtype == torch.int64 for t in tensors_of(node))
-    return len(needed) > MAX_STEPS or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
+    return len(needed) > LONGEST or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
 
 
 def _read(node: fx.Node, found: Plan) -> None:
