@@ -1,4 +1,7 @@
-"""1x1 convolutions of an interpolated tensor whose gradients are computed at the small size; for Inductor alone.
+"""The gradient of an interpolation, and of a 1x1 convolution of an interpolated tensor; for Inductor alone.
+
+PyTorch's tracer writes an interpolation as index and product ops.  The gradient of these adds the values of a result
+one by one, each by an atomic operation.  Here the gradient is the kernel of eager mode.
 
 A 1x1 convolution W and an interpolation U commute, because the weights of an interpolation sum to one:
 
@@ -22,6 +25,36 @@ from ..ops import interpolate
 UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 NAMES = tuple(UNIT)
 HALF = (torch.float16, torch.bfloat16)
+
+
+class _Interpolation(torch.autograd.Function):
+    """An interpolation that the compiler may take apart in forward, and whose gradient is one call."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None
+    ) -> Tensor:
+        large = interpolate.forward(x, size, factors, mode, corners)
+        ctx.how = list(large.shape[2:]), list(x.shape), factors, mode, corners
+        return large
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return interpolate.backward(dy, *ctx.how), None, None, None, None
+
+
+def _interpolate(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.interpolate`` with this gradient, where it is as exact as that of the compiler."""
+    call = interpolate.parse(*args, **kwargs)
+    trained = call is not None and torch.is_grad_enabled() and call.x.requires_grad
+    if call is None or not trained or _adds_in_half(call.x):
+        return F.interpolate(*args, **kwargs)
+    return _Interpolation.apply(*call)
+
+
+def _adds_in_half(x: Tensor) -> bool:
+    """Whether PyTorch's interpolation of ``x`` adds in half precision."""
+    return x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu"))
 
 
 class _Convolution(torch.autograd.Function):
@@ -78,8 +111,7 @@ def _convolve(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _is_shorter(x: Tensor, large: Tensor, weight: Tensor, named: dict[str, object]) -> bool:
     if not torch.is_grad_enabled() or not x.requires_grad or x.dim() != weight.dim():
         return False
-    if x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu")):
-        # PyTorch's interpolation adds in half precision there.
+    if _adds_in_half(x):
         return False
     if any(not isinstance(n, int) for n in (*x.shape, *large.shape)) or x.shape[2:].numel() >= large.shape[2:].numel():
         # A question about symbolic sizes would become a guard.
@@ -94,7 +126,10 @@ FUNCTIONS = {stock: _convolve(stock) for stock in (torch.conv1d, torch.conv2d, t
 
 
 def rewrite(module: fx.GraphModule) -> int:
-    """Gives these convolutions in a graph of Dynamo their short backward, and returns how many may take it."""
+    """Gives the interpolations and these convolutions in a graph of Dynamo their short backward.
+
+    Returns the number of convolutions that may take it.
+    """
     count = 0
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr")]
     # Nothing runs between both, which could write over the small tensor.
@@ -103,6 +138,8 @@ def rewrite(module: fx.GraphModule) -> int:
             node.args = ((made.args, made.kwargs), *node.args)
             node.target = FUNCTIONS[node.target]
             count += 1
-    if count:
-        module.recompile()
+    for node in calls:
+        if node.target is F.interpolate:
+            node.target = _interpolate
+    module.recompile()
     return count

@@ -8,7 +8,9 @@ from torch import nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
+from fusedseg import _torch
 from fusedseg.compiler import enlarged
+from fusedseg.compiler.emit import emit
 from tests.compiler.test_passes import names, traced
 
 
@@ -72,6 +74,36 @@ def test_graph_before_and_after():
     assert sizes(before) == [(10, 10), (10, 10)]
     assert sizes(after) == [(5, 5), (5, 5)]
     assert "upsample_bilinear2d_backward" in names(after)
+
+
+@pytest.mark.parametrize(("mode", "dims"), [*MODES, ("trilinear", 3)])
+def test_gradient_of_an_interpolation_is_one_call(mode, dims):
+    """The compiler's own gradient is an ``index_put`` for each corner, which adds value by value."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=2, mode=mode).sin()
+
+    graphs = []
+
+    def seen(module, inputs):
+        graphs.append(module)
+        return emit(module, inputs)
+
+    def backend(module, inputs):
+        assert enlarged.rewrite(module) == 0
+        parts = _torch.compiler_parts()
+        compiler = parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)
+        return compiler(module, inputs)
+
+    net = Net()
+    x = torch.randn(2, 3, *(5,) * dims, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(torch.compile(net, backend=backend)(x).sum(), x)
+    (wanted,) = torch.autograd.grad(net(x).sum(), x)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    called = names(graphs[-1].graph)
+    assert not [name for name in called if "index_put" in name]
+    assert sum("upsample" in name for name in called) == 1
 
 
 @pytest.mark.parametrize("net", [Up(channels=4), Up(kernel=3)], ids=["more channels", "3x3"])
