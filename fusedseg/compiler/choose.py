@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 class Choice(NamedTuple):
-    plan: keep.Plan
+    decision: keep.Decision
     cost: Cost
 
 
@@ -85,27 +85,27 @@ class Choices:
     def nbytes(self, node: fx.Node) -> int:
         return 0 if node in self.joint.returned else nbytes_of(node)
 
-    def first(self) -> keep.Plan:
-        """The plan without a budget."""
-        return keep.plan(self.joint)
+    def first(self) -> keep.Decision:
+        """The decision without a budget."""
+        return keep.decide(self.joint)
 
     def cut(self) -> Cut:
         return Cut(self.joint, self.nbytes, self._price)
 
-    def kept(self, plan: keep.Plan) -> int:
+    def kept(self, decision: keep.Decision) -> int:
         """The bytes that forward keeps, or a few less."""
-        return self.live.kept(plan)
+        return self.live.kept(decision)
 
-    def cost(self, plan: keep.Plan) -> Cost:
-        peak, flops = self.live.peak(plan)
-        return Cost(self.live.kept(plan), flops, peak)
+    def cost(self, decision: keep.Decision) -> Cost:
+        peak, flops = self.live.peak(decision)
+        return Cost(self.live.kept(decision), flops, peak)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
 
-    def flops_of(self, plan: keep.Plan) -> int:
-        """The arithmetic of the products that a plan computes again, once each."""
-        return self._flops_of(set(plan.again))
+    def flops_of(self, decision: keep.Decision) -> int:
+        """The arithmetic of the products that a decision computes again, once each."""
+        return self._flops_of(set(decision.again))
 
     def on_the_way_down(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
@@ -143,7 +143,7 @@ class Choices:
         """Choices that use up the arithmetic: those of ``dear`` without a product, and then with one product more."""
         price = next(iter(dear.values()))
         for more in dear:
-            products = cut.products & {keep.call_node(node) for node in keep.plan_of(self.joint, more).again}
+            products = cut.products & {keep.call_node(node) for node in keep.decision_of(self.joint, more).again}
             for call in sorted(products, key=self.nbytes):
                 fits = self._flops_of(products - {call}) <= way.most_flops
                 verdict = way.walk(cut.with_products(products - {call}, dear[more])) if fits else Verdict.DEAR
@@ -154,7 +154,7 @@ class Choices:
                 if verdict is Verdict.TAKEN:
                     break
         for call in sorted(cut.products, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
-            products = cut.products & {keep.call_node(node) for node in way.best.plan.again}
+            products = cut.products & {keep.call_node(node) for node in way.best.decision.again}
             if call in products or self._flops_of(products | {call}) > way.most_flops:
                 continue
             if way.walk(way.again | cut.with_products(products | {call}, price)) is Verdict.TAKEN:
@@ -190,21 +190,21 @@ class WayDown:
     def walk(self, tried: frozenset[fx.Node]) -> Verdict:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
-        plan = keep.plan_of(of.joint, tried)
+        decision = keep.decision_of(of.joint, tried)
         enough = best.cost.kept - LEAST * of.eager
-        kept, flops = of.kept(plan), of.flops_of(plan)
+        kept, flops = of.kept(decision), of.flops_of(decision)
         if kept > enough or tried in self.refused:
             return Verdict.SMALL
         if flops > self.most_flops:
             return Verdict.DEAR
         # A byte of the peak is worth as much as one that is kept.
-        price = max(flops - of.flops_of(best.plan), 0) / max(of.kept(best.plan) - kept, 1)
-        plan.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
-        cost = of.cost(plan)
-        if cost.kept > enough or cost.peak > plan.goal.peak or cost.flops > self.most_flops:
+        price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
+        decision.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
+        cost = of.cost(decision)
+        if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
             self.refused.add(tried)
             return Verdict.HIGH
-        self.best, self.again = Choice(plan, cost), tried
+        self.best, self.again = Choice(decision, cost), tried
         if self._falling:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
@@ -225,8 +225,8 @@ class RoundedChoices(Choices):
         nbytes, bits = super().nbytes(node), rounded.bits_of(node, self._bits)
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
-    def first(self) -> keep.Plan:
-        return keep.plan(self.joint, repeats=False)
+    def first(self) -> keep.Decision:
+        return keep.decide(self.joint, repeats=False)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:
@@ -234,22 +234,22 @@ class RoundedChoices(Choices):
 
         return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < rounded.SMOOTH_BITS else None)
 
-    def kept(self, plan: keep.Plan) -> int:
-        return sum(map(self.nbytes, plan.kept))
+    def kept(self, decision: keep.Decision) -> int:
+        return sum(map(self.nbytes, decision.kept))
 
-    def cost(self, plan: keep.Plan) -> Cost:
+    def cost(self, decision: keep.Decision) -> Cost:
         graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(self.joint.graph, twins))
-        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in plan.again}
+        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.again}
         outputs = self.joint.outputs
-        of, decided, found = rounded.settled(graph, outputs, self._bits, keep.Plan(again=again))
+        of, decided, found = rounded.settled(graph, outputs, self._bits, keep.Decision(again=again))
         foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
         keep.apply(of, decided, rounded.Storage(graph, found, 0))
         graph.eliminate_dead_code()
         labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
         of = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
-        counted = keep.plan_of(of, {node for node, label in labels.items() if label is keep.AGAIN})
-        counted.goal = plan.goal
+        counted = keep.decision_of(of, {node for node, label in labels.items() if label is keep.AGAIN})
+        counted.goal = decision.goal
         live = Live(of, self.fused)
         peak, flops = live.peak(counted)
         return Cost(live.kept(counted), flops, peak)

@@ -35,9 +35,9 @@ def counted(model: nn.Module, inputs: Sequence[Tensor], settings: Settings = IND
         with parts.config.patch(activation_memory_budget=1.0):
             stock = parts.min_cut(twin_of(joint), joint_inputs, compiler="inductor", **options)
             graph.stock = Bytes(kept_of(stock[0], outputs), peak_of(stock, fused=True))
-            plan = prepare(joint, outputs, settings)
+            decision = prepare(joint, outputs, settings)
             made = parts.min_cut(joint, joint_inputs, compiler="inductor", **options)
-        note_after(plan, made, outputs, fused=True)
+        note_after(decision, made, outputs, fused=True)
         return made
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:

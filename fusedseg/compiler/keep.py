@@ -5,7 +5,7 @@ Results of products and of random ops are kept, but for those products of which 
 a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
 end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
 
-``plan`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
+``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
 does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
 from such a form (``forms.py``).
 """
@@ -34,7 +34,7 @@ AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
 @dataclass
-class Plan:
+class Decision:
     """What backward reads of forward.
 
     Attributes:
@@ -127,11 +127,11 @@ def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx
     return list(found)
 
 
-def plan(joint: Joint, repeats: bool = True) -> Plan:
+def decide(joint: Joint, repeats: bool = True) -> Decision:
     """What backward reads of forward; with ``repeats`` products that are nearly free may run again."""
-    first = _plan(joint, set())
+    first = _by_rules(joint, set())
     twice_run = twice.chosen(first.kept, joint) if repeats else set()
-    found = _plan(joint, twice_run) if twice_run else first
+    found = _by_rules(joint, twice_run) if twice_run else first
     for one in {id(first): first, id(found): found}.values():
         _keep_later(one, joint)
         _take_along(one)
@@ -139,10 +139,10 @@ def plan(joint: Joint, repeats: bool = True) -> Plan:
     return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
 
 
-def plan_of(joint: Joint, again: Collection[fx.Node]) -> Plan:
+def decision_of(joint: Joint, again: Collection[fx.Node]) -> Decision:
     """What backward reads if just these values are computed again."""
     reading = readers_of_forward(joint, again)
-    found = Plan(reading=reading)
+    found = Decision(reading=reading)
     for reader, node in entries(joint, reading):
         found.readers.setdefault(node, set()).add(reader)
         stack = [node]
@@ -159,10 +159,10 @@ def plan_of(joint: Joint, again: Collection[fx.Node]) -> Plan:
     return found
 
 
-def _plan(joint: Joint, products: Collection[fx.Node]) -> Plan:
+def _by_rules(joint: Joint, products: Collection[fx.Node]) -> Decision:
     """What backward reads by the rules if these products run again."""
     reading = readers_of_forward(joint)
-    found = Plan(reading=reading)
+    found = Decision(reading=reading)
     calls: dict[fx.Node, frozenset[str]] = {}
     for reader, node in entries(joint, reading):
         found.readers.setdefault(node, set()).add(reader)
@@ -171,7 +171,7 @@ def _plan(joint: Joint, products: Collection[fx.Node]) -> Plan:
 
 
 def _decide(
-    entry: fx.Node, joint: Joint, found: Plan, calls: dict[fx.Node, frozenset[str]], products: Collection[fx.Node]
+    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], products: Collection[fx.Node]
 ) -> None:
     """Decides about a node, and about those from which it is computed again."""
     stack = [entry]
@@ -215,7 +215,7 @@ def _is_worth_keeping(
     return len(needed) > LONGEST or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
 
 
-def _read(node: fx.Node, found: Plan) -> None:
+def _read(node: fx.Node, found: Decision) -> None:
     """Notes who reads the nodes from which a node is computed again."""
     stack = [node]
     while stack:
@@ -229,7 +229,7 @@ def _read(node: fx.Node, found: Plan) -> None:
                 stack.append(source)
 
 
-def _keep_later(found: Plan, joint: Joint) -> None:
+def _keep_later(found: Decision, joint: Joint) -> None:
     """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
     waiting = [node for node in joint.graph.nodes if node in found.kept and node not in joint.returned]
     while waiting:
@@ -247,13 +247,13 @@ def _keep_later(found: Plan, joint: Joint) -> None:
         leave(reader, sources, found)
 
 
-def _only_reader(node: fx.Node, found: Plan) -> fx.Node | None:
+def _only_reader(node: fx.Node, found: Decision) -> fx.Node | None:
     readers = found.readers.get(node, set())
     reader = next(iter(readers), None)
     return reader if len(readers) == 1 and reader in found.again else None
 
 
-def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
+def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
     """``reader`` reads these sources no longer; what nobody reads is neither kept nor computed again."""
     for source in sources:
         readers = found.readers.get(source)
@@ -267,7 +267,7 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Plan) -> None:
                 leave(source, found.again.pop(source), found)
 
 
-def _take_along(found: Plan) -> None:
+def _take_along(found: Decision) -> None:
     """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
     for node in [node for node in found.kept if node.target is operator.getitem]:
         others = (other for other in call_node(node).users if other in found.again and forms.form_of(other) is None)
@@ -286,7 +286,7 @@ class Unpacking(Protocol):
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node: ...
 
 
-def apply(joint: Joint, decided: Plan, storage: Unpacking | None = None) -> None:
+def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
     """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
     for node in decided.kept:
         if storage is None or node not in storage.packed:
@@ -306,7 +306,7 @@ def apply(joint: Joint, decided: Plan, storage: Unpacking | None = None) -> None
 class _Writer:
     """Gives backward the nodes that it reads."""
 
-    def __init__(self, graph: fx.Graph, decided: Plan, storage: Unpacking | None) -> None:
+    def __init__(self, graph: fx.Graph, decided: Decision, storage: Unpacking | None) -> None:
         self.graph, self.decided, self.storage = graph, decided, storage
         self.made: dict[fx.Node, fx.Node] = {}
 

@@ -1,4 +1,4 @@
-"""The bytes of a step, counted on a joint graph and a plan: what is kept, and the peak.
+"""The bytes of a step, counted on a joint graph and a decision: what is kept, and the peak.
 
 The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
 puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their
@@ -38,17 +38,17 @@ class Virtual:
 
 
 class Planned(order.Backward):
-    """Backward of a plan, before there is a graph of it.
+    """Backward of a decision, before there is a graph of it.
 
     Args:
         joint: the graph.
-        plan: what backward reads.
+        decision: what backward reads.
         nbytes: the bytes of each node.
         fused: whether Inductor generates the code.
     """
 
-    def __init__(self, joint: Joint, plan: keep.Plan, nbytes: dict[fx.Node, int], fused: bool) -> None:
-        self._plan, self._nbytes, self.fused = plan, nbytes, fused
+    def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
+        self._decision, self._nbytes, self.fused = decision, nbytes, fused
         self._made: dict[fx.Node, Virtual] = {}
         self._given: list[Virtual] = []
         calls: list[Virtual] = []
@@ -56,7 +56,7 @@ class Planned(order.Backward):
         for node in joint.graph.nodes:
             if node.op == "placeholder" and node in joint.backward:
                 follows.add(self._argument(node, nbytes[node]))
-        for reader in (*plan.reading, joint.end):
+        for reader in (*decision.reading, joint.end):
             reads = joint.gradients if reader is joint.end else reader.all_input_nodes
             inputs = [self._value(node, calls) for node in reads]
             if reader in self._made:
@@ -100,7 +100,7 @@ class Planned(order.Backward):
         stack = [node]
         while stack:
             one = stack[-1]
-            sources = self._plan.again.get(one, [])
+            sources = self._decision.again.get(one, [])
             waiting = [source for source in sources if source not in self._made]
             if one not in self._made and waiting:
                 stack += waiting
@@ -108,10 +108,10 @@ class Planned(order.Backward):
             stack.pop()
             if one in self._made:
                 continue
-            if one in self._plan.again:
+            if one in self._decision.again:
                 self._made[one] = self._rebuilt(one, [self._made[source] for source in sources], calls)
             else:
-                self._argument(one, self._nbytes[one] if one in self._plan.kept else 0)
+                self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
         return self._made[node]
 
     def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
@@ -141,7 +141,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 class Live:
-    """Counts the bytes of the plans of a joint graph.
+    """Counts the bytes of the decisions about a joint graph.
 
     Args:
         joint: the graph.
@@ -162,23 +162,23 @@ class Live:
         )
         self._forward = self._whole.as_it_stands(node for node in nodes if keep.call_node(node) in joint.forward)
 
-    def kept(self, plan: keep.Plan) -> int:
+    def kept(self, decision: keep.Decision) -> int:
         """The bytes that forward keeps, each memory once."""
-        return sum(self._nbytes[root] for root in self._kept(plan))
+        return sum(self._nbytes[root] for root in self._kept(decision))
 
-    def _kept(self, plan: keep.Plan) -> set[fx.Node]:
-        return {self._roots[node] for node in plan.kept if self._roots[node].op == "call_function"}
+    def _kept(self, decision: keep.Decision) -> set[fx.Node]:
+        return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
 
-    def peak(self, plan: keep.Plan) -> tuple[int, int]:
+    def peak(self, decision: keep.Decision) -> tuple[int, int]:
         """The most bytes beyond the arguments at one moment, and the arithmetic that backward repeats.
 
         The caller holds what forward returns.
         """
-        kept, returned = self._kept(plan), {self._roots[node] for node in self._joint.returned}
+        kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
         end = order.Step(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.alive([*self._forward.values(), end]).peak[0]
-        planned = Planned(self._joint, plan, self._nbytes, self._fused)
-        steps = planned.least_peak(plan.goal)
+        planned = Planned(self._joint, decision, self._nbytes, self._fused)
+        steps = planned.least_peak(decision.goal)
         others = sum(self._nbytes[root] for root in returned - kept if root.op == "call_function")
         return max(forward, planned.alive(steps).peak[0] + others), planned.flops(steps)

@@ -30,7 +30,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        plan = prepare(module, num_fwd_outputs, self.settings)
+        decision = prepare(module, num_fwd_outputs, self.settings)
         # Equal nodes are one already, and the partitioner does not know which must stay apart.
         with (
             _parts.config.patch(activation_memory_budget=1.0, cse=False),
@@ -39,8 +39,8 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
             forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
         forget_outputs(forward, num_fwd_outputs, all_outputs)
         fused_code = self.settings.codegen == "inductor"
-        order.rewrite(backward, plan.goal, fused_code)
-        note_after(plan, (forward, backward), num_fwd_outputs, fused_code)
+        order.rewrite(backward, decision.goal, fused_code)
+        note_after(decision, (forward, backward), num_fwd_outputs, fused_code)
         return forward, backward
 
 
@@ -75,8 +75,8 @@ def forget_outputs(forward: fx.GraphModule, first: int, last: int) -> None:
     forward.recompile()
 
 
-def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Plan:
-    """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the plan says."""
+def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:
+    """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the decision says."""
     module.graph.eliminate_dead_code()
     simplify.forget_labels(module.graph)
     limits, eager = settings.limits, 0
@@ -102,13 +102,13 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.bits is not None:
         decided = None
         if limits is not None:
-            decided = choose.chosen(choose.RoundedChoices(of, eager, fused_code, settings.bits), limits).plan
+            decided = choose.chosen(choose.RoundedChoices(of, eager, fused_code, settings.bits), limits).decision
         of, decided, found = rounded.settled(graph, forward_outputs, settings.bits, decided)
         storage = rounded.Storage(graph, found, settings.seed)
     elif limits is not None:
-        decided = choose.chosen(choose.Choices(of, eager, fused_code), limits).plan
+        decided = choose.chosen(choose.Choices(of, eager, fused_code), limits).decision
     else:
-        decided = keep.plan(of)
+        decided = keep.decide(of)
     keep.apply(of, decided, storage)
     if settings.bits is not None and settings.codegen == "inductor":
         fused.rewrite(module)

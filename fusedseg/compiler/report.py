@@ -250,7 +250,9 @@ def remember(run: Callable[..., object], graph: Graph, captured: Captured) -> No
         _found.append(Row(runs, weakref.ref(target), kind, graph, captured))
 
 
-def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool) -> None:
+def note_after(
+    decision: keep.Decision, parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool
+) -> None:
     """Notes what the partitioned graphs keep."""
     graph = _open.get()
     if graph is None:
@@ -261,7 +263,7 @@ def note_after(plan: keep.Plan, parts: tuple[fx.GraphModule, fx.GraphModule], ou
         return
     graph.ours = Bytes(kept_of(parts[0], outputs), peak_of(parts, fused))
     # A result of several stands for its call; a node that the graph has no longer has None as its argument.
-    calls = dict.fromkeys(keep.call_node(n) for n in plan.again if n.target is not operator.getitem or n.args[0])
+    calls = dict.fromkeys(keep.call_node(n) for n in decision.again if n.target is not operator.getitem or n.args[0])
     graph.again = dict(Counter(_readable(call) for call in calls if not keep.is_view(call)))
     graph.repeated = _repeated(*parts)
     graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())

@@ -23,7 +23,7 @@ from ..ops.observer import SMALL
 from . import forms
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
 from .joint import Joint, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
-from .keep import AGAIN, KEEP, LABEL, Plan, call_node, is_free, is_view, leave, plan, plan_of, sources_of
+from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 
 # They bend at 0, and do not change signs.
 BENDS = tuple(op for op, row in rules.OF_OP.items() if row.keeps_sign)
@@ -87,7 +87,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
 
 
 class _Choice:
-    def __init__(self, joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> None:
+    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> None:
         self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
         self.rounded = Rounded()
         self.questions: dict[object, fx.Node] = {}
@@ -333,7 +333,7 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return x if isinstance(slope, (int, float)) and slope > 0 else node
 
 
-def choose(joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> Rounded:
+def choose(joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> Rounded:
     """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact.
 
     ``stuck`` are ops of backward with branches for which there is no chain.
@@ -344,7 +344,9 @@ def choose(joint: Joint, found: Plan, bits: int, stuck: set[fx.Node]) -> Rounded
     return choice.rounded
 
 
-def settled(graph: fx.Graph, outputs: int, bits: int, chosen: Plan | None = None) -> tuple[Joint, Plan, Rounded]:
+def settled(
+    graph: fx.Graph, outputs: int, bits: int, chosen: Decision | None = None
+) -> tuple[Joint, Decision, Rounded]:
     """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values.
 
     chosen: what backward computes again, where a budget has chosen it.
@@ -354,10 +356,10 @@ def settled(graph: fx.Graph, outputs: int, bits: int, chosen: Plan | None = None
     while True:
         joint = Joint(graph, outputs)
         if chosen is None:
-            decided = plan(joint, repeats=False)
+            decided = decide(joint, repeats=False)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
-            decided = plan_of(joint, chains.union(chosen.again))
+            decided = decision_of(joint, chains.union(chosen.again))
             decided.goal = chosen.goal
         found = choose(joint, decided, bits, stuck)
         if not found.asking:

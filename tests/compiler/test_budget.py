@@ -336,7 +336,7 @@ def test_beside_the_optimum(name, monkeypatch):
     def compared(choices, wanted):
         for choice in choices.on_the_way_down(0.35 * choices.total):
             # Third runs are for the peak.
-            flops = sum(choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.plan.again})
+            flops = sum(choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.again})
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted)
 

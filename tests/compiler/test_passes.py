@@ -189,17 +189,17 @@ def forward_outputs(net, x):
     original = partition.prepare
 
     def noted(module, outputs, rounds):
-        seen["plan"] = original(module, outputs, rounds)
-        return seen["plan"]
+        seen["decision"] = original(module, outputs, rounds)
+        return seen["decision"]
 
     partition.prepare = noted
     try:
         compiled(net)(x)
     finally:
         partition.prepare = original
-    plan = seen["plan"]
-    kept = sorted(name_of(n) or name_of(n.args[0]) for n in plan.kept)
-    return kept, sorted(name_of(n) or name_of(n.args[0]) for n in plan.again)
+    decision = seen["decision"]
+    kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.kept)
+    return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.again)
 
 
 def test_keep_products_and_statistics():
