@@ -261,14 +261,19 @@ _EXACT = (
         _alone(F.max_pool2d, torch.max_pool2d), "max_pool2d",
     ),
     Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d), "max_pool3d"),
-    *_each(EXACT, ("_softmax", "_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
+    *_each(EXACT, ("_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
-    *_each(SMOOTH, ("exp", "expm1", "log1p", "erf", "sin", "cos")),
+    *_each(SMOOTH, ("exp", "expm1", "log1p", "erf", "sin", "cos", "_softmax")),
     *_each(
-        SMOOTH, ("silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"), cheap=False
+        SMOOTH,
+        (
+            "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward",
+            "_softmax_backward_data",
+        ),
+        cheap=False,
     ),
     Row("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     Row("clamp", EXACT, ("clamp",), pieces=_clamp),

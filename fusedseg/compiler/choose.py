@@ -19,7 +19,7 @@ from torch import fx
 
 from .._sizes import text_of
 from ..ops.cheap import size_of
-from . import keep, reinplace, rounded
+from . import keep, reinplace, rounded, twice
 from .budget import Budget
 from .cut import Cut
 from .joint import Goal, Joint, flops_of, nbytes_of
@@ -226,7 +226,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> keep.Decision:
-        return keep.decide(self.joint, repeats=False)
+        return keep.decide(self.joint, twice.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

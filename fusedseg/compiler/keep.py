@@ -12,7 +12,7 @@ from such a form (``forms.py``).
 
 import functools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ LABEL = "recompute"
 # The number of calls in a chain, of which backward runs each once.  The scope ends a chain after 16 calls, because it
 # may run one for each reader.
 LONGEST = 64
+Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
@@ -127,10 +128,10 @@ def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx
     return list(found)
 
 
-def decide(joint: Joint, repeats: bool = True) -> Decision:
-    """What backward reads of forward; with ``repeats`` products that are nearly free may run again."""
+def decide(joint: Joint, repeats: Repeats = twice.chosen) -> Decision:
+    """What backward reads of forward; of the products that it would keep, those that ``repeats`` names run again."""
     first = _by_rules(joint, set())
-    twice_run = twice.chosen(first.kept, joint) if repeats else set()
+    twice_run = repeats(first.kept, joint)
     found = _by_rules(joint, twice_run) if twice_run else first
     for one in {id(first): first, id(found): found}.values():
         _keep_later(one, joint)

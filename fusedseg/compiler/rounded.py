@@ -20,7 +20,7 @@ from ..ops.low_bit import graph as ops
 from ..ops.low_bit.op import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.observer import SMALL
-from . import forms
+from . import forms, twice
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
 from .joint import Joint, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
@@ -356,7 +356,7 @@ def settled(
     while True:
         joint = Joint(graph, outputs)
         if chosen is None:
-            decided = decide(joint, repeats=False)
+            decided = decide(joint, twice.scores)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.again))

@@ -19,11 +19,15 @@ BATCHED = ("bmm", "baddbmm")
 PRODUCTS = ("convolution", "mm", "addmm", *BATCHED)
 
 
+def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """Those of the kept products that are scores of attention."""
+    return {node for node in kept - joint.returned if _is_of_scores(node)}
+
+
 def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """Those of the kept products that run again."""
-    mine = kept - joint.returned
+    mine, found = kept - joint.returned, scores(kept, joint)
     products = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
-    found = {node for node in products if _is_of_scores(node)}
     left = SHARE * sum(map(_flops_of, joint.forward))
     others = [node for node, flops in products.items() if flops and node not in found]
     for node in sorted(others, key=lambda node: products[node] / max(1, nbytes_of(node))):

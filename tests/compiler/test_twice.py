@@ -2,11 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import compiled, kept, results, same
+from tests.compiler.test_bits import error_of
 
 
 class Windows(nn.Module):
@@ -33,6 +36,23 @@ def test_scores_of_attention_are_not_kept():
     assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
     assert kept(twin, twin, [x]) > scores
     assert kept(net, compiled(net), [x]) < scores / 2
+
+
+@pytest.mark.parametrize("factor", [1, 4], ids=["flat", "sharp"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scores_of_attention_are_not_kept_with_bits(bits, factor):
+    """They were exact, because softmax was: a SwinUNETR with 4 bits kept seven times what it keeps without."""
+    torch.manual_seed(0)
+    net, x = Windows(), torch.randn(24, 64, 8)
+    with torch.no_grad():
+        net.qkv.weight.mul_(factor)
+    scores = 24 * 2 * 64 * 64 * 4
+    assert kept(net, compiled(net, bits=bits), [x]) < scores / 8
+    torch._dynamo.reset()
+    found = error_of(net, [x], bits, 64)
+    print(f"{bits} bits, weights × {factor}: error {found.size:.4f}, bias² / error² {found.bias:.4f}")
+    assert 0 < found.size < 0.05
+    assert found.bias < MOST
 
 
 def test_a_fiftieth_of_the_arithmetic_runs_again():
