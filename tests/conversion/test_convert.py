@@ -114,19 +114,13 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
         ({"mode": "fast"}, ValueError, r"fusedseg\.convert: mode must be one of exact, leaky, got 'fast'"),
         ({"mode": "leaky", "slope": 0.0}, ValueError, r"fusedseg\.convert: leaky_relu with slope 0.0 cannot be"),
         ({"example_inputs": "image"}, TypeError, r"fusedseg\.convert: the example must be a tensor, a sequence"),
-        (
-            {"example_inputs": (1, 3, 64, 64)},
-            TypeError,
-            r"fusedseg\.convert: the example must be a tensor, got the numbers \(1, 3, 64, 64\); pass torch\.randn",
-        ),
-        (
-            {"example_inputs": torch.randn(1, 5, 8, 8)},
-            ValueError,
-            r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels",
-        ),
+        ({"example_inputs": (1, 3, 64, 64)}, TypeError,
+         r"fusedseg\.convert: the example must be a tensor, got the numbers \(1, 3, 64, 64\); pass torch\.randn"),
+        ({"example_inputs": torch.randn(1, 5, 8, 8)}, ValueError,
+         r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels"),
     ],
     ids=["mode", "slope", "example", "shape", "example of other channels"],
-)
+)  # fmt: skip
 def test_errors(options, error, message):
     model = networks.UNet()
     before = anatomy(model)

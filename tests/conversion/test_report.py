@@ -245,19 +245,13 @@ def test_command_writes_json(capsys, tmp_path):
         (["no.such:thing", "--input", "1,3"], "cannot import no.such"),
         (["tests.conversion.networks:Nothing", "--input", "1,3"], "has no Nothing"),
         (["tests.conversion.networks:double_conv", "--input", "1,3"], "is called without arguments, and needs some"),
-        (
-            ["tests.conversion.networks:random.Random", "--input", "1,3"],
-            "must be a module or build one",
-        ),
-        (
-            ["tests.conversion.networks:UNet", "--input", "1,x"],
-            "a shape is positive integers joined by commas",
-        ),
+        (["tests.conversion.networks:random.Random", "--input", "1,3"], "must be a module or build one"),
+        (["tests.conversion.networks:UNet", "--input", "1,x"], "a shape is positive integers joined by commas"),
         (["tests.conversion.networks:UNet", "--input", "1,5,32,32"], "the model cannot be called with the example"),
         (["tests.conversion.networks:UNet"], "--input"),
     ],
     ids=["no name", "no module", "no such name", "arguments", "no model", "no shape", "other channels", "no input"],
-)
+)  # fmt: skip
 def test_command_says_what_is_wrong(capsys, arguments, message):
     # argparse raises SystemExit if it refuses an argument.
     try:

@@ -18,3 +18,8 @@ def twin(monkeypatch):
 
     monkeypatch.setattr(sync, "gather", gather)
     return calls
+
+
+@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def memory_format(request):
+    return request.param

@@ -44,62 +44,35 @@ REFUSED = {
         ValueError,
         r"fusedseg.inplace_abn: running_mean and running_var are needed when training is False, got None",
     ),
-    "one value per channel": (
-        lambda: call(torch.randn(1, 64, 1, 1)),
-        ValueError,
-        r"expected more than 1 value per channel when training, got input size \(1, 64, 1, 1\)",
-    ),
-    "leaf that requires grad": (
-        lambda: call(torch.randn(2, 64, requires_grad=True)),
-        ValueError,
-        r"fusedseg.inplace_abn: x is a leaf that requires grad and would be overwritten",
-    ),
+    "one value per channel": (lambda: call(torch.randn(1, 64, 1, 1)), ValueError,
+                              r"expected more than 1 value per channel when training, got input size \(1, 64, 1, 1\)"),
+    "leaf that requires grad": (lambda: call(torch.randn(2, 64, requires_grad=True)), ValueError,
+                                r"fusedseg.inplace_abn: x is a leaf that requires grad and would be overwritten"),
     "overlapping view": (
         lambda: call(torch.randn(2, 64, 1).expand(2, 64, 3)),
         ValueError,
         r"fusedseg.inplace_abn: x must not overlap itself, since it is overwritten, got shape \(2, 64, 3\)",
     ),
-    "multi-output view": (
-        lambda: call((torch.randn(4, 64, requires_grad=True) * 1).chunk(2)[0]),
-        ValueError,
-        r"fusedseg.inplace_abn: x is one of several views made by one call",
-    ),
-    "integer input": (
-        lambda: call(torch.ones(2, 64, dtype=torch.int64)),
-        TypeError,
-        r"fusedseg.inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.int64",
-    ),
-    "complex input": (
-        lambda: call(torch.ones(2, 64, dtype=torch.complex64)),
-        TypeError,
-        r"fusedseg.inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.complex64",
-    ),
-    "a vector": (
-        lambda: call(torch.ones(64)),
-        ValueError,
-        r"fusedseg.inplace_abn: x must have shape \(N, C\) or \(N, C, \*spatial\), got \(64,\)",
-    ),
+    "multi-output view": (lambda: call((torch.randn(4, 64, requires_grad=True) * 1).chunk(2)[0]), ValueError,
+                          r"fusedseg.inplace_abn: x is one of several views made by one call"),
+    "integer input": (lambda: call(torch.ones(2, 64, dtype=torch.int64)), TypeError,
+                      r"fusedseg.inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.int64"),
+    "complex input": (lambda: call(torch.ones(2, 64, dtype=torch.complex64)), TypeError,
+                      r"fusedseg.inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.complex64"),
+    "a vector": (lambda: call(torch.ones(64)), ValueError,
+                 r"fusedseg.inplace_abn: x must have shape \(N, C\) or \(N, C, \*spatial\), got \(64,\)"),
     "relu": (
         lambda: call(activation="relu"),
         ValueError,
         r"fusedseg.inplace_abn: activation 'relu' cannot be inverted; use fusedseg.BatchNormAct, which is exact for it",
     ),
-    "slope 0": (
-        lambda: call(activation_param=0.0),
-        ValueError,
-        r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.BatchNormAct",
-    ),
-    "unknown activation": (
-        lambda: call(activation="leaky_relu_0.01"),
-        ValueError,
-        f"activation must be one of {', '.join(INVERTIBLE)}, got 'leaky_relu_0.01'",
-    ),
-    "slope True": (
-        lambda: call(activation_param=True),
-        TypeError,
-        r"activation_param must be a finite number, the slope of leaky_relu, got True",
-    ),
-}
+    "slope 0": (lambda: call(activation_param=0.0), ValueError,
+                r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.BatchNormAct"),
+    "unknown activation": (lambda: call(activation="leaky_relu_0.01"), ValueError,
+                           f"activation must be one of {', '.join(INVERTIBLE)}, got 'leaky_relu_0.01'"),
+    "slope True": (lambda: call(activation_param=True), TypeError,
+                   r"activation_param must be a finite number, the slope of leaky_relu, got True"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("attempt", "error", "text"), REFUSED.values(), ids=REFUSED)

@@ -262,16 +262,10 @@ def tensor(*shape, **options):
 
 
 REFUSED = {
-    "relu": (
-        lambda: inplace_instance_norm_act(tensor(2, 4, 3, 3), activation="relu"),
-        ValueError,
-        r"fusedseg.inplace_instance_norm_act: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct",
-    ),
-    "slope 0": (
-        lambda: inplace_group_norm_act(tensor(2, 4, 3, 3), 2, activation_param=0.0),
-        ValueError,
-        r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.GroupNormAct",
-    ),
+    "relu": (lambda: inplace_instance_norm_act(tensor(2, 4, 3, 3), activation="relu"), ValueError,
+             r"fusedseg.inplace_instance_norm_act: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct"),
+    "slope 0": (lambda: inplace_group_norm_act(tensor(2, 4, 3, 3), 2, activation_param=0.0), ValueError,
+                r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.GroupNormAct"),
     "groups that do not divide": (
         lambda: inplace_group_norm_act(tensor(2, 4, 3, 3), 3),
         ValueError,
@@ -283,11 +277,8 @@ REFUSED = {
         ValueError,
         r"inplace_instance_norm_act: expected more than 1 spatial element when training, got input size \(2, 4, 1, 1\)",
     ),
-    "one value in a group": (
-        lambda: inplace_group_norm_act(tensor(1, 4), 4),
-        ValueError,
-        r"expected more than 1 value per group when training, got input size \(1, 4\)",
-    ),
+    "one value in a group": (lambda: inplace_group_norm_act(tensor(1, 4), 4), ValueError,
+                             r"expected more than 1 value per group when training, got input size \(1, 4\)"),
     "residual of another shape": (
         lambda: inplace_abn(tensor(2, 4, 3), None, None, training=True, residual=tensor(2, 4, 1)),
         ValueError,
@@ -303,32 +294,22 @@ REFUSED = {
         ValueError,
         r"residual must be on cpu, the device of x, got meta",
     ),
-    "no tensor": (
-        lambda: inplace_instance_norm_act(tensor(2, 4, 3), residual=1.0),
-        TypeError,
-        r"residual must be a tensor or None, got float",
-    ),
-    "its own residual": (
-        lambda: (lambda x: inplace_group_norm_act(x, 2, residual=x.view(2, 4, 3)))(tensor(2, 4, 3)),
-        ValueError,
-        r"fusedseg.inplace_group_norm_act: residual shares memory with x, which is overwritten",
-    ),
-    "a leaf": (
-        lambda: inplace_group_norm_act(tensor(2, 4, 3, requires_grad=True), 2),
-        ValueError,
-        r"fusedseg.inplace_group_norm_act: x is a leaf that requires grad and would be overwritten",
-    ),
+    "no tensor": (lambda: inplace_instance_norm_act(tensor(2, 4, 3), residual=1.0), TypeError,
+                  r"residual must be a tensor or None, got float"),
+    "its own residual": (lambda: (lambda x: inplace_group_norm_act(x, 2, residual=x.view(2, 4, 3)))(tensor(2, 4, 3)),
+                         ValueError,
+                         r"fusedseg.inplace_group_norm_act: residual shares memory with x, which is overwritten"),
+    "a leaf": (lambda: inplace_group_norm_act(tensor(2, 4, 3, requires_grad=True), 2), ValueError,
+               r"fusedseg.inplace_group_norm_act: x is a leaf that requires grad and would be overwritten"),
     "wrong channel count": (
         lambda: inplace_group_norm_act(tensor(2, 4, 3), 2, torch.ones(3)),
         ValueError,
         r"fusedseg.inplace_group_norm_act: weight must have shape \(4,\), one value per channel of x, got \(3,\)",
     ),
-    "running statistics without use": (
-        lambda: inplace_instance_norm_act(tensor(2, 4, 3), use_input_stats=False),
-        ValueError,
-        r"running_mean and running_var are needed when training is False, got None",
-    ),
-}
+    "running statistics without use": (lambda: inplace_instance_norm_act(tensor(2, 4, 3), use_input_stats=False),
+                                       ValueError,
+                                       r"running_mean and running_var are needed when training is False, got None"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("attempt", "error", "text"), REFUSED.values(), ids=REFUSED)

@@ -17,11 +17,6 @@ def reuse(monkeypatch):
     monkeypatch.setattr(aten_chunks, "WHOLE", 0)
 
 
-@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
-def memory_format(request):
-    return request.param
-
-
 def block():
     conv = nn.Conv2d(3, 8, 3, padding=1)
     return nn.Sequential(conv, fusedseg.InPlaceABN(8), nn.Conv2d(8, 4, 3, padding=1), fusedseg.InPlaceABN(4))
