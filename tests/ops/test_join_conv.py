@@ -8,7 +8,6 @@ from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import slabs
 from fusedseg.ops.conv import sources as module
-from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 
 CONV = {2: F.conv2d, 3: F.conv3d}
@@ -246,15 +245,3 @@ X, W = torch.randn(2, 3, 8, 8), torch.randn(4, 5, 3, 3)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
-def test_one_small_volume_is_convolved_as_stock(rows):
-    """``convolve`` takes another implementation than torch here, which must give the stock values."""
-    x, w, bias = torch.randn(1, 4, 5, 6, 7), torch.randn(6, 2, 3, 3, 3), torch.randn(6)
-    x = x.contiguous(memory_format=torch.channels_last_3d) if rows else x
-    geometry = Geometry((1, 2, 1), (1, 0, 2), (1, 1, 2), 2)
-    found = convolve(x, w, bias, geometry)
-    # The results are fp32 sums of 54 products.
-    torch.testing.assert_close(found, torch.conv3d(x, w, bias, *geometry), rtol=1e-5, atol=1e-4)
-    assert found.is_contiguous(memory_format=output_format(x, w))

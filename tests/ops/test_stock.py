@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from tests.ops.scope_cases import assert_equal, assert_same_gradients, same_in_the_scope
+from tests.tools.called import Called
 from tests.tools.tensors import channels_last
 
 SHAPE = (2, 8, 16, 16)
@@ -238,18 +238,6 @@ def test_half_precision_under_autocast(x):
         with torch.autocast("cpu", torch.float16, enabled=inside):
             got = torch.autograd.grad(out.square().mean(), [*first.parameters(), *last.parameters()])
         assert_equal(got, expected[1:])
-
-
-class Called(TorchDispatchMode):
-    """Notes the ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("function", "op"), [(torch.relu, "relu_"), (lambda t: torch.roll(t, 1, 2), "roll")])

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
@@ -14,6 +13,7 @@ from fusedseg.ops import reuse
 from fusedseg.ops.conv import slabs
 from fusedseg.scope import saved
 from fusedseg.unet import UNet
+from tests.compiler.networks import relu
 from tests.ops.scope_cases import assert_same_gradients, both
 from tests.ops.test_recompute_networks import CASES, test_gradients
 from tests.tools.tensors import channels_last
@@ -118,14 +118,10 @@ def peak_of(least, monkeypatch):
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
     monkeypatch.setattr(saved, "LEAST_BYTES", least)
     with fake_mode():
-        net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=norm_and_relu)
+        net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=relu)
         x = torch.empty(2, 1, 256, 256)
         found = measure(recompute()(net), x, owned=[*net.parameters(), *net.buffers()])
     return found.peak / (2 * 32 * 256 * 256 * 4)
-
-
-def norm_and_relu(channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
 
 
 def test_the_peak_of_an_unchanged_network(monkeypatch):
