@@ -14,7 +14,7 @@ import fusedseg
 from fusedseg.conversion import scope, twins
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, reasons, replaced, results
+from tests.conversion.compare import assert_same, converted, pair, reasons, replaced, results
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -205,9 +205,7 @@ def test_frozen_norms(image):
             parameter.requires_grad_(False)
         return model
 
-    stock = make().double()
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=image)
+    ours, stock = pair(make(), image)
     for net in (ours, stock):
         net.train()
         net.inc.eval()
@@ -344,9 +342,7 @@ def test_compiled(mode):
 
 def test_autocast(image):
     x = image.float()
-    stock = networks.UNet(nn.LeakyReLU)
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=x)
+    ours, stock = pair(networks.UNet(nn.LeakyReLU), x)
     with torch.autocast("cpu", torch.bfloat16):
         outs = [net(x).float() for net in (ours, stock)]
     assert outs[0].dtype == torch.float32

@@ -1,6 +1,7 @@
 """``ConversionReport``, ``verify`` and ``python -m fusedseg convert``."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -39,18 +40,11 @@ def test_the_peak_counts_what_a_large_norm_in_place_needs(norm, shape):
 
 def test_the_table_tells_everything(image):
     text = str(fusedseg.convert(networks.ResNet(), example_inputs=image))
-    assert text.startswith("ResNet, mode 'exact': observed in training and eval mode\n")
-    assert "\nReplaced by fused modules (6), with the bytes that are kept no longer\n" in text
-    assert "  bn1, relu " in text
-    assert "BatchNorm2d + ReLU" in text
-    assert "BatchNormAct(relu)" in text
-    assert "\nUnchanged, but their outputs are rebuilt in backward instead of kept (9)\n" in text
-    assert "  layers.0.bn2 " in text
-    assert "followed by add_()" in text
-    assert "after add_()" in text
-    assert "kept as before" not in text
-    assert "\nA training step on the example\n  kept for backward " in text
-    assert "\n  at the peak " in text
+    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert [re.search(r"\(\d+\)|$", title)[0] for title in titles] == ["", "(6)", "(9)", ""]
+    for words in ("  bn1, relu ", "BatchNorm2d + ReLU", "BatchNormAct(relu)", "  layers.0.bn2 ", "followed by add_()",
+                  "after add_()", "\n  kept for backward ", "\n  at the peak "):  # fmt: skip
+        assert words in text
 
 
 def test_bytes_are_those_of_a_real_step(image):
