@@ -65,7 +65,7 @@ def test_left_out_of_weight_decay(models):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["eval mode", "frozen"])
 def test_norms_that_a_program_finds_by_their_class(models, frozen):
-    """The ``train`` of mmseg's backbones: norms stay in eval mode while the rest trains.  Others freeze them as well."""
+    """The ``train`` of mmseg's backbones: norms stay in eval mode while the rest trains; others freeze them."""
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     update_bn([3 + x], models[0])
     models[1].load_state_dict(models[0].state_dict())

@@ -165,8 +165,8 @@ def test_norm_and_activation_in_one_module(image, how):
 
 def test_shared_norm_with_one_activation_is_replaced_once(image):
     norm = nn.BatchNorm2d(8)
-    block = norm, nn.LeakyReLU()
-    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), *block, nn.Conv2d(8, 8, 3), *block)  # noqa: E731
+    leaky = nn.LeakyReLU
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), norm, leaky(), nn.Conv2d(8, 8, 3), norm, leaky())  # noqa: E731
     _, report = converted(make, image)
     assert [(row.paths, row.to) for row in report.replaced] == [(("1", "4", "2", "5"), "InPlaceABN(leaky_relu(0.01))")]
 
@@ -180,9 +180,8 @@ def test_shared_norm_with_two_activations_is_left(image):
 
 def test_tied_convolutions(image):
     def make():
-        model = nn.Sequential(
-            *(module for _ in range(2) for module in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU()))
-        )
+        block = lambda: (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU())  # noqa: E731
+        model = nn.Sequential(*block(), *block())
         model[3].weight = model[0].weight
         return model
 

@@ -1,7 +1,5 @@
 """The kernels with statistics of samples (InstanceNorm, GroupNorm), with residuals, and with the input kept."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,8 +8,9 @@ pytest.importorskip("triton")
 from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.interpreter import backwards
+from tests.tools.interpreter import reordered
 from tests.tools.tensors import channels_last, placed, slots_of
+from tests.tools.traffic import checked
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -104,11 +103,6 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
     from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
-    checked = contextlib.nullcontext()
-    if x.device.type == "cpu":
-        from tests.tools.traffic import traffic
-
-        checked = traffic()
     layout = layout_of(x).by_sample(x.shape[0], groups)
     z = placed(x)
     if keep == "input":
@@ -116,7 +110,7 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
     source = z if keep == "output" else x
     dresidual = None if residual is None else placed(residual)
     parameters = None if weight is None else weight.dtype
-    with checked:
+    with checked(x.device):
         mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,
                                         residual=residual)  # fmt: skip
         options = {"residual": residual, "dresidual": dresidual, "mean": mean if keep == "input" else None}
@@ -191,7 +185,7 @@ def test_the_order_of_programs_does_not_matter(path, device):
     shape, groups, rows = path
     arguments = inputs(shape, rows, torch.float32, device)
     forward = launch(*arguments, groups)
-    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+    with reordered(device):
         again = launch(*arguments, groups)
     assert all(torch.equal(again[name], value) for name, value in forward.items())
 
