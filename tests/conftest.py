@@ -188,6 +188,22 @@ def needs_interpreter() -> None:
         pytest.skip("there is no Triton 3.6 or later")
 
 
+@pytest.fixture
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("counts, or runs chosen programs, in the interpreter")
+
+
+@pytest.fixture
+def compiled_afresh():
+    """For a test that compiles: no graph of an earlier test serves it, and none of it serves a later test."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def seed(request):
     import torch

@@ -5,12 +5,6 @@ import pytest
 
 
 @pytest.fixture
-def only_in_the_interpreter(device):
-    if device.type != "cpu":
-        pytest.skip("counts, or runs chosen programs, in the interpreter")
-
-
-@pytest.fixture
 def replanned(monkeypatch):
     """Forgets all planned launches before and after a test that changes constants of launches."""
     from fusedseg.kernels.launcher import forget_plans

@@ -17,6 +17,7 @@ from fusedseg.unet import UNet
 from tests.compiler.networks import instance, relu
 from tests.resnet import ResNet18
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
@@ -100,14 +101,6 @@ def step(net, run, x, steps=2):
 
 def same(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
-
-
-@pytest.fixture(autouse=True)
-def afresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
