@@ -146,4 +146,4 @@ def test_one_thread_replaces_a_running_statistic(path, rows, device, orders, req
         request.getfixturevalue("small_tiles")
     given = batches.inputs((4, 6, 21, 23), rows, torch.float32, device)
     for _ in orders():
-        batches.check(*given, running=(torch.zeros(6, device=device), torch.ones(6, device=device)))
+        batches.check(*given, running=batches.start((4, 6), device))
