@@ -48,23 +48,20 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("attempt", "text"), REFUSED.values(), ids=REFUSED)
-def test_refused(attempt, text):
-    with pytest.raises(ValueError, match=f"fusedseg.norm_act: .*{text}"):
-        attempt()
+TYPES = {
+    "integers": (lambda: call(torch.ones(2, 3, dtype=torch.int64)), "x must be float16, bfloat16, float32 or float64"),
+    "no tensor": (lambda: call(residual="x"), "residual must be a tensor or None, got str"),
+    "a function": (lambda: call(activation=F.relu), "activation must be a string"),
+    "alpha True": (lambda: call(activation="elu", activation_param=True),
+                   "must be a finite number, the alpha of elu, got True"),
+    "alpha NaN": (lambda: call(activation="elu", activation_param=float("nan")), "must be a finite number"),
+    "half weight": (lambda: call(weight=torch.ones(64).half()), "weight must be torch.float32 for x of torch.float32"),
+}  # fmt: skip
+CASES = {name: (ValueError, *row) for name, row in REFUSED.items()}
+CASES |= {name: (TypeError, *row) for name, row in TYPES.items()}
 
 
-@pytest.mark.parametrize(
-    ("attempt", "text"),
-    [
-        (lambda: call(torch.ones(2, 3, dtype=torch.int64)), "x must be float16, bfloat16, float32 or float64"),
-        (lambda: call(residual="x"), "residual must be a tensor or None, got str"),
-        (lambda: call(activation=F.relu), "activation must be a string"),
-        (lambda: call(activation="elu", activation_param=True), "must be a finite number, the alpha of elu, got True"),
-        (lambda: call(activation="elu", activation_param=float("nan")), "must be a finite number"),
-        (lambda: call(weight=torch.ones(64).half()), "weight must be torch.float32 for x of torch.float32"),
-    ],
-)
-def test_refused_types(attempt, text):
-    with pytest.raises(TypeError, match=f"fusedseg.norm_act: .*{text}"):
+@pytest.mark.parametrize(("error", "attempt", "text"), CASES.values(), ids=CASES)
+def test_refused(error, attempt, text):
+    with pytest.raises(error, match=f"fusedseg.norm_act: .*{text}"):
         attempt()

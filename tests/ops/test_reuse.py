@@ -66,7 +66,7 @@ def test_what_is_held_is_left_alone(hold):
     assert torch.equal(torch.as_tensor(held).detach(), before)
 
 
-def test_a_second_backward_is_right_or_raises():
+def test_a_second_backward_is_right_or_raises(backend):
     norm = fusedseg.InPlaceABN(3)
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     # sum keeps nothing: the output is overwritten, and the second backward raises an error.
