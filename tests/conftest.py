@@ -262,15 +262,6 @@ def unmeasured_guards():
             module.profile_guard_manager = lambda *args: 0.0
 
 
-@pytest.fixture(autouse=True, scope="session")
-def fake_tensors():
-    """Fake tensors find what their ops return in less time."""
-    from tests.tools.fake_speed import fast_keys
-
-    with fast_keys():
-        yield
-
-
 @pytest.fixture
 def poison():
     """Fills new memory with NaN, so that an element that is never written is found."""
