@@ -69,6 +69,14 @@ PATHS = {name: (*PLANES[name], False) for name in ON_CHIP} | {
 }
 PATHS |= {name: ((2, 6, 11, 13), groups, False) for name, groups in SPLIT.items()}
 PATHS |= {f"rows-{name}": ((2, 6, 5, 7), groups, True) for name, groups in SPLIT.items()}
+PATHS |= {
+    "batch": (*PLANES["batch"], False),
+    "batch-split": ((3, 6, 9, 11), None, False),
+    # Planes begin anywhere, and the vectors at their ends hold elements of other planes.
+    "batch-peeled-split": ((2, 4, 17, 19), None, False),
+    "rows-batch": (*ROWS["rows-batch"], True),
+    "rows-batch-split": ((2, 20, 3, 5), None, True),
+}
 
 
 @pytest.fixture(params=PATHS)
@@ -176,9 +184,11 @@ def test_kept_channels(path, device):
     All other channels rebuild xhat from the output.
     """
     shape, groups, rows = path
-    x, dz, residual, weight, bias = inputs(shape, rows, torch.float32, device)
-    weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
-    check(x, dz, residual, weight, bias, groups, kept=slots_of([0, 2], shape[1], device))
+    for dtype in (torch.float32, torch.bfloat16):
+        given = inputs(shape, rows, dtype, device)
+        weight, bias = given[3:]
+        weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
+        check(*given, groups, kept=slots_of([0, 2], shape[1], device))
 
 
 def test_the_order_of_programs_does_not_matter(path, device):
