@@ -188,6 +188,22 @@ def needs_interpreter() -> None:
         pytest.skip("there is no Triton 3.6 or later")
 
 
+@pytest.fixture
+def only_in_the_interpreter(device):
+    if device.type != "cpu":
+        pytest.skip("counts, or runs chosen programs, in the interpreter")
+
+
+@pytest.fixture
+def compiled_afresh():
+    """For a test that compiles: no graph of an earlier test serves it, and none of it serves a later test."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def seed(request):
     import torch
@@ -244,15 +260,6 @@ def unmeasured_guards():
     for module in (torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")):
         if hasattr(module, "profile_guard_manager"):
             module.profile_guard_manager = lambda *args: 0.0
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fake_tensors():
-    """Fake tensors find what their ops return in less time."""
-    from tests.tools.fake_speed import fast_keys
-
-    with fast_keys():
-        yield
 
 
 @pytest.fixture

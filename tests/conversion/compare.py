@@ -72,6 +72,14 @@ def converted(
     return ours, report
 
 
+def pair(stock: nn.Module, x: Tensor, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A converted copy of the model, and the model itself, in the dtype of ``x``."""
+    stock = stock.to(x.dtype)
+    ours = copy.deepcopy(stock)
+    fusedseg.convert(ours, example_inputs=x, **options)
+    return ours, stock
+
+
 def replaced(report: ConversionReport) -> dict[str, str]:
     """The first path of each replaced module -> the class that it became."""
     return {row.paths[0]: row.to for row in report.replaced}

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fusedseg
 from tests.conversion import networks
-from tests.conversion.compare import assert_same
+from tests.conversion.compare import assert_same, pair
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -43,9 +43,7 @@ AGAIN = r"call fusedseg\.convert on the model again, or fusedseg\.revert before"
     ids=["leaky_relu", "leaky_relu that is relu", "elu", "gelu"],
 )
 def test_the_parameter_of_an_activation_is_set(image, act, name, value):
-    model = sequential(copy.deepcopy(act))
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(sequential(copy.deepcopy(act)), image)
     model(image)
     setattr(model.body[2], name, getattr(act, name))
     model(image)
@@ -151,9 +149,7 @@ HARMLESS = {
 @pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised")
 def test_what_changes_no_activation_is_right(image, change):
     torch.manual_seed(0)
-    model = sequential(nn.LeakyReLU(0.1))
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(sequential(nn.LeakyReLU(0.1)), image)
     for net in (model, stock):
         torch.manual_seed(1)
         change(net)
@@ -182,9 +178,7 @@ def test_what_was_taken_out_is_not_kept_alive(image):
 
 
 def test_part_of_a_model_is_reverted(image):
-    model = networks.UNet().double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(networks.UNet(), image)
     fusedseg.revert(model.dec)
     for net in (model, stock):
         net.dec[0][2] = nn.SiLU()
@@ -193,9 +187,7 @@ def test_part_of_a_model_is_reverted(image):
 
 def test_an_activation_module_of_many_calls_is_replaced(image):
     """Some calls of the activation follow a norm that does its work, others follow a sum."""
-    model = networks.ResNet().double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(networks.ResNet(), image)
     model.layers[0].relu = nn.SiLU()
     with pytest.raises(RuntimeError, match=r"layers\.0\.relu was .* but layers\.0\.bn1 still does its work"):
         model(image)

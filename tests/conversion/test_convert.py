@@ -14,7 +14,7 @@ import fusedseg
 from fusedseg.conversion import scope, twins
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, reasons, replaced, results
+from tests.conversion.compare import assert_same, converted, pair, reasons, replaced, results
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -114,19 +114,13 @@ def test_an_exception_leaves_the_model_as_it_was(image, monkeypatch, after, was_
         ({"mode": "fast"}, ValueError, r"fusedseg\.convert: mode must be one of exact, leaky, got 'fast'"),
         ({"mode": "leaky", "slope": 0.0}, ValueError, r"fusedseg\.convert: leaky_relu with slope 0.0 cannot be"),
         ({"example_inputs": "image"}, TypeError, r"fusedseg\.convert: the example must be a tensor, a sequence"),
-        (
-            {"example_inputs": (1, 3, 64, 64)},
-            TypeError,
-            r"fusedseg\.convert: the example must be a tensor, got the numbers \(1, 3, 64, 64\); pass torch\.randn",
-        ),
-        (
-            {"example_inputs": torch.randn(1, 5, 8, 8)},
-            ValueError,
-            r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels",
-        ),
+        ({"example_inputs": (1, 3, 64, 64)}, TypeError,
+         r"fusedseg\.convert: the example must be a tensor, got the numbers \(1, 3, 64, 64\); pass torch\.randn"),
+        ({"example_inputs": torch.randn(1, 5, 8, 8)}, ValueError,
+         r"fusedseg\.convert: the model cannot be called with the example: RuntimeError: .*5 channels"),
     ],
     ids=["mode", "slope", "example", "shape", "example of other channels"],
-)
+)  # fmt: skip
 def test_errors(options, error, message):
     model = networks.UNet()
     before = anatomy(model)
@@ -211,9 +205,7 @@ def test_frozen_norms(image):
             parameter.requires_grad_(False)
         return model
 
-    stock = make().double()
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=image)
+    ours, stock = pair(make(), image)
     for net in (ours, stock):
         net.train()
         net.inc.eval()
@@ -350,9 +342,7 @@ def test_compiled(mode):
 
 def test_autocast(image):
     x = image.float()
-    stock = networks.UNet(nn.LeakyReLU)
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=x)
+    ours, stock = pair(networks.UNet(nn.LeakyReLU), x)
     with torch.autocast("cpu", torch.bfloat16):
         outs = [net(x).float() for net in (ours, stock)]
     assert outs[0].dtype == torch.float32

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from fusedseg.memory.meter import measure
 from fusedseg.ops.conv import sources
 from fusedseg.scope import joins
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, replaced
+from tests.conversion.compare import assert_same, converted, pair, replaced
 
 
 @pytest.fixture
@@ -141,16 +140,9 @@ def test_what_was_changed_is_not_taken_for_what_it_was(image, apart, seen, cls):
     assert not seen
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (lambda: Joins(ENLARGE["bilinear"], groups=2), {}),
-        (lambda: Joins(ENLARGE["bilinear"], padding_mode="reflect"), {}),
-    ],
-    ids=["groups", "padding mode"],
-)
-def test_convolutions_whose_sources_cannot_be_told_apart(image, make, options):
-    _, report = converted(make, image, example_inputs=image)
+@pytest.mark.parametrize("options", [{"groups": 2}, {"padding_mode": "reflect"}], ids=str)
+def test_convolutions_whose_sources_cannot_be_told_apart(image, options):
+    _, report = converted(lambda: Joins(ENLARGE["bilinear"], **options), image, example_inputs=image)
     assert "conv" not in replaced(report)
 
 
@@ -178,10 +170,8 @@ def test_the_peak_goes_down():
 
 
 def test_a_join_under_autocast(image, apart, seen):
-    stock = Joins(ENLARGE["bilinear"])
-    ours, x = copy.deepcopy(stock), image.float()
-    fusedseg.convert(ours, example_inputs=x)
-    outs = []
+    x, outs = image.float(), []
+    ours, stock = pair(Joins(ENLARGE["bilinear"]), x)
     for net in (ours, stock):
         with torch.autocast("cpu", torch.bfloat16):
             out = net(x)
@@ -290,6 +280,8 @@ def test_norms_that_other_convolutions_feed_too_stay_on_their_own(image, one_op)
     assert not one_op
 
 
+# PyTorch warns that there is only one process.
+@pytest.mark.filterwarnings("ignore")
 def test_synchronised_norms_do_their_own_work(image, one_op):
     model = networks.double_conv(3, 8, nn.LeakyReLU()).double()
     fusedseg.convert(model, example_inputs=image)
@@ -297,10 +289,7 @@ def test_synchronised_norms_do_their_own_work(image, one_op):
     assert type(model[1]) is fusedseg.InPlaceABNSync
     stock = fusedseg.revert(copy.deepcopy(model))
     assert type(stock[1]) is nn.BatchNorm2d
-    with warnings.catch_warnings():
-        # PyTorch warns that there is only one process.
-        warnings.simplefilter("ignore")
-        assert_same(model, stock, image)
+    assert_same(model, stock, image)
     assert not one_op
 
 
@@ -347,8 +336,6 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("options", [{"groups": 8}, {"padding_mode": "circular"}])
 def test_a_convolution_before_a_norm_that_cannot_be_joined(options, image):
     """A grouped convolution once raised an error, because another convolution joins the same concatenation."""
-    stock = Grouped(**options).double()
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=image)
+    ours, stock = pair(Grouped(**options), image)
     expected, got = (torch.autograd.grad(net(image).square().mean(), [*net.parameters()]) for net in (stock, ours))
     torch.testing.assert_close(got, expected)

@@ -13,7 +13,7 @@ import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.conversion.verify import verify
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, converted, replaced, saved
+from tests.conversion.compare import assert_same, converted, pair, replaced, saved
 from tests.conversion.networks import LEAKY, Flagged
 
 pytestmark = pytest.mark.usefixtures("uncounted")
@@ -147,9 +147,7 @@ def test_the_last_conversion_counts(image):
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved], ids=["copy", "pickle", "save"]
 )
 def test_copies_stay_exact(image, copied):
-    model = Flagged().double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image, inplace=False)
+    model, stock = pair(Flagged(), image, inplace=False)
     other = copied(model)
     other.flag = stock.flag = True
     assert_same(other, stock, image)

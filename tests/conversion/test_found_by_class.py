@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -40,23 +39,6 @@ def test_update_bn(models):
     assert models[1].inc[0][1].momentum == 0.1
 
 
-def test_frozen_by_class(models):
-    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    for model in models:
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
-                module.requires_grad_(False)
-    assert not any(p.requires_grad for name, p in models[1].named_parameters() if name.endswith("0.1.weight"))
-    for model in models:
-        model(x).square().sum().backward()
-    for (name, p), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert (p.grad is None) == (expected.grad is None), name
-        assert p.grad is None or torch.allclose(p.grad, expected.grad, rtol=1e-9), name
-    assert models[1].inc[0][1].running_mean.abs().max() == 0
-
-
 def test_found_where_stock_norms_are(models):
     for cls in (nn.BatchNorm2d, _BatchNorm):
         assert norms_of(models[1], cls) == norms_of(models[0], cls) != []
@@ -72,52 +54,45 @@ def test_found_where_stock_norms_are(models):
 def test_left_out_of_weight_decay(models):
     """The loop of torchvision's ``set_weight_decay``, over the parameters that each module holds itself."""
     classes = nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm
-    groups = []
-    for model in models:
-        of_norms = [
-            f"{at}.{name}"
-            for at, module in model.named_modules()
-            if isinstance(module, classes)
-            for name, _ in module.named_parameters(recurse=False)
-        ]
-        groups.append(of_norms)
-    assert groups[0] == groups[1]
-    assert len(groups[0]) == 12
+
+    def found(model):
+        norms = [(at, module) for at, module in model.named_modules() if isinstance(module, classes)]
+        return [f"{at}.{name}" for at, module in norms for name, _ in module.named_parameters(recurse=False)]
+
+    assert found(models[0]) == found(models[1])
+    assert len(found(models[0])) == 12
 
 
-def test_norm_eval(models):
-    """The ``train`` of mmseg's backbones: norms stay in eval mode while the rest trains."""
+@pytest.mark.parametrize("frozen", [False, True], ids=["eval mode", "frozen"])
+def test_norms_that_a_program_finds_by_their_class(models, frozen):
+    """The ``train`` of mmseg's backbones: norms stay in eval mode while the rest trains; others freeze them."""
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     update_bn([3 + x], models[0])
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         model.train()
         for module in model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, nn.BatchNorm2d if frozen else _BatchNorm):
                 module.eval()
+                module.requires_grad_(not frozen)
     before = {name: buffer.clone() for name, buffer in models[1].named_buffers()}
     for model in models:
         model(x).square().sum().backward()
     for (name, p), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-        assert torch.allclose(p.grad, expected.grad, rtol=1e-9), name
+        assert (p.grad is None) == (expected.grad is None), name
+        assert p.grad is None or torch.allclose(p.grad, expected.grad, rtol=1e-9), name
     assert all(torch.equal(buffer, before[name]) for name, buffer in models[1].named_buffers())
 
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU])
 @pytest.mark.parametrize(
-    ("conv", "norm"),
-    [
-        (nn.Conv1d, nn.BatchNorm1d),
-        (nn.Conv2d, nn.BatchNorm2d),
-        (nn.Conv3d, nn.BatchNorm3d),
-        (nn.Conv1d, nn.InstanceNorm1d),
-        (nn.Conv2d, nn.InstanceNorm2d),
-        (nn.Conv3d, nn.InstanceNorm3d),
-        (nn.Conv2d, lambda c: nn.GroupNorm(2, c)),
-    ],
+    ("dims", "norm"),
+    [(1, nn.BatchNorm1d), (2, nn.BatchNorm2d), (3, nn.BatchNorm3d), (1, nn.InstanceNorm1d), (2, nn.InstanceNorm2d),
+     (3, nn.InstanceNorm3d), (2, lambda c: nn.GroupNorm(2, c))],
     ids=["bn1", "bn2", "bn3", "in1", "in2", "in3", "gn"],
-)
-def test_every_norm_stays_of_its_class(conv, norm, act):
+)  # fmt: skip
+def test_every_norm_stays_of_its_class(dims, norm, act):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     stock = nn.Sequential(conv(3, 4, 3), norm(4), act()).double()
     ours = copy.deepcopy(stock)
     (row,) = fusedseg.convert(ours).replaced
@@ -125,11 +100,13 @@ def test_every_norm_stays_of_its_class(conv, norm, act):
     # The report and the printed model name the public class.
     assert hasattr(fusedseg, row.to.split("(")[0])
     assert hasattr(fusedseg, repr(ours[1]).split("(")[0]) or repr(ours[1]).startswith("NormOfConv(")
-    x = torch.randn(2, 3, *[6] * (int(conv.__name__[-2])), dtype=torch.float64)
+    x = torch.randn(2, 3, *[6] * dims, dtype=torch.float64)
     assert_same(copy.deepcopy(ours), copy.deepcopy(stock), x)
     assert_same(pickle.loads(pickle.dumps(ours)), copy.deepcopy(stock), x, training=False)
 
 
+# PyTorch warns that there is only one process.
+@pytest.mark.filterwarnings("ignore")
 def test_stock_synchronisation_would_drop_activations(models):
     """PyTorch replaces every ``_BatchNorm`` by an ``nn.SyncBatchNorm``, which has no activation."""
     with pytest.raises(RuntimeError, match=r"without its activation; call fusedseg\.convert_sync\(model\) instead"):
@@ -139,10 +116,7 @@ def test_stock_synchronisation_would_drop_activations(models):
     assert set(found) in ({fusedseg.BatchNormActSync}, {fusedseg.InPlaceABNSync})
     with pytest.raises(RuntimeError, match=r"fusedseg\.convert_sync"):
         nn.SyncBatchNorm.convert_sync_batchnorm(models[1])
-    with warnings.catch_warnings():
-        # PyTorch warns that there is only one process.
-        warnings.simplefilter("ignore")
-        assert_same(models[1], models[0], torch.randn(2, 3, 16, 16, dtype=torch.float64))
+    assert_same(models[1], models[0], torch.randn(2, 3, 16, 16, dtype=torch.float64))
 
 
 def test_quantisation_asks_for_the_same_attribute(models):

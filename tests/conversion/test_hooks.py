@@ -20,7 +20,7 @@ from fusedseg.conversion import convs
 from fusedseg.memory import profile
 from fusedseg.ops.norm import eager
 from tests.conversion import networks
-from tests.conversion.compare import assert_same
+from tests.conversion.compare import assert_same, pair
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -152,9 +152,7 @@ def test_hooks_see_and_change_what_they_would_in_the_stock_model(kind, make, act
 @pytest.mark.parametrize("kind", [*KINDS, "global forward", "global changing", "global before"])
 def test_where_one_op_does_the_work_of_all_three(kind, image, monkeypatch):
     monkeypatch.setattr(convs, "pays", lambda x: True)
-    stock = through(leaky).double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(through(leaky), image)
     for path in "01234":
         assert_habits_are_right(copy.deepcopy(model), copy.deepcopy(stock), image, kind, path)
 
@@ -173,15 +171,11 @@ def test_one_small_volume(monkeypatch):
 @pytest.mark.parametrize("cls", ["forward", "_conv_forward"])
 def test_a_convolution_with_a_forward_of_another_class(cls, image, monkeypatch):
     monkeypatch.setattr(convs, "pays", lambda x: True)
-    stock = flat(leaky).double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(flat(leaky), image)
     for net in (model, stock):
         if cls == "forward":
-            doubled = type(
-                "Doubled", (type(net[0]),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
-            )
-            net[0].__class__ = doubled
+            changed = {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
+            net[0].__class__ = type("Doubled", (type(net[0]),), changed)
         else:
             run = net[0]._conv_forward
             net[0]._conv_forward = lambda *args, run=run: 2 * run(*args)
@@ -224,9 +218,7 @@ def test_hooks_of_this_package_and_of_other_modules_change_nothing(image, fused)
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_hooks_of_a_copy(copied, image):
-    model = flat(nn.SiLU).double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(flat(nn.SiLU), image)
     other = copied(model)
     assert_habits_are_right(other, stock, image, "forward", "1")
     assert not model[1]._aside.now
@@ -234,9 +226,7 @@ def test_hooks_of_a_copy(copied, image):
 
 def test_hooks_of_modules_that_came_later(image):
     """Wrappers and containers that hold a part of a fused norm see what goes from part to part."""
-    stock = flat(leaky).double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(flat(leaky), image)
     for net in (model, stock):
         net[0] = nn.Sequential(net[0])
         net[1] = nn.Sequential(nn.Sequential(net[1]))
@@ -247,17 +237,13 @@ def test_hooks_of_modules_that_came_later(image):
 
 @pytest.mark.filterwarnings("ignore:fusedseg. torch.distributed is not initialised")
 def test_hooks_of_a_synchronised_norm(image):
-    stock = flat(nn.SiLU).double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(flat(nn.SiLU), image)
     fusedseg.convert_sync(model)
     assert_habits_are_right(model, stock, image, "forward", "1")
 
 
 def test_compiled_with_a_hook(image):
-    stock = flat(nn.SiLU).double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(flat(nn.SiLU), image)
     for net in (model, stock):
         net[1].register_forward_hook(lambda m, args, out: out * 1.5 + 0.3)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)

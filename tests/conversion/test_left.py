@@ -77,10 +77,8 @@ def test_a_parametrized_norm_is_left(image):
 
     _, report = converted(make, image)
     assert replaced(report) == {}
-    assert (
-        reasons(report)["1"]
-        == "its class ParametrizedBatchNorm2d is a subclass of BatchNorm2d, and only BatchNorm2d is known"
-    )
+    why = "its class ParametrizedBatchNorm2d is a subclass of BatchNorm2d, and only BatchNorm2d is known"
+    assert reasons(report)["1"] == why
 
 
 def test_synchronised_norms_are_left():

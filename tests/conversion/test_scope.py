@@ -13,7 +13,7 @@ import fusedseg
 from fusedseg.conversion.scope import Scoped
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
-from tests.conversion.compare import assert_same, saved
+from tests.conversion.compare import assert_same, pair, saved
 
 pytestmark = pytest.mark.usefixtures("uncounted")
 
@@ -164,9 +164,7 @@ def test_a_converted_model_within_a_converted_model(image):
 
 
 def test_a_slice_of_a_converted_sequential(image):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), image)
     assert torch.equal(model[:2](image), stock[:2](image))
     assert type(copy.deepcopy(model[:2])) is nn.Sequential
 
@@ -195,9 +193,7 @@ def test_another_set_of_parameters(model, image):
 def test_compiled_as_one_graph(image, whole):
     # `tests/ops/test_recompute_compiled.py` compiles converted U-Nets.
     small = nn.Sequential(networks.double_conv(3, 4), nn.Conv2d(4, 4, 1))
-    model = (networks.UNet() if whole == "the model" else small).double()
-    stock = copy.deepcopy(model)
-    fusedseg.convert(model, example_inputs=image)
+    model, stock = pair((networks.UNet() if whole == "the model" else small), image)
     if whole == "in place":
         model.compile(fullgraph=True, backend="aot_eager")
         compiled = model

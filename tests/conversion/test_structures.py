@@ -42,14 +42,9 @@ def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(imag
 
 def test_blocks_of_fusedseg_are_seen_through(image):
     _, report = converted(lambda: UNet(3, 4, widths=(4, 8), plain=True), image, example_inputs=image)
-    assert list(replaced(report).values()) == [
-        *["ConvABN2d(leaky_relu(0.01))"] * 2,
-        "MaxPool2d",
-        *["ConvABN2d(leaky_relu(0.01))"] * 2,
-        # It reads an enlarged tensor.
-        "JoinConv2d",
-        *["ConvABN2d(leaky_relu(0.01))"] * 2,
-    ]
+    two = ["ConvABN2d(leaky_relu(0.01))"] * 2
+    # The joined convolution reads an enlarged tensor.
+    assert list(replaced(report).values()) == [*two, "MaxPool2d", *two, "JoinConv2d", *two]
     assert not report.skipped
 
 
@@ -90,21 +85,47 @@ def test_activations_that_are_left(image, act, why):
     assert reasons(report)["1"] == why
 
 
-def test_dropout_of_nothing_between_norm_and_activation(image, how):
-    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8))  # noqa: E731
-    model, report = converted(make, image, **how)
-    assert replaced(report) == {"1.N": "InPlaceInstanceNormAct(leaky_relu(0.1))"}
-    assert isinstance(model[1].N, fusedseg.InPlaceInstanceNormAct)
+# How a network is built, the modules that are replaced, and the reasons for those that are not.
+STRUCTURES = {
+    "dropout of nothing before the activation": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8)),
+        {"1.N": "InPlaceInstanceNormAct(leaky_relu(0.1))"}, {},
+    ),
+    "dropout before the activation": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8, 0.5)), {}, {"1.N": "followed by Dropout"},
+    ),
+    "identity before the activation": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Identity(), nn.ReLU()),
+        {"1": "BatchNormAct(relu)"}, {},
+    ),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LeakyReLU()),
+        {"1": "InPlaceGroupNormAct(leaky_relu(0.01))"}, {},
+    ),
+    "activation before the norm": (
+        lambda: networks.NNUNet(nonlin_first=True), {}, {"encoder.0.norm": "followed by Conv2d"},
+    ),
+    "activation as a function": (
+        networks.Functional, {}, {"bn": "followed by relu(), a function called in the forward code"},
+    ),
+    "pre-activation": (lambda: networks.PreActivation(nn.ReLU()), {"bn": "BatchNormAct(relu)"}, {}),
+    # The residual is the input of the norm, which nothing may overwrite.
+    "leaky pre-activation": (
+        lambda: networks.PreActivation(nn.LeakyReLU()), {"bn": "BatchNormAct(leaky_relu(0.01))"}, {},
+    ),
+    "DenseNet": (networks.DenseNet, {f"layers.{i}.0": "BatchNormAct(relu)" for i in range(3)}, {}),
+    "output read twice": (networks.Twice, {}, {"bn": "its output is read by ReLU and add()"}),
+    "input read twice": (
+        lambda: networks.InputTwice(nn.LeakyReLU()), {"bn": "BatchNormAct(leaky_relu(0.01))"}, {},
+    ),
+}  # fmt: skip
 
 
-def test_dropout_between_norm_and_activation(image, how):
-    _, report = converted(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.ADN(8, 0.5)), image, **how)
-    assert reasons(report)["1.N"] == "followed by Dropout"
-
-
-def test_identity_between_norm_and_activation(image, how):
-    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Identity(), nn.ReLU())  # noqa: E731
-    assert replaced(converted(make, image, **how)[1]) == {"1": "BatchNormAct(relu)"}
+@pytest.mark.parametrize(("make", "to", "why"), STRUCTURES.values(), ids=STRUCTURES)
+def test_structures(image, how, make, to, why):
+    _, report = converted(make, image, **how)
+    assert replaced(report) == to
+    assert reasons(report).items() >= why.items()
 
 
 def test_resnet(image, how):
@@ -135,31 +156,6 @@ def test_norms_of_four_names(image, how):
     assert block.norm is model.encoder[0].norm
 
 
-def test_activation_before_the_norm(image, how):
-    _, report = converted(lambda: networks.NNUNet(nonlin_first=True), image, **how)
-    assert replaced(report) == {}
-    assert reasons(report)["encoder.0.norm"] == "followed by Conv2d"
-
-
-def test_activation_as_a_function(image, how):
-    _, report = converted(networks.Functional, image, **how)
-    assert replaced(report) == {}
-    assert reasons(report)["bn"] == "followed by relu(), a function called in the forward code"
-
-
-@pytest.mark.parametrize(
-    ("act", "name"), [(nn.ReLU, "relu"), (nn.LeakyReLU, "leaky_relu(0.01)")], ids=["relu", "leaky"]
-)
-def test_pre_activation_is_not_done_in_place(image, how, act, name):
-    _, report = converted(lambda: networks.PreActivation(act()), image, **how)
-    assert replaced(report) == {"bn": f"BatchNormAct({name})"}
-
-
-def test_densenet(image, how):
-    _, report = converted(networks.DenseNet, image, **how)
-    assert replaced(report) == {f"layers.{i}.0": "BatchNormAct(relu)" for i in range(3)}
-
-
 def test_norm_and_activation_in_one_module(image, how):
     _, report = converted(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.BatchNormAct2d(8)), image, **how)
     assert replaced(report) == {}
@@ -167,21 +163,10 @@ def test_norm_and_activation_in_one_module(image, how):
     assert not report.skipped
 
 
-def test_norm_output_read_twice(image, how):
-    _, report = converted(networks.Twice, image, **how)
-    assert reasons(report)["bn"] == "its output is read by ReLU and add()"
-
-
-def test_norm_input_read_twice_is_not_overwritten(image, how):
-    _, report = converted(lambda: networks.InputTwice(nn.LeakyReLU()), image, **how)
-    assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
-
-
 def test_shared_norm_with_one_activation_is_replaced_once(image):
     norm = nn.BatchNorm2d(8)
-    make = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(3, 8, 3), norm, nn.LeakyReLU(), nn.Conv2d(8, 8, 3), norm, nn.LeakyReLU()
-    )
+    leaky = nn.LeakyReLU
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), norm, leaky(), nn.Conv2d(8, 8, 3), norm, leaky())  # noqa: E731
     _, report = converted(make, image)
     assert [(row.paths, row.to) for row in report.replaced] == [(("1", "4", "2", "5"), "InPlaceABN(leaky_relu(0.01))")]
 
@@ -195,22 +180,14 @@ def test_shared_norm_with_two_activations_is_left(image):
 
 def test_tied_convolutions(image):
     def make():
-        model = nn.Sequential(
-            nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU(), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU()
-        )
+        block = lambda: (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ELU())  # noqa: E731
+        model = nn.Sequential(*block(), *block())
         model[3].weight = model[0].weight
         return model
 
     model, report = converted(make, image)
     assert model[3].weight is model[0].weight
     assert replaced(report) == {"0": "ConvABN2d(elu(1.0))", "3": "ConvABN2d(elu(1.0))"}
-
-
-def test_group_norm(image):
-    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.LeakyReLU())  # noqa: E731
-    model, report = converted(make, image)
-    assert replaced(report) == {"1": "InPlaceGroupNormAct(leaky_relu(0.01))"}
-    assert (model[1].num_groups, model[1].num_channels) == (2, 8)
 
 
 def test_values_that_someone_keeps_are_not_overwritten(image):

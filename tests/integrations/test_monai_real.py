@@ -32,21 +32,17 @@ STOCK = {
     },
 }  # fmt: skip
 # What a user changes: the lines of the network and of the loss.
+LOSS = STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"}
 CONVERTED = {
     "network": {
         "_target_": "fusedseg.integrations.monai.converted", "model": "@network_def",
         "example_inputs": "$torch.zeros(2, 1, 32, 32, 32)",
     },
-    "loss": STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"},
+    "loss": LOSS,
 }  # fmt: skip
-BY_FACTORY = {
-    "network_def": NETWORK | {"norm": ["fused_instance", {"affine": True}], "act": ""},
-    "loss": STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"},
-}
-IN_PLACE = {
-    "network_def": NETWORK | {"norm": ["fused_instance", {"affine": True, "inplace": True}], "act": ""},
-    "loss": STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"},
-}
+NORM = {"affine": True}
+BY_FACTORY = {"network_def": NETWORK | {"norm": ["fused_instance", NORM], "act": ""}, "loss": LOSS}
+IN_PLACE = {"network_def": NETWORK | {"norm": ["fused_instance", NORM | {"inplace": True}], "act": ""}, "loss": LOSS}
 CHANGES = {"converted": CONVERTED, "factory": BY_FACTORY, "in place": IN_PLACE}
 
 
@@ -102,10 +98,8 @@ def test_a_bundle(name, tmp_path):
     assert both[1].saved < 0.8 * both[0].saved
     kinds = [parser.get_parsed_content("loss") for parser in (stock, ours)]
     assert isinstance(kinds[1], fusedseg.DiceCELoss)
-    found = [
-        gradients(net, lambda model, kind=kind: kind(model(x.double()), y.double()))
-        for net, kind in zip(start, kinds, strict=True)
-    ]
+    pairs = zip(start, kinds, strict=True)
+    found = [gradients(net, lambda model, kind=kind: kind(model(x.double()), y.double())) for net, kind in pairs]
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
     worst = difference(found[1][1], found[0][1])
     print(f"\nMONAI, {name}: largest difference of a gradient in float64 {worst:.1g}")

@@ -23,6 +23,7 @@ from tests.integrations.nnunet_plans import NAME, dataset_json, image, planned, 
 FIVE = dataset_json(5)
 REGIONS = dataset_json({"background": 0, "whole": [1, 2, 3], "core": [2, 3], "inner": 3}, regions_class_order=[1, 2, 3])
 CUBE = ((40, 44, 48), (1.0, 1.0, 1.0))
+SMALL = ((31, 33, 37), (1.3, 1.3, 1.3))
 # The median spacing makes nnU-Net resample the last axis of the image apart, and transpose it to the front.
 THICK = ((48, 44, 14), (1.0, 1.0, 5.0))
 
@@ -38,26 +39,15 @@ def both(plans, described, configuration, given, **options):
 @pytest.mark.parametrize(
     ("described", "planned_for", "given", "configuration", "options"),
     [
-        pytest.param(
-            FIVE,
-            CUBE,
-            ((31, 33, 37), (1.3, 1.3, 1.3)),
-            "3d_fullres",
-            {"folds": 2, "mirror": (0, 2)},
-            id="folds, mirrors",
-        ),
+        pytest.param(FIVE, CUBE, SMALL, "3d_fullres", {"folds": 2, "mirror": (0, 2)}, id="folds, mirrors"),
         pytest.param(FIVE, CUBE, ((45, 20, 60), (0.7, 1.6, 0.9)), "3d_fullres", {}, id="finer and coarser"),
         pytest.param(FIVE, THICK, ((37, 40, 11), (1.3, 1.3, 7.0)), "3d_fullres", {"mirror": (1,)}, id="separate z"),
         pytest.param(FIVE, THICK, ((50, 40, 14), (0.8, 1.3, 5.0)), "3d_fullres", {"folds": 3}, id="separate z, same z"),
-        pytest.param(FIVE, CUBE, ((40, 44, 48), (1.0, 1.0, 1.0)), "3d_fullres", {}, id="no resampling"),
+        pytest.param(FIVE, CUBE, CUBE, "3d_fullres", {}, id="no resampling"),
         pytest.param(FIVE, CUBE, ((9, 50, 12), (1.2, 1.0, 1.0)), "3d_fullres", {}, id="smaller than a window"),
-        pytest.param(
-            FIVE, THICK, ((37, 60, 6), (1.3, 0.9, 7.0)), "2d", {"folds": 2, "mirror": (0, 1)}, id="2d, folds, mirrors"
-        ),
-        pytest.param(REGIONS, CUBE, ((31, 33, 37), (1.3, 1.3, 1.3)), "3d_fullres", {}, id="regions"),
-        pytest.param(
-            FIVE, CUBE, ((31, 33, 37), (1.3, 1.3, 1.3)), "3d_fullres", {"use_gaussian": False}, id="equal weights"
-        ),
+        pytest.param(FIVE, THICK, ((37, 60, 6), (1.3, 0.9, 7.0)), "2d", {"folds": 2, "mirror": (0, 1)}, id="2d"),
+        pytest.param(REGIONS, CUBE, SMALL, "3d_fullres", {}, id="regions"),
+        pytest.param(FIVE, CUBE, SMALL, "3d_fullres", {"use_gaussian": False}, id="equal weights"),
     ],
 )
 def test_labels_are_those_of_nnunet(tmp_path, monkeypatch, described, planned_for, given, configuration, options):
@@ -74,19 +64,18 @@ def test_a_cascade_reads_labels_of_the_stage_before(tmp_path, monkeypatch):
     plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
     plans["configurations"]["3d_lowres"] = {"inherits_from": "3d_fullres", "next_stage": "3d_cascade_fullres"}
     plans["configurations"]["3d_cascade_fullres"] = {"inherits_from": "3d_fullres", "previous_stage": "3d_lowres"}
-    shape, spacing = (31, 33, 37), (1.3, 1.3, 1.3)
-    before = np.random.default_rng(1).integers(0, 5, (1, *shape)).astype(np.int8)
-    stock, ours = both(plans, FIVE, "3d_cascade_fullres", (shape, spacing, before))
+    before = np.random.default_rng(1).integers(0, 5, (1, *SMALL[0])).astype(np.int8)
+    stock, ours = both(plans, FIVE, "3d_cascade_fullres", (*SMALL, before))
     assert len(np.unique(stock)) > 2
     assert (stock != ours).sum() == 0
-    nothing, _ = both(plans, FIVE, "3d_cascade_fullres", (shape, spacing, 0 * before))
+    nothing, _ = both(plans, FIVE, "3d_cascade_fullres", (*SMALL, 0 * before))
     assert (stock != nothing).any()
 
 
 def test_refused(tmp_path, monkeypatch):
     plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
     made = predictor(FusedPredictor, plans, FIVE, "3d_fullres")
-    given = image((31, 33, 37), (1.3, 1.3, 1.3))
+    given = image(*SMALL)
     with pytest.raises(ValueError, match="save_probabilities must be False"):
         made.predict_single_npy_array(*given, save_or_return_probabilities=True)
     for weight in made.list_of_parameters[0].values():
@@ -110,7 +99,7 @@ def test_halves_are_rounded_once():
 
 def test_files_have_the_labels_of_arrays(tmp_path, monkeypatch):
     plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
-    values, properties = image((31, 33, 37), (1.3, 1.3, 1.3))
+    values, properties = image(*SMALL)
     pixels = SimpleITK.GetImageFromArray(values[0])
     pixels.SetSpacing((1.3, 1.3, 1.3))
     SimpleITK.WriteImage(pixels, tmp_path / "case_0000.nii.gz")
@@ -131,18 +120,14 @@ def test_command_and_processes(tmp_path, monkeypatch):
     saved = {"network_weights": made.network.state_dict(), "trainer_name": "nnUNetTrainer"}
     saved |= {"init_args": {"configuration": "3d_fullres"}, "inference_allowed_mirroring_axes": None}
     torch.save(saved, model / "fold_0" / "checkpoint_final.pth")
-    values, _ = image((31, 33, 37), (1.3, 1.3, 1.3))
+    values, _ = image(*SMALL)
     (tmp_path / "images").mkdir()
     for case in ("a", "b"):
         pixels = SimpleITK.GetImageFromArray(values[0] * (1 if case == "a" else -1))
         pixels.SetSpacing((1.3, 1.3, 1.3))
         SimpleITK.WriteImage(pixels, tmp_path / "images" / f"{case}_0000.nii.gz")
-    made.predict_from_files(
-        str(tmp_path / "images"),
-        str(tmp_path / "python"),
-        num_processes_preprocessing=2,
-        num_processes_segmentation_export=2,
-    )
+    processes = {"num_processes_preprocessing": 2, "num_processes_segmentation_export": 2}
+    made.predict_from_files(str(tmp_path / "images"), str(tmp_path / "python"), **processes)
     folders = {f"nnUNet_{kind}": str(tmp_path / kind) for kind in ("raw", "preprocessed", "results")}
     call = [sys.executable, "-m", "fusedseg.integrations.nnunet.predictor", "-d", NAME, "-c", "3d_fullres", "-f", "0"]
     call += ["-i", tmp_path / "images", "-o", tmp_path / "command", "-device", "cpu", "-npp", "1", "-nps", "1"]

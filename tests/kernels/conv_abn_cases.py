@@ -1,6 +1,5 @@
 """Convolutions that the tests of ``conv_abn_fwd`` launch, and their comparison with float64."""
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
+from tests.tools.traffic import checked
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -69,15 +69,6 @@ def output(conv: Conv, dtype, device, rows=True) -> Tensor:
 def running_statistics(conv: Conv, device) -> tuple[Tensor, Tensor]:
     K = conv.w[0]
     return torch.linspace(-1, 1, K, device=device), torch.linspace(0.5, 2, K, device=device)
-
-
-def checked(device):
-    """In the interpreter, checks that every access lies inside its argument."""
-    if device.type != "cpu":
-        return contextlib.nullcontext()
-    from tests.tools.traffic import traffic
-
-    return traffic()
 
 
 def cut_off(x: Tensor) -> Tensor:

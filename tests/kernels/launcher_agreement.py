@@ -148,14 +148,3 @@ def kernels_stay_loaded() -> None:
         add_kernel.device_caches.clear()
         gc.collect()
         assert record.unloaded
-
-
-CHECKS = (
-    other_arguments_take_the_public_way,
-    one_launch_proves_the_arguments,
-    a_failed_launch_leaves_no_spy,
-    a_spy_ignores_other_threads,
-    spies_wait_for_each_other,
-    a_dry_run_plans_for_its_gpu,
-    kernels_stay_loaded,
-)

@@ -1,6 +1,6 @@
 """Checks of ``kernels/launcher.py`` with a driver that records launches, in a process without the interpreter.
 
-    python -m tests.kernels.launcher_checks    ->  {"name of a check": "" or what failed}
+    python -m tests.kernels.launcher_checks CHECK ...   ->  {"name of a check": "" or what failed}
 
 Kernels are compiled for sm_90; a GPU is not needed.
 """
@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import sys
 import traceback
 import warnings
 import weakref
@@ -20,7 +21,6 @@ import triton
 import triton.language as tl
 from fusedseg.kernels.dry_run import dry_run
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -30,6 +30,7 @@ import fusedseg
 from fusedseg import _backend
 from fusedseg.kernels import launcher
 from fusedseg.ops.norm import kept
+from tests.tools.called import Called
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
@@ -293,20 +294,6 @@ def the_function_in_c_gets_what_triton_gives_it() -> None:
     assert tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments) == addresses
 
 
-class Counted(TorchDispatchMode):
-    """The names of the ops that compute; views and new tensors without values are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in ("detach", "empty", "empty_like", "new_empty", "promote_types"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 class Arriving(kept.Arriving):
     """A copy to the host, and its event."""
 
@@ -342,7 +329,7 @@ def a_step_of_18_norms_makes_few_device_ops() -> None:
             inputs = [torch.randn(2, 4, 3, 3, requires_grad=True).clone() for _ in norms]
             record.launched.clear()
             Arriving.made = Arriving.waits = 0
-            with Counted() as counted:
+            with Called() as called:
                 outputs = [norm(x) for norm, x in zip(norms, inputs, strict=True)]
                 torch.autograd.backward(outputs, [dz] * 18)
             optimizer.step()
@@ -352,7 +339,7 @@ def a_step_of_18_norms_makes_few_device_ops() -> None:
     # One copy and one event for all.  The clone stands for the copy; the last two look at the list on the host.
     assert (Arriving.made, Arriving.waits) == (1, 0)
     asked = ["cat", "abs_", "maximum", "mul", "gt", "clone", "any", "_local_scalar_dense"]
-    assert counted.names == asked, counted.names
+    assert called.names == asked, called.names
 
 
 def unknown_versions_take_the_public_way() -> None:
@@ -361,22 +348,6 @@ def unknown_versions_take_the_public_way() -> None:
         for _ in range(3):
             launch(tensors, 1.0)
         assert all(isinstance(launched.args[0], torch.Tensor) for launched in record.launched)
-
-
-CHECKS = (
-    launches_what_triton_would,
-    tells_apart_what_triton_does,
-    sizes_and_constants_are_a_launchers_own,
-    takes_the_current_device_and_stream,
-    hooks_see_launches,
-    options_take_the_public_way,
-    no_launch_fuses,
-    dry_run_lists_every_launch,
-    a_dry_run_makes_its_own_plans,
-    the_function_in_c_gets_what_triton_gives_it,
-    a_step_of_18_norms_makes_few_device_ops,
-    unknown_versions_take_the_public_way,
-)
 
 
 def run(check) -> str:
@@ -391,5 +362,5 @@ if __name__ == "__main__":
     # The checks are imported, because this module has another name here.
     from tests.kernels import launcher_agreement, launcher_checks
 
-    both = (*launcher_checks.CHECKS, *launcher_agreement.CHECKS)
-    print(json.dumps({check.__name__: run(check) for check in both}))
+    checks = vars(launcher_checks) | vars(launcher_agreement)
+    print(json.dumps({name: run(checks[name]) for name in sys.argv[1:]}))

@@ -15,15 +15,15 @@ from tests.kernels.conv_abn_cases import (
     Conv,
     Inputs,
     check,
-    checked,
     inputs,
     launch,
     output,
     running_statistics,
 )
 from tests.reference import relative_error
-from tests.tools.interpreter import backwards
+from tests.tools.interpreter import reordered
 from tests.tools.tensors import channels_last, slots_of
+from tests.tools.traffic import checked
 
 # Without a GPU, tiles have 64 positions, and 16, 32, 64 or (tensor cores) 128 channels; an fp32 step sums 32 channels.
 CONVS = {
@@ -143,9 +143,8 @@ def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
     conv = Conv(shape, (6, shape[1], 3, 3), padding=1)
 
     def oddly_strided(t):
-        return t.as_strided(
-            t.shape, [77 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
-        )
+        pairs = zip(t.shape, t.stride(), strict=True)
+        return t.as_strided(t.shape, [77 if size == 1 else stride for size, stride in pairs])
 
     given, out = inputs(conv, torch.float32, device, rows), output(conv, torch.float32, device, rows)
     x, out = oddly_strided(given.x), oddly_strided(out)
@@ -187,9 +186,9 @@ def test_the_order_of_programs_does_not_matter(rows, training, device):
     conv = SPLIT._replace(w=(40, 3, 3, 1), padding=(1, 0))
     given = inputs(conv, torch.float32, device, rows)
     found = []
-    for order in contextlib.nullcontext, backwards if device.type == "cpu" else contextlib.nullcontext:
+    for order in (contextlib.nullcontext(), reordered(device)):
         out, running = output(conv, torch.float32, device, rows), running_statistics(conv, device)
-        with order():
+        with order:
             mean, rstd, _ = launch(conv, given, out, training=training, running=running)
         found.append((out, mean, rstd, *running))
     assert all(map(torch.equal, *found))

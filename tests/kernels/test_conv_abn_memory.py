@@ -16,12 +16,7 @@ from tests.tools.traffic import traffic
 
 LEAKY = ("leaky_relu", 0.01)
 CONV = "conv_abn_fwd_kernel"
-
-
-@pytest.fixture(autouse=True)
-def only_in_the_interpreter(device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
+pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 
 
 class Forward:

@@ -39,13 +39,9 @@ LEAKY = ("leaky_relu", 0.01)
 def results() -> dict[str, str]:
     """Results of the checks in a separate process, because this process may use the interpreter."""
     env = warm.without(["TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"])
-    run = warm.run("tests.kernels.launcher_checks", env=env)
+    run = warm.run("tests.kernels.launcher_checks", *CHECKS, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(run.stdout)
-
-
-def test_every_check_is_listed():
-    assert set(results()) == set(CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

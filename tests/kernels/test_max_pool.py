@@ -1,6 +1,5 @@
 """Compares the max-pool kernels with PyTorch, in the interpreter or on a GPU (``--device cuda``)."""
 
-import contextlib
 import math
 
 import pytest
@@ -9,8 +8,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from tests.tools.interpreter import backwards, only_programs
+from tests.tools.interpreter import only_programs, reordered
 from tests.tools.tensors import channels_last, empty
+from tests.tools.traffic import checked
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
 # Dimensions: the shape, then kernel, stride, padding, dilation and ceil_mode.
@@ -39,14 +39,9 @@ def launch(x, shape, dz, rows, pool):
 
     dims = x.dim() - 2
     kernel, *geometry = ((value,) * dims for value in pool)
-    moved = contextlib.nullcontext()
-    if x.device.type == "cpu":
-        from tests.tools.traffic import traffic
-
-        moved = traffic()
     z, codes = (empty(shape, dtype, rows).to(x.device) for dtype in (x.dtype, torch.uint8))
     dx = torch.empty_like(x)
-    with moved as counted:
+    with checked(x.device) as counted:
         max_pool_fwd(x, z, codes, rows, kernel, (*geometry, 1))
         max_pool_bwd(dz, codes, dx, rows, kernel, (*geometry, 1))
     return z, codes, dx, counted
@@ -97,11 +92,10 @@ def test_dtypes(dtype, rows, device):
     check(*CASES["overlapping"], rows, device, dtype)
 
 
+@pytest.mark.usefixtures("only_in_the_interpreter")
 @FORMATS
 @pytest.mark.parametrize("shape", [(2, 16, 16, 16), (1, 16, 8, 8, 8)], ids=["2d", "3d"])
 def test_windows_apart_move_every_byte_once(shape, rows, device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
     moved, x, z, codes = check(shape, 2, 2, 0, 1, False, rows, device)
     assert moved.launches == ["max_pool_fwd_kernel", "max_pool_bwd_kernel"]
     assert moved.loaded("max_pool_fwd_kernel") == x.nbytes
@@ -110,10 +104,9 @@ def test_windows_apart_move_every_byte_once(shape, rows, device):
     assert moved.stored("max_pool_bwd_kernel") == x.nbytes
 
 
+@pytest.mark.usefixtures("only_in_the_interpreter")
 @FORMATS
 def test_overlapping_windows_write_every_byte_once(rows, device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
     moved, x, z, codes = check((2, 16, 16, 16), 3, 2, 1, 1, False, rows, device)
     assert moved.stored("max_pool_bwd_kernel") == x.nbytes
     assert moved.stored("max_pool_fwd_kernel") == z.nbytes + codes.nbytes
@@ -129,16 +122,15 @@ def test_the_order_of_programs_does_not_matter(rows, device):
     if rows:
         x, dz = channels_last(x), channels_last(dz)
     first = launch(x, dz.shape, dz, rows, (3, 2, 1, 1))[:3]
-    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+    with reordered(device):
         again = launch(x, dz.shape, dz, rows, (3, 2, 1, 1))[:3]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(map(torch.equal, first, again))
 
 
+@pytest.mark.usefixtures("only_in_the_interpreter")
 @FORMATS
 def test_beyond_two_to_the_31_elements(rows, device):
     """The last program of both launches computes the right values, and no access leaves the tensor."""
-    if device.type != "cpu":
-        pytest.skip("runs chosen programs in the interpreter")
     # The system never commits memory for most of these channels or samples.
     x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
     dz = empty((40, 64, 512, 512), torch.bfloat16, rows)

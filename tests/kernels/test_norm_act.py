@@ -1,6 +1,7 @@
-"""Compares the InPlaceABN kernels with float64, in the interpreter or on a GPU (``--device cuda``)."""
+"""Compares the InPlaceABN kernels with float64, in the interpreter or on a GPU (``--device cuda``).
 
-import contextlib
+``test_norm_act_groups.py`` has their activations, their kept channels, and the order of their programs.
+"""
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from tests import reference
+from tests.kernels import test_norm_act_groups
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.interpreter import backwards
-from tests.tools.tensors import channels_last, slots_of
+from tests.tools.traffic import checked
 
-LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
+LEAKY, ELU = ("leaky_relu", 0.01), ("elu", 1.3)
 EPS = 1e-5
 
 # Tiles hold 2048 values in fp32.  A channel of up to 16384 (backward 8192; rows 1024) takes the one-launch path.
@@ -37,51 +38,45 @@ ROWS = {
     "more-splits-than-a-program-merges": (9, 4, 64, 64),
     "long-n-by-c": (1500, 5),
 }
-CASES = [pytest.param(shape, torch.contiguous_format, id=name) for name, shape in PLANES.items()]
-CASES += [pytest.param(shape, None, id=name) for name, shape in ROWS.items()]
+CASES = [pytest.param(shape, False, id=name) for name, shape in PLANES.items()]
+CASES += [pytest.param(shape, True, id=name) for name, shape in ROWS.items()]
 # One case of each path: planes and rows, one launch and split.
 PATHS = [
-    pytest.param(PLANES["odd-plane"], torch.contiguous_format, id="planes"),
-    pytest.param((9, 2, 65, 65), torch.contiguous_format, id="planes-split"),
-    pytest.param(ROWS["odd-rows"], None, id="rows"),
-    pytest.param(ROWS["channels-over-the-block-split"], None, id="rows-split"),
+    pytest.param(PLANES["odd-plane"], False, id="planes"),
+    pytest.param((9, 2, 65, 65), False, id="planes-split"),
+    pytest.param(ROWS["odd-rows"], True, id="rows"),
+    pytest.param(ROWS["channels-over-the-block-split"], True, id="rows-split"),
 ]
 
 
 # Split cases have small tiles here; `test_training` and PATHS have the tiles of real tensors.
 SMALL_PATHS = {
-    "planes": (PLANES["odd-plane"], torch.contiguous_format),
-    "planes-split": ((3, 2, 9, 11), torch.contiguous_format),
+    "planes": (PLANES["odd-plane"], False),
+    "planes-split": ((3, 2, 9, 11), False),
     # Planes begin anywhere, and the vectors at their ends hold elements of other planes.
-    "planes-peeled-split": ((2, 4, 17, 19), torch.contiguous_format),
-    "rows": (ROWS["odd-rows"], None),
-    "rows-split": ((2, 20, 3, 5), None),
+    "planes-peeled-split": ((2, 4, 17, 19), False),
+    "rows": (ROWS["odd-rows"], True),
+    "rows-split": ((2, 20, 3, 5), True),
 }
 
 
 @pytest.fixture(params=SMALL_PATHS)
 def path(request):
-    """Names a path by its shape and memory format."""
+    """Names a path by its shape, and whether the layout is rows."""
     if request.param.endswith("split"):
         request.getfixturevalue("small_tiles")
     return SMALL_PATHS[request.param]
 
 
-def inputs(shape, memory_format, dtype, device, affine=True):
-    """x, dz, weight and bias: weights have both signs and a size of about 1, so that no channel magnifies rounding."""
-    C = shape[1]
-    x, dz = torch.randn(2, *shape, dtype=torch.float64)
-    # The mean is not zero, and differs between channels.
-    x += torch.linspace(-2, 3, C).view(1, -1, *(1,) * (len(shape) - 2))
-    x, dz = (t.to(device, dtype) for t in (x, dz))
-    if memory_format is None:
-        x, dz = channels_last(x), channels_last(dz)
-    if not affine:
-        return x, dz, None, None
-    parameters = torch.float64 if dtype == torch.float64 else torch.float32
-    weight = torch.linspace(0.6, 1.4, C, device=device, dtype=parameters)
-    weight[1::2] *= -1
-    return x, dz, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
+def inputs(shape, rows, dtype, device, affine=True):
+    """x, dz, weight and bias."""
+    x, dz, _, *parameters = test_norm_act_groups.inputs(shape, rows, dtype, device, affine)
+    return x, dz, *parameters
+
+
+def start(shape, device, dtype=torch.float32):
+    """The running statistics of a new module."""
+    return torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype)
 
 
 def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
@@ -90,16 +85,11 @@ def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), 
     from fusedseg.kernels.norm_act import norm_act_fwd
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
-    checked = contextlib.nullcontext()
-    if x.device.type == "cpu":
-        from tests.tools.traffic import traffic
-
-        checked = traffic()
     source = x.clone() if in_place else x
     z = source if in_place else torch.empty_like(x)
     layout = layout_of(x)
     parameters = None if weight is None else weight.dtype
-    with checked:
+    with checked(x.device):
         mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept)
         dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, xhat, kept, training, act, parameters)
     return {"z": z, "mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
@@ -127,84 +117,49 @@ def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), k
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("shape", "memory_format"), CASES)
-def test_training(shape, memory_format, device):
-    running = (torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device))
-    check(*inputs(shape, memory_format, torch.float32, device), running=running)
+@pytest.mark.parametrize(("shape", "rows"), CASES)
+def test_training(shape, rows, device):
+    check(*inputs(shape, rows, torch.float32, device), running=start(shape, device))
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(path, dtype, device):
-    shape, memory_format = path
-    running = (torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype))
-    check(*inputs(shape, memory_format, dtype, device), running=running)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
-def test_activations(path, act, device):
-    shape, memory_format = path
-    check(*inputs(shape, memory_format, torch.float32, device), act=act)
+    shape, rows = path
+    check(*inputs(shape, rows, dtype, device), running=start(shape, device, dtype))
 
 
 @pytest.mark.usefixtures("poison")
 def test_running_statistics_in_eval(path, device):
-    shape, memory_format = path
+    shape, rows = path
     running = (torch.linspace(-1, 1, shape[1], device=device), torch.linspace(0.5, 2, shape[1], device=device))
     before = [r.clone() for r in running]
-    check(*inputs(shape, memory_format, torch.float32, device), training=False, running=running)
-    assert torch.equal(running[0], before[0])
-    assert torch.equal(running[1], before[1])
+    check(*inputs(shape, rows, torch.float32, device), training=False, running=running)
+    assert all(map(torch.equal, running, before))
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_without_affine(path, training, device):
-    shape, memory_format = path
-    running = (torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device))
-    found = check(
-        *inputs(shape, memory_format, torch.float32, device, affine=False), training=training, running=running
-    )
+    shape, rows = path
+    given = inputs(shape, rows, torch.float32, device, affine=False)
+    found = check(*given, training=training, running=start(shape, device))
     assert found["dweight"] is None
 
 
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kept_channels(path, dtype, device):
-    """Two channels have weight 0 or a weight too small beside the bias: their xhat comes from a side buffer.
-
-    All other channels rebuild xhat from the output.
-    """
-    shape, memory_format = path
-    x, dz, weight, bias = inputs(shape, memory_format, dtype, device)
-    weight[0], weight[1], bias[0], bias[1] = 0.0, 1e-4, 3.0, -0.5
-    check(x, dz, weight, bias, kept=slots_of([0, 1], shape[1], device))
-
-
 def test_out_of_place_leaves_x_and_gives_the_same(path, device):
-    shape, memory_format = path
-    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
+    shape, rows = path
+    x, dz, weight, bias = inputs(shape, rows, torch.float32, device)
     before = x.clone()
     there = launch(x, dz, weight, bias, in_place=False)
     assert torch.equal(x, before)
     assert all(torch.equal(there[name], value) for name, value in launch(x, dz, weight, bias).items())
 
 
-def test_the_order_of_programs_does_not_matter(path, device):
-    """The bits are the same in any order: programs of a launch are independent, and results merge in a fixed order."""
-    shape, memory_format = path
-    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
-    forward = launch(x, dz, weight, bias)
-    with backwards() if device.type == "cpu" else contextlib.nullcontext():
-        again = launch(x, dz, weight, bias)
-    assert all(torch.equal(again[name], value) for name, value in forward.items())
-
-
-@pytest.mark.parametrize(("shape", "memory_format"), PATHS)
-def test_mean_300_and_variance_a_hundredth(shape, memory_format, device):
+@pytest.mark.parametrize(("shape", "rows"), PATHS)
+def test_mean_300_and_variance_a_hundredth(shape, rows, device):
     """In fp32, the formula E[x^2] - E[x]^2 gives 0 or less here."""
-    x, dz, weight, bias = inputs(shape, memory_format, torch.float32, device)
+    x, dz, weight, bias = inputs(shape, rows, torch.float32, device)
     x = (x - x.mean()) / x.std() * 0.1 + 300
     rstd = launch(x, dz, weight, bias)["rstd"]
     axes = [d for d in range(x.dim()) if d != 1]
@@ -215,7 +170,7 @@ def test_mean_300_and_variance_a_hundredth(shape, memory_format, device):
 
 def test_elu_far_in_its_tail_stays_finite(device):
     """If the output has saturated at -alpha, xhat is lost, but it is neither infinite nor NaN."""
-    x, dz, weight, bias = inputs((4, 2, 50), torch.contiguous_format, torch.float16, device)
+    x, dz, weight, bias = inputs((4, 2, 50), False, torch.float16, device)
     found = launch(x * 20, dz, weight * 8, bias, act=ELU)
     assert found["dx"].isfinite().all()
     assert found["dweight"].isfinite().all()

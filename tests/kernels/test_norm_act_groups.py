@@ -1,7 +1,5 @@
 """The kernels with statistics of samples (InstanceNorm, GroupNorm), with residuals, and with the input kept."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,8 +8,9 @@ pytest.importorskip("triton")
 from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.interpreter import backwards
+from tests.tools.interpreter import reordered
 from tests.tools.tensors import channels_last, placed, slots_of
+from tests.tools.traffic import checked
 
 LEAKY, ELU, IDENTITY = ("leaky_relu", 0.01), ("elu", 1.3), ("identity", 0.0)
 EPS = 1e-5
@@ -70,6 +69,14 @@ PATHS = {name: (*PLANES[name], False) for name in ON_CHIP} | {
 }
 PATHS |= {name: ((2, 6, 11, 13), groups, False) for name, groups in SPLIT.items()}
 PATHS |= {f"rows-{name}": ((2, 6, 5, 7), groups, True) for name, groups in SPLIT.items()}
+PATHS |= {
+    "batch": (*PLANES["batch"], False),
+    "batch-split": ((3, 6, 9, 11), None, False),
+    # Planes begin anywhere, and the vectors at their ends hold elements of other planes.
+    "batch-peeled-split": ((2, 4, 17, 19), None, False),
+    "rows-batch": (*ROWS["rows-batch"], True),
+    "rows-batch-split": ((2, 20, 3, 5), None, True),
+}
 
 
 @pytest.fixture(params=PATHS)
@@ -104,11 +111,6 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
     from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
-    checked = contextlib.nullcontext()
-    if x.device.type == "cpu":
-        from tests.tools.traffic import traffic
-
-        checked = traffic()
     layout = layout_of(x).by_sample(x.shape[0], groups)
     z = placed(x)
     if keep == "input":
@@ -116,7 +118,7 @@ def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept
     source = z if keep == "output" else x
     dresidual = None if residual is None else placed(residual)
     parameters = None if weight is None else weight.dtype
-    with checked:
+    with checked(x.device):
         mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,
                                         residual=residual)  # fmt: skip
         options = {"residual": residual, "dresidual": dresidual, "mean": mean if keep == "input" else None}
@@ -182,16 +184,18 @@ def test_kept_channels(path, device):
     All other channels rebuild xhat from the output.
     """
     shape, groups, rows = path
-    x, dz, residual, weight, bias = inputs(shape, rows, torch.float32, device)
-    weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
-    check(x, dz, residual, weight, bias, groups, kept=slots_of([0, 2], shape[1], device))
+    for dtype in (torch.float32, torch.bfloat16):
+        given = inputs(shape, rows, dtype, device)
+        weight, bias = given[3:]
+        weight[0], weight[2], bias[0], bias[2] = 0.0, 1e-4, 3.0, -0.5
+        check(*given, groups, kept=slots_of([0, 2], shape[1], device))
 
 
 def test_the_order_of_programs_does_not_matter(path, device):
     shape, groups, rows = path
     arguments = inputs(shape, rows, torch.float32, device)
     forward = launch(*arguments, groups)
-    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+    with reordered(device):
         again = launch(*arguments, groups)
     assert all(torch.equal(again[name], value) for name, value in forward.items())
 

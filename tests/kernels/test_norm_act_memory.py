@@ -14,12 +14,7 @@ from tests.tools.tensors import empty
 from tests.tools.traffic import Moved, traffic
 
 LEAKY = ("leaky_relu", 0.01)
-
-
-@pytest.fixture(autouse=True)
-def only_in_the_interpreter(device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
+pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 
 
 class Step:

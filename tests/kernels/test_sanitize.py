@@ -5,6 +5,8 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pyt
 Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -59,10 +61,9 @@ def test_kept_channels_split(rows, device):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("rows", "training"), [(True, True), (False, False), (True, False)])
 def test_running_statistics(rows, training, device):
-    C = 37
-    x, dz, *affine = batches.inputs((2, C, 7, 9), None if rows else torch.contiguous_format, torch.float16, device)
-    running = torch.zeros(C, device=device), torch.ones(C, device=device)
-    batches.check(x, dz, *affine, training=training, running=running)
+    shape = (2, 37, 7, 9)
+    given = batches.inputs(shape, rows, torch.float16, device)
+    batches.check(*given, training=training, running=batches.start(shape, device))
 
 
 TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))
@@ -101,14 +102,7 @@ def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        ("halving-odd", False),
-        ("halving-odd", True),
-        ("overlapping", False),
-        ("overlapping", True),
-        ("dilation", False),
-        ("3d-overlapping", True),
-    ],
+    [*itertools.product(("halving-odd", "overlapping"), (False, True)), ("dilation", False), ("3d-overlapping", True)],
 )
 def test_max_pool(name, rows, device):
     pools.check(*pools.CASES[name], rows, device)

@@ -1,7 +1,5 @@
 """Compares the kernels of segmentation losses with float64, in the interpreter or on a GPU, and counts their bytes."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,9 +8,9 @@ pytest.importorskip("triton")
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 from tests import reference
 from tests.reference import relative_error
-from tests.tools.interpreter import backwards, only_programs
+from tests.tools.interpreter import only_programs, reordered
 from tests.tools.tensors import channels_last, empty
-from tests.tools.traffic import traffic
+from tests.tools.traffic import checked, traffic
 
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 DICE_CE = SumsSpec("softmax", "softmax")
@@ -67,7 +65,7 @@ def launch(x, target, mask, spec, dsums, dx=None):
     from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
     dx = torch.empty_like(x) if dx is None else dx
-    with traffic() if x.device.type == "cpu" else contextlib.nullcontext() as moved:
+    with checked(x.device) as moved:
         sums = segmentation_sums_fwd(x, target, mask, sizes_of(x), spec)
         segmentation_sums_bwd(dsums, x, target, mask, dx, sizes_of(x), spec)
     return sums, dx, moved
@@ -87,8 +85,7 @@ def inputs(shape, kind, rows, device, dtype=torch.float64):
 def check(shape, spec, kind, rows, device):
     x, target, mask, dsums = inputs(shape, kind, rows, device)
     leaf = x.detach().clone().requires_grad_()
-    options = {"ignore_index": spec.ignore, "squared": spec.squared, "minimum": spec.minimum}
-    options["gamma"] = spec.gamma
+    options = {"ignore_index": spec.ignore, "squared": spec.squared, "minimum": spec.minimum, "gamma": spec.gamma}
     expected = reference.segmentation_sums(leaf, target, mask, spec.probability, spec.likelihood, **options)
     sums, dx, _ = launch(x, target, mask, spec, dsums)
     assert relative_error(sums, expected) <= 1e-13
@@ -157,10 +154,8 @@ def test_logits_are_read_once_and_the_gradient_is_written_once(rows, device, req
         assert moved.stored(backward) == moved.stored(backward, "dx_ptr") == dx.nbytes
 
 
-@pytest.mark.usefixtures("split")
+@pytest.mark.usefixtures("split", "only_in_the_interpreter")
 def test_many_classes_are_read_twice_and_three_times(device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
     x, labels, mask, dsums = inputs((1, 5, 12), "labels", False, device)
     _, dx, moved = launch(x, labels, mask, DICE_CE, dsums)
     assert moved.loaded("segmentation_positions_kernel") == x.nbytes
@@ -174,18 +169,16 @@ def test_many_classes_are_read_twice_and_three_times(device):
 def test_over_the_logits_in_any_order_of_programs(rows, device):
     x, target, mask, dsums = inputs((2, 5, 9), "labels", rows, device)
     sums, dx, _ = launch(x, target, mask, DICE_CE, dsums)
-    with backwards() if device.type == "cpu" else contextlib.nullcontext():
+    with reordered(device):
         again, over, _ = launch(x, target, mask, DICE_CE, dsums, dx=x)
     assert torch.equal(sums, again)
     assert torch.equal(dx, over)
 
 
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("replanned", "only_in_the_interpreter")
 @FORMATS
 def test_beyond_two_to_the_31_elements(rows, device, monkeypatch):
     """The last program of backward computes the right values, and no access leaves the tensor."""
-    if device.type != "cpu":
-        pytest.skip("runs chosen programs in the interpreter")
     from fusedseg.kernels import segmentation_sums
 
     # Each program has one tile.

@@ -4,6 +4,7 @@ All are compared in float64, over products of options.  nnU-Net sums in float32 
 is replaced.  The packages are not needed anywhere else; ``pip install --no-deps`` of them is enough.
 """
 
+import copy
 import importlib.util
 import itertools
 import sys
@@ -59,6 +60,16 @@ def smp():
     return pytest.importorskip(f"{name}.losses")
 
 
+def compare(original, x, target, /, *arguments, tolerance=1e-12, **options):
+    """The original class and ours, with the same arguments, are the same function of the logits ``x``."""
+    prefix = "SMP" if original.__module__.startswith("segmentation_models_pytorch") else ""
+    # The constructors may change their arguments.
+    ours, stock = (
+        kind(*copy.deepcopy(arguments), **options) for kind in (getattr(losses, prefix + original.__name__), original)
+    )
+    check_same((ours, target), (stock, target), x, tolerance)
+
+
 def data(spatial):
     return torch.randn(N, K, *spatial, dtype=torch.float64), torch.randint(K, (N, 1, *spatial))
 
@@ -82,14 +93,11 @@ def test_monai_dice_ce(monai, kind, spatial):
             options[kind] = True
         # MONAI's one-hot tensor is float32, so that its square is rounded to float32.
         tolerance = 1e-6 if options["squared_pred"] else 1e-12
-        ours, stock = (of(to_onehot_y=True, **options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
-        check_same((ours, labels), (stock, labels), x, tolerance)
-        ours, stock = (of(**options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
-        check_same((ours, y), (stock, y), x)
+        compare(monai.DiceCELoss, x, labels, to_onehot_y=True, **options, tolerance=tolerance)
+        compare(monai.DiceCELoss, x, y, **options)
         if kind == "sigmoid" and options["include_background"]:
             options["weight"] = None if options["weight"] is None else WEIGHT[2]
-            ours, stock = (of(**options) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
-            check_same((ours, y[:, :1]), (stock, y[:, :1]), x[:, :1])
+            compare(monai.DiceCELoss, x[:, :1], y[:, :1], **options)
 
 
 @SHAPES
@@ -101,28 +109,20 @@ def test_monai_dice(monai, spatial):
         soft_label=(True, False), weight=(None, 2.0), sigmoid=(True, False),
     ):  # fmt: skip
         options["softmax"] = not options["sigmoid"]
-        ours, stock = (of(**options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
-        check_same((ours, soft), (stock, soft), x)
-        ours, stock = (of(to_onehot_y=True, **options) for of in (fusedseg.DiceLoss, monai.DiceLoss))
-        check_same((ours, labels), (stock, labels), x)
+        compare(monai.DiceLoss, x, soft, **options)
+        compare(monai.DiceLoss, x, labels, to_onehot_y=True, **options)
     for ignore, options in itertools.product(
         (255, 3, -1), products(include_background=(True, False), batch=(True, False))
     ):
         t = labels.clone()
         t[1, 0, :2] = ignore
-        ours, stock = (
-            of(softmax=True, to_onehot_y=True, ignore_index=ignore, **options)
-            for of in (fusedseg.DiceLoss, monai.DiceLoss)
-        )
-        check_same((ours, t), (stock, t), x)
+        compare(monai.DiceLoss, x, t, softmax=True, to_onehot_y=True, ignore_index=ignore, **options)
         y = torch.zeros_like(x).scatter_(1, labels, 1)
         y[1, :, :2] = 0
         given = {"softmax": True, "ignore_index": ignore} | options
-        ours, stock = (of(**given) for of in (fusedseg.DiceLoss, monai.DiceLoss))
-        check_same((ours, y), (stock, y), x)
+        compare(monai.DiceLoss, x, y, **given)
         for name, more in (("DiceLoss", {}), ("DiceLoss", {"squared_pred": True}), ("TverskyLoss", {"alpha": 0.3})):
-            ours, stock = (of(**given, **more) for of in (getattr(losses, name), getattr(monai, name)))
-            check_same((ours, soft), (stock, soft), x)
+            compare(getattr(monai, name), x, soft, **given, **more)
 
 
 @SHAPES
@@ -132,8 +132,7 @@ def test_monai_tversky(monai, spatial):
         include_background=(True, False), alpha=(0.3, 0.5), beta=(0.7,), reduction=("mean", "sum", "none"),
         batch=(True, False), ignore_index=(None, 2),
     ):  # fmt: skip
-        ours, stock = (of(softmax=True, to_onehot_y=True, **options) for of in (losses.TverskyLoss, monai.TverskyLoss))
-        check_same((ours, labels), (stock, labels), x)
+        compare(monai.TverskyLoss, x, labels, softmax=True, to_onehot_y=True, **options)
 
 
 @SHAPES
@@ -158,8 +157,7 @@ def test_monai_focal(monai, monkeypatch, spatial):
                 t[1, 0, :2] = 255
             check_same((ours, t), (stock, t), x)
             y = torch.zeros_like(x).scatter_(1, labels, 1)
-            ours, stock = (of(**options) for of in (losses.FocalLoss, monai.FocalLoss))
-            check_same((ours, y), (stock, y), x)
+            compare(monai.FocalLoss, x, y, **options)
 
 
 @SHAPES
@@ -173,8 +171,7 @@ def test_monai_dice_focal(monai, monkeypatch, spatial):
         if options["weight"] is not None and not options["include_background"]:
             options["weight"] = WEIGHT[1:]
         options |= {"sigmoid": not options["softmax"], "lambda_dice": 0.7, "lambda_focal": 1.3, "to_onehot_y": True}
-        ours, stock = (of(**options) for of in (losses.DiceFocalLoss, monai.DiceFocalLoss))
-        check_same((ours, labels), (stock, labels), x)
+        compare(monai.DiceFocalLoss, x, labels, **options)
 
 
 # nnU-Net's class passes arguments that PyTorch has given up.
@@ -188,21 +185,11 @@ def test_nnunet_top_k(nnunet, spatial):
         if ignore is not None:
             t[1, 0, :2] = ignore
         of_ce = {"k": k, "weight": weight, "label_smoothing": smoothing}
-        ours, stock = (
-            of(**of_ce, ignore_index=-100 if ignore is None else ignore) for of in (losses.TopKLoss, compound.TopKLoss)
-        )
-        check_same((ours, t), (stock, t), x)
+        compare(compound.TopKLoss, x, t, **of_ce, ignore_index=-100 if ignore is None else ignore)
         for batch_dice in (True, False):
             of_dice = {"batch_dice": batch_dice, "ddp": False, "smooth": 1e-5}
-            ours, stock = (
-                of(dict(of_dice), dict(of_ce), 1.2, 0.8, ignore)
-                for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
-            )
-            check_same((ours, t), (stock, t), x)
-    ours, stock = (
-        of({"ddp": False}, {}, ignore_label=255) for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
-    )
-    check_same((ours, torch.full_like(labels, 255)), (stock, torch.full_like(labels, 255)), x)
+            compare(compound.DC_and_topk_loss, x, t, of_dice, of_ce, 1.2, 0.8, ignore)
+    compare(compound.DC_and_topk_loss, x, torch.full_like(labels, 255), {"ddp": False}, {}, ignore_label=255)
 
 
 @SHAPES
@@ -219,13 +206,8 @@ def test_nnunet_dc_and_ce(nnunet, spatial):
             of_dice = options | {"ddp": False} | ({} if clip is None else {"clip_tp": clip})
             of_ce = {"weight": weight, "label_smoothing": smoothing}
             dice_class = dice.MemoryEfficientSoftDiceLoss if clip is None else dice.SoftDiceLoss
-            ours, stock = (
-                of(dict(of_dice), dict(of_ce), 1.2, 0.8, ignore, dice_class)
-                for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss)
-            )
-            check_same((ours, t.short()), (stock, t.short()), x)
-    ours, stock = (of({"ddp": False}, {}, ignore_label=255) for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss))
-    check_same((ours, torch.full_like(labels, 255)), (stock, torch.full_like(labels, 255)), x)
+            compare(compound.DC_and_CE_loss, x, t.short(), of_dice, of_ce, 1.2, 0.8, ignore, dice_class)
+    compare(compound.DC_and_CE_loss, x, torch.full_like(labels, 255), {"ddp": False}, {}, ignore_label=255)
 
 
 @SHAPES
@@ -237,12 +219,8 @@ def test_nnunet_dc_and_bce(nnunet, spatial):
         products(batch_dice=(True, False), do_bg=(True, False), smooth=(1e-5, 1.0)), (True, False)
     ):
         for t in (regions, regions.double()):
-            ours, stock = (
-                of({}, options | {"ddp": False}, 1.2, 0.8, ignore)
-                for of in (losses.DC_and_BCE_loss, compound.DC_and_BCE_loss)
-            )
             t = t if ignore else t[:, :K]
-            check_same((ours, t), (stock, t), x)
+            compare(compound.DC_and_BCE_loss, x, t, {}, options | {"ddp": False}, 1.2, 0.8, ignore)
 
 
 @SHAPES
@@ -262,11 +240,9 @@ def test_smp(smp, spatial):
             t = (t > 0).long() if mode == "binary" else t
             if options["ignore_index"] is not None:
                 t[1, 0, :2] = 255
-            ours, stock = (of(mode, **given) for of in (losses.SMPDiceLoss, smp.DiceLoss))
-            check_same((ours, t), (stock, t), logits)
+            compare(smp.DiceLoss, logits, t, mode, **given)
             more = {"alpha": 0.3, "beta": 0.7, "gamma": 1.5}
-            ours, stock = (of(mode, **given, **more) for of in (losses.SMPTverskyLoss, smp.TverskyLoss))
-            check_same((ours, t), (stock, t), logits)
+            compare(smp.TverskyLoss, logits, t, mode, **given, **more)
 
 
 def of_nothing(ignore):
@@ -292,18 +268,13 @@ def test_monai_where_nothing_counts(monai, monkeypatch, ignore, smooth):
         for name, given in itertools.product(
             ("DiceLoss", "TverskyLoss"), ({"batch": True}, {"include_background": False})
         ):
-            ours, stock = (
-                of(**dice, **given, reduction=reduction) for of in (getattr(losses, name), getattr(monai, name))
-            )
-            check_same((ours, labels), (stock, labels), x)
+            compare(getattr(monai, name), x, labels, **dice, **given, reduction=reduction)
         for given in ({"weight": 0.0}, {"use_softmax": True}, {"alpha": 0.25}):
-            ours, stock = (of(**options, **given, reduction=reduction) for of in (losses.FocalLoss, monai.FocalLoss))
-            check_same((ours, labels), (stock, labels), x)
+            compare(monai.FocalLoss, x, labels, **options, **given, reduction=reduction)
         labels = labels.clamp(max=K - 1)
         for weight, smoothing in itertools.product((None, WEIGHT * 0, torch.arange(4.0).double()), (0.0, 0.1)):
             given = {"softmax": True, "to_onehot_y": True, "weight": weight, "label_smoothing": smoothing}
-            ours, stock = (of(**given, reduction=reduction) for of in (fusedseg.DiceCELoss, monai.DiceCELoss))
-            check_same((ours, labels), (stock, labels), x)
+            compare(monai.DiceCELoss, x, labels, **given, reduction=reduction)
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
@@ -315,21 +286,12 @@ def test_nnunet_where_nothing_counts(nnunet, ignore):
         for smooth, label in itertools.product((1e-5, 0.0), (ignore, None)):
             of_dice, of_ce = {"ddp": False, "smooth": smooth}, ce if label else ce | {"ignore_index": ignore}
             t = labels if label else labels.clamp(max=1)
-            ours, stock = (
-                of(dict(of_dice), dict(of_ce), 1.2, 0.8, label, dice.MemoryEfficientSoftDiceLoss)
-                for of in (losses.DC_and_CE_loss, compound.DC_and_CE_loss)
-            )
-            check_same((ours, t), (stock, t), x)
-            ours, stock = (
-                of(dict(of_dice), dict(of_ce), 1.2, 0.8, label)
-                for of in (losses.DC_and_topk_loss, compound.DC_and_topk_loss)
-            )
-            check_same((ours, t), (stock, t), x)
+            compare(compound.DC_and_CE_loss, x, t, of_dice, of_ce, 1.2, 0.8, label, dice.MemoryEfficientSoftDiceLoss)
+            compare(compound.DC_and_topk_loss, x, t, of_dice, of_ce, 1.2, 0.8, label)
     for ignored in (0.0, 1.0):
         x, regions = torch.randn(N, K, 6, dtype=torch.float64), torch.zeros(N, K + 1, 6)
         regions[:, -1] = ignored
-        ours, stock = (of({}, {"ddp": False}, 1, 1, True) for of in (losses.DC_and_BCE_loss, compound.DC_and_BCE_loss))
-        check_same((ours, regions), (stock, regions), x)
+        compare(compound.DC_and_BCE_loss, x, regions, {}, {"ddp": False}, 1, 1, True)
 
 
 @pytest.mark.parametrize("ignore", [255, 1])
@@ -338,8 +300,7 @@ def test_smp_where_nothing_counts(smp, ignore):
     for labels, weights, smooth in itertools.product(of_nothing(ignore)[:3], (None, [0.0] * K), (0.0, 1.0)):
         options = {"ignore_index": ignore, "class_weights": weights, "smooth": smooth}
         for log_loss in (False, True):
-            ours, stock = (of("multiclass", log_loss=log_loss, **options) for of in (losses.SMPDiceLoss, smp.DiceLoss))
-            check_same((ours, labels), (stock, labels), logits_of(labels))
+            compare(smp.DiceLoss, logits_of(labels), labels, "multiclass", log_loss=log_loss, **options)
 
 
 def sentence(loss):

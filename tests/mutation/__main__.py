@@ -25,7 +25,7 @@ FOLDERS = ("kernels", "fusedseg/ops")
 NORM_KERNELS = ["tests/kernels/test_norm_act*.py", "tests/kernels/test_sanitize.py", "tests/kernels/test_launcher.py",
                 "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
 NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/ops/test_kept.py",
-            "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
+            "tests/ops/test_strides.py", "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
 CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
 SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",

@@ -18,3 +18,14 @@ def twin(monkeypatch):
 
     monkeypatch.setattr(sync, "gather", gather)
     return calls
+
+
+@pytest.fixture
+def dtype(backend):
+    """The dtype of a test of a convolution: Triton's does not take float64."""
+    return torch.float64 if backend == "aten" else torch.float32
+
+
+@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def memory_format(request):
+    return request.param

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fusedseg.functional import conv_abn
 from tests.reference import activate
 
 CONV = {4: F.conv2d, 5: F.conv3d}
@@ -37,6 +38,7 @@ CASES = {
     "3d, same, even kernel": Case((2, 2, 2, 3, 3), (3, 2, 1, 2, 3), {"padding": "same"}),
     "3d, stride 2": Case((2, 2, 4, 3, 5), (3, 2, 3, 1, 3), {"stride": 2, "padding": (1, 0, 1)}),
 }
+SMALL = CASES["2d"]
 
 
 def formatted(t, fmt):
@@ -93,6 +95,12 @@ def running(case, dtype, device):
     K = case.w[0]
     values = torch.linspace(-1, 1, K, dtype=torch.float64), torch.linspace(0.5, 2, K, dtype=torch.float64)
     return tuple(v.to(device, dtype) for v in values)
+
+
+def fused(given, backend, training=True, statistics=(None, None), case=SMALL, **options):
+    x, w, conv_bias, weight, bias = given
+    options = {"training": training, "conv_backend": backend} | case.options | options
+    return conv_abn(x, w, conv_bias, *statistics, weight, bias, **options)
 
 
 def stock(case, given, statistics, training, activation="leaky_relu", param=0.01, momentum=0.1, stored=None):

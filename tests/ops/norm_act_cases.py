@@ -37,6 +37,12 @@ def stock_norm(norm, x, running, weight, bias, training, eps=1e-5):
     return F.group_norm(x, GROUPS, weight, bias, eps)
 
 
+def fused(norm, x, weight=None, bias=None, groups=GROUPS, **options):
+    """``norm_act`` with statistics of its own, and none that run."""
+    options = {"training": True, "num_groups": groups if norm == "group" else None} | options
+    return norm_act(x, None, None, weight, bias, norm=norm, **options)
+
+
 def both(norm, name, x, weight, bias, residual, training=True, eps=1e-5):
     """Yields (output, gradients of all given tensors, final running statistics) of the stock functions, then of
     ours."""

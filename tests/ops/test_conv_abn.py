@@ -3,28 +3,14 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedseg.functional import conv_abn
-from tests.ops.conv_abn_cases import CASES, Inputs, inputs, running, stock
+from tests.ops.conv_abn_cases import CASES, SMALL, Inputs, fused, inputs, running, stock
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.called import Called
 
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-SMALL = CASES["2d"]
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
-
-
-@pytest.fixture
-def dtype_of(backend):
-    """The dtype of a test: Triton's convolution does not take float64."""
-    return torch.float64 if backend == "aten" else torch.float32
-
-
-def fused(case, given, statistics, training, backend, **options):
-    x, w, conv_bias, weight, bias = given
-    return conv_abn(
-        x, w, conv_bias, *statistics, weight, bias, training=training, conv_backend=backend, **case.options, **options
-    )
 
 
 def check_gradcheck(case, device, training, fmt="contiguous", activation="leaky_relu", param=0.01, **which):
@@ -33,17 +19,15 @@ def check_gradcheck(case, device, training, fmt="contiguous", activation="leaky_
     def ours(*tensors):
         statistics = running(case, torch.float64, device)
         arguments = given.replaced(tensors)
-        return fused(case, arguments, statistics, training, "aten", activation=activation, activation_param=param)
+        return fused(arguments, "aten", training, statistics, case, activation=activation, activation_param=param)
 
     # The fast mode tests random directions, because numerical derivatives of every element take minutes.
     assert torch.autograd.gradcheck(ours, given.given, fast_mode=True)
     if case is SMALL:
         # The sum gives a dz that is expanded from a scalar.
         assert torch.autograd.gradcheck(lambda *t: ours(*t).sum() * 2, given.given, fast_mode=True)
-    z, expected = (
-        ours(*given.given),
-        stock(case, given, running(case, torch.float64, device), training, activation, param),
-    )
+    z = ours(*given.given)
+    expected = stock(case, given, running(case, torch.float64, device), training, activation, param)
     torch.testing.assert_close(z, expected)
     dz = torch.randn_like(z)
     torch.testing.assert_close(*(torch.autograd.grad(out, given.given, dz) for out in (z, expected)))
@@ -77,19 +61,19 @@ def test_gradcheck_activations(device, activation, param, affine, training):
         *((name, "channels_last") for name in ("2d", "1x1", "groups", "same, even kernel", "3d, stride 2")),
     ],
 )
-def test_values_and_running_statistics(backend, device, dtype_of, name, fmt):
+def test_values_and_running_statistics(backend, device, dtype, name, fmt):
     """Both backends compute the stock values; running_mean includes the convolution's bias."""
     case = CASES[name]
     for training in (True, False):
-        given, statistics = inputs(case, dtype_of, device, fmt), running(case, dtype_of, device)
+        given, statistics = inputs(case, dtype, device, fmt), running(case, dtype, device)
         with torch.no_grad():
-            z = fused(case, given, statistics, training, backend, momentum=0.3)
+            z = fused(given, backend, training, statistics, case, momentum=0.3)
         moved = running(case, torch.float64, device)
         exact = [None if t is None else t.double() for t in given]
         expected = stock(case, exact, moved, training, momentum=0.3)
-        assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype_of]
+        assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype]
         for a, b in zip(statistics, moved, strict=True):
-            assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype_of]
+            assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +102,7 @@ def test_gradients(backend, device, dtype, case, fmt):
     for training in (True, False):
         given = inputs(case, dtype, device, fmt, params=torch.float32)
         statistics = running(case, torch.float32, device)
-        z = fused(case, given, statistics, training, backend)
+        z = fused(given, backend, training, statistics, case)
         dz = torch.randn(z.shape, dtype=torch.float64).to(device, dtype)
         grads = torch.autograd.grad(z, given, dz)
 
@@ -130,18 +114,6 @@ def test_gradients(backend, device, dtype, case, fmt):
         for name, t, mine, theirs in zip(given._fields, given, grads, expected, strict=True):
             assert mine.dtype == t.dtype
             assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], (training, name)
-
-
-class Names(TorchDispatchMode):
-    """Records the names of the aten ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize(
@@ -161,9 +133,9 @@ def test_inference_normalises_the_smaller(dtype, size, folded):
     # A weight of 0 turns one channel off.
     weight[3] = 0
     var = torch.rand(8, dtype=dtype) + 0.5
-    with Names() as names, torch.no_grad():
+    with Called() as called, torch.no_grad():
         z = conv_abn(x, w, conv_bias, mean, var, weight, bias, padding=1, conv_backend="aten")
-    assert ("native_batch_norm" not in names.seen) == folded
+    assert ("native_batch_norm" not in called.names) == folded
     y = F.conv2d(x.double(), w.double(), conv_bias.double(), padding=1)
     expected = F.leaky_relu(F.batch_norm(y, mean.double(), var.double(), weight.double(), bias.double()), 0.01)
     assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype]

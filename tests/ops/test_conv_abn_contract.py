@@ -11,26 +11,12 @@ from fusedseg.memory.meter import measure
 from fusedseg.ops.conv.apart import convolve_sources
 from fusedseg.ops.conv.convolution import Geometry
 from fusedseg.ops.layout import dense
-from tests.ops.conv_abn_cases import CASES, Case, formatted, inputs, running, stock
+from tests.ops.conv_abn_cases import SMALL, Case, formatted, fused, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 from tests.tools.precision import cudnn_set
 
-SMALL = CASES["2d"]
 FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 STATES = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-
-
-@pytest.fixture
-def dtype(backend):
-    """The dtype of a test: Triton's convolution does not take float64."""
-    return torch.float64 if backend == "aten" else torch.float32
-
-
-def fused(given, backend, training=True, statistics=(None, None), case=SMALL, **options):
-    x, w, conv_bias, weight, bias = given
-    return conv_abn(
-        x, w, conv_bias, *statistics, weight, bias, training=training, conv_backend=backend, **case.options, **options
-    )
 
 
 def test_bias_of_the_convolution_in_training(backend, device, dtype):

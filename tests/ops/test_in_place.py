@@ -51,16 +51,6 @@ def test_buffers_get_the_versions_that_the_stock_norm_gives_them(backend, device
     assert versions[0]["num_batches_tracked"] is versions[1]["num_batches_tracked"] is True
 
 
-def test_an_output_that_backward_reuses_gets_a_new_version(backend, device, monkeypatch):
-    monkeypatch.setattr(fusedseg, "reuse_output", True)
-    z = fusedseg.InPlaceABN(C).to(device)(activation(device))
-    loss = z.sum()
-    del z
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("name", ["BatchNormAct", "MaxPool2d", "ConvABN2d"])
 def test_other_ops_leave_their_input_alone(backend, device, name):
     arguments = {"BatchNormAct": (C,), "MaxPool2d": (2,), "ConvABN2d": (C, C, 3)}

@@ -1,4 +1,4 @@
-"""Gradients of the op on both backends: numerical derivatives, every weight and bias, and saturated activations."""
+"""Gradients of the op on both backends: numerical derivatives and saturated activations."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import inplace_abn
 from fusedseg.ops.norm import aten_chunks
 from tests.ops.test_inplace_abn import stock
-from tests.reference import GRADIENT_TOLERANCE, PARAMS, gradients, relative_error
+from tests.reference import GRADIENT_TOLERANCE, PARAMS, relative_error
 from tests.tools.tensors import channels_last
 
 # Each activation with its parameter.
@@ -96,44 +96,6 @@ def test_weight_without_bias_and_bias_without_weight(backend, device):
         grads = torch.autograd.grad(fused.square().sum(), (x, v))
         torch.testing.assert_close(fused, expected)
         torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), (x, v)))
-
-
-WEIGHTS, BIASES = (1.0, -1.0, 0.05, 1e-4, 0.0), (0.0, 0.5, -0.5, 3.0, -3.0)
-
-
-def gradient_errors(backend, device, dtype, activation="leaky_relu", fmt="contiguous"):
-    """{(weight, bias): (our errors of dx and dweight, eager's errors)}, each over 4 channels of 1,024 values."""
-    copies, C = 4, 4 * len(WEIGHTS) * len(BIASES)
-    w64 = torch.tensor(WEIGHTS, dtype=torch.float64).repeat_interleave(len(BIASES) * copies)
-    b64 = torch.tensor(BIASES, dtype=torch.float64).repeat_interleave(copies).repeat(len(WEIGHTS))
-    x = (torch.randn(4, C, 16, 16) * 2 + 0.5).to(dtype)
-    dz = torch.randn(4, C, 16, 16).to(dtype)
-
-    def run(f, dtype, parameters):
-        xs = x.to(dtype=dtype, device=device)
-        xs = (channels_last(xs) if fmt == "channels_last" else xs).requires_grad_()
-        wb = [p.to(parameters).to(device).requires_grad_() for p in (w64, b64)]
-        z = f(xs * 1, None, None, *wb, True, activation=activation)
-        return [g.cpu() for g in torch.autograd.grad(z, (xs, wb[0]), dz.to(dtype=dtype, device=device))]
-
-    exact = gradients(dz, x, w64, b64, activation=activation)[:2]
-    ours = run(inplace_abn, dtype, torch.float32)
-    eager = run(stock, dtype, torch.float32)
-    errors = {}
-    for i, key in enumerate((w, b) for w in WEIGHTS for b in BIASES):
-        c = slice(i * copies, (i + 1) * copies)
-        parts = [[g[0][:, c], g[1][c]] for g in (exact, ours, eager)]
-        errors[key] = [[relative_error(a, e) for a, e in zip(part, parts[0], strict=True)] for part in parts[1:]]
-    return errors
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
-def test_gradients_for_every_weight(backend, device, dtype, fmt):
-    allowed = GRADIENT_TOLERANCE[dtype]
-    for key, (ours, eager) in gradient_errors(backend, device, dtype, fmt=fmt).items():
-        for name, mine, theirs in zip(("dx", "dweight"), ours, eager, strict=True):
-            assert mine <= max(allowed, 2 * theirs), (key, name, mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -8,7 +8,6 @@ from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import slabs
 from fusedseg.ops.conv import sources as module
-from fusedseg.ops.conv.convolution import Geometry, convolve, output_format
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 
 CONV = {2: F.conv2d, 3: F.conv3d}
@@ -222,57 +221,27 @@ X, W = torch.randn(2, 3, 8, 8), torch.randn(4, 5, 3, 3)
     ("call", "error", "message"),
     [
         (lambda: join_conv((X, X), W), ValueError, r"join_conv: x must have 5 channels .*, got 6 in \(2, 6, 8, 8\)"),
-        (
-            lambda: join_conv((X, X[:, :2, 1:]), W),
-            ValueError,
-            r"join_conv: sources must agree in all but their channels",
-        ),
-        (
-            lambda: join_conv((X, X[:, :2].half()), W),
-            ValueError,
-            r"join_conv: sources must have one dtype, got .*float16",
-        ),
+        (lambda: join_conv((X, X[:, :2, 1:]), W), ValueError,
+         r"join_conv: sources must agree in all but their channels"),
+        (lambda: join_conv((X, X[:, :2].half()), W), ValueError,
+         r"join_conv: sources must have one dtype, got .*float16"),
         (lambda: join_conv((X, None), W), TypeError, r"join_conv: x must be a tensor, an Interpolated, or a sequence"),
         (lambda: join_conv((), W), TypeError, r"join_conv: x must be a tensor"),
-        (
-            lambda: join_conv((X, X[:, :1]), W[:, :2], groups=2),
-            ValueError,
-            r"groups must be 1 for several sources, got 2",
-        ),
+        (lambda: join_conv((X, X[:, :1]), W[:, :2], groups=2), ValueError,
+         r"groups must be 1 for several sources, got 2"),
         (lambda: join_conv(X, W[0]), ValueError, r"conv_weight must have shape .*, got \(5, 3, 3\)"),
         (lambda: join_conv(X, W[:, :3], stride=0), ValueError, r"join_conv: stride must be an integer >= 1.*got 0"),
         (lambda: Interpolated(X, (4, 4), "trilinear"), ValueError, r"Interpolated: mode must be one of .*'trilinear'"),
         (lambda: Interpolated(X, (4,), "nearest"), ValueError, r"size must be 2 positive integers .*got \(4,\)"),
-        (
-            lambda: Interpolated(X, (4, 4), "nearest", True),
-            ValueError,
-            "align_corners must be None unless mode is one of bilinear, .* got True for",
-        ),
-        (
-            lambda: Interpolated(X[0, 0], (4, 4), "nearest"),
-            ValueError,
-            r"two or three spatial dimensions, got \(8, 8\)",
-        ),
+        (lambda: Interpolated(X, (4, 4), "nearest", True), ValueError,
+         "align_corners must be None unless mode is one of bilinear, .* got True for"),
+        (lambda: Interpolated(X[0, 0], (4, 4), "nearest"), ValueError,
+         r"two or three spatial dimensions, got \(8, 8\)"),
         (lambda: Interpolated([1], (4, 4), "nearest"), TypeError, r"x must be a tensor, got list"),
-        (
-            lambda: conv_abn((X, X[:, :2]), W, None, None, None, training=True, conv_backend="triton"),
-            ValueError,
-            "x must be one tensor for conv_backend 'triton'",
-        ),
+        (lambda: conv_abn((X, X[:, :2]), W, None, None, None, training=True, conv_backend="triton"), ValueError,
+         "x must be one tensor for conv_backend 'triton'"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
-def test_one_small_volume_is_convolved_as_stock(rows):
-    """``convolve`` takes another implementation than torch here, which must give the stock values."""
-    x, w, bias = torch.randn(1, 4, 5, 6, 7), torch.randn(6, 2, 3, 3, 3), torch.randn(6)
-    x = x.contiguous(memory_format=torch.channels_last_3d) if rows else x
-    geometry = Geometry((1, 2, 1), (1, 0, 2), (1, 1, 2), 2)
-    found = convolve(x, w, bias, geometry)
-    # The results are fp32 sums of 54 products.
-    torch.testing.assert_close(found, torch.conv3d(x, w, bias, *geometry), rtol=1e-5, atol=1e-4)
-    assert found.is_contiguous(memory_format=output_format(x, w))

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from fusedseg.functional import norm_act
 from fusedseg.ops.norm import aten_input
-from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs, slope_of
+from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, both, fused, inputs, slope_of
 
 SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
@@ -81,21 +81,20 @@ def test_shapes(norm, shape, fmt, affine):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradcheck(norm, name):
     activation, param, _ = ACTIVATIONS[name]
-    groups = GROUPS if norm == "group" else None
     given = [t.requires_grad_() for t in inputs((2, 3, 4, 3), torch.float64)]
     slope = slope_of(name, given[0])
     if slope is not None:
         given.append(slope.requires_grad_())
 
-    def fused(x, weight, bias, residual, slope=None):
-        return norm_act(x, None, None, weight, bias, True, 0.1, 1e-3, activation=activation, activation_param=param,
-                        norm=norm, num_groups=groups, residual=residual, slope=slope)  # fmt: skip
+    def call(x, weight, bias, residual, slope=None):
+        options = {"eps": 1e-3, "activation": activation, "activation_param": param}
+        return fused(norm, x, weight, bias, residual=residual, slope=slope, **options)
 
     if norm == "group":
         # A group has one channel; the scale keeps the gradient of x from being small.
         given[0].data *= torch.linspace(0.5, 2, given[0].numel()).view_as(given[0])
     # One activation is tested with numerical derivatives of every element.
-    assert torch.autograd.gradcheck(fused, given, fast_mode=name != "silu")
+    assert torch.autograd.gradcheck(call, given, fast_mode=name != "silu")
 
 
 TAILS = torch.tensor([-0.0, 0.0, 1e-42, -1e-42, 1e-30, -1e-30, 3.0, -3.0, 6.0, 7.0, -7.0, 30.0, -30.0, 200.0, -200.0,
@@ -111,9 +110,9 @@ def test_kinks_and_tails(name):
     x = TAILS.repeat(3).view(1, 3, -1)
     slope = slope_of(name, x)
     results = []
-    for fused in (False, True):
+    for ours in (False, True):
         leaf = x.clone().requires_grad_()
-        if fused:
+        if ours:
             z = norm_act(leaf, torch.zeros(3), torch.ones(3), eps=eps, activation=activation, activation_param=param,
                          slope=slope)  # fmt: skip
         else:
@@ -136,8 +135,7 @@ def test_half_precision(norm, dtype, parameters):
     exact = next(iter(both(norm, "silu", x.double(), *affine, None)))
     given = {"fp32": (weight.float(), bias.float()), "half": (weight, bias), "none": (None, None)}[parameters]
     leaves = [None if t is None else t.clone().requires_grad_() for t in (x, *given)]
-    z = norm_act(leaves[0], None, None, *leaves[1:], True, activation="silu", norm=norm,
-                 num_groups=GROUPS if norm == "group" else None)  # fmt: skip
+    z = fused(norm, *leaves, activation="silu")
     assert z.dtype == dtype
     u = torch.finfo(dtype).eps
     torch.testing.assert_close(z.double(), exact[0], rtol=2 * u, atol=2 * u)

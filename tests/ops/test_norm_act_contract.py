@@ -1,6 +1,7 @@
 """The memory of norm_act, the tensors that it must not change, and the requirements of PyTorch for an op."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -15,25 +16,22 @@ from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.norm import aten_input, op
 from fusedseg.ops.norm.spec import Spec
-from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, inputs, slope_of
+from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, fused, inputs, slope_of
 from tests.tools.tensors import channels_last
 
 
 def saved_by(f):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        z = f()
-    return z, {t.data_ptr() for t in saved if t.numel() > 100}
+        _out = f()
+    return {t.data_ptr() for t in saved if t.numel() > 100}
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_keeps_the_input_and_the_residual_alone(norm):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs())
-    groups = GROUPS if norm == "group" else None
     for activation, extra in (("relu", {residual.data_ptr()}), ("identity", set())):
-        call = lambda: norm_act(x, None, None, weight, bias, True, activation=activation, norm=norm,  # noqa: B023, E731
-                                num_groups=groups, residual=residual)  # fmt: skip
-        _, kept = saved_by(call)
+        kept = saved_by(partial(fused, norm, x, weight, bias, activation=activation, residual=residual))
         assert kept == {x.data_ptr()} | extra
 
 
@@ -59,7 +57,7 @@ def test_saved_bytes_of_a_network():
 def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
     """Backward works in small parts, here a sixteenth of the tensor each; three or four parts are alive at a time."""
     x = torch.randn(shape, requires_grad=True)
-    z = norm_act(x, None, None, training=True, activation="silu", norm=norm, num_groups=32 if norm == "group" else None)
+    z = fused(norm, x, groups=32, activation="silu")
     dz = torch.randn_like(z)
     monkeypatch.setattr(aten_input, "WHOLE_BYTES", x.nbytes - 1)
     monkeypatch.setattr(aten_input, "PART_BYTES", x.nbytes // 16)
@@ -71,7 +69,7 @@ def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
 @pytest.mark.parametrize("norm", NORMS)
 def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
     """Gradients have the shapes of the inputs, and the peak is that of a real step."""
-    shape, groups = (2, 12, 32, 64), 6 if norm == "group" else None
+    shape = (2, 12, 32, 64)
     monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
     monkeypatch.setattr(aten_input, "PART_BYTES", 2 * 2**14)
     peaks, parts = [], []
@@ -82,8 +80,7 @@ def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
             x, residual = (torch.empty(shape).requires_grad_() for _ in range(2))
             weight, bias, slope = (torch.ones(12).requires_grad_() for _ in range(3))
             given = [x, weight, bias, slope, residual]
-            z = norm_act(x, None, None, weight, bias, True, activation="prelu", norm=norm, num_groups=groups,
-                         residual=residual, slope=slope)  # fmt: skip
+            z = fused(norm, x, weight, bias, groups=6, activation="prelu", residual=residual, slope=slope)
             dz = torch.empty(shape)
             with LiveBytes() as live:
                 grads = torch.autograd.grad(z, given, dz)
@@ -95,14 +92,13 @@ def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradient_shared_with_another_branch_is_not_written(norm):
-    groups = GROUPS if norm == "group" else None
     for name, (activation, param, _) in ACTIVATIONS.items():
         x, _, _, residual = (None if t is None else t.requires_grad_() for t in inputs())
         other = torch.randn_like(x, requires_grad=True)
         dz = torch.randn_like(x)
         before = dz.clone()
-        z = norm_act(x, None, None, training=True, activation=activation, activation_param=param, norm=norm,
-                     num_groups=groups, residual=residual, slope=slope_of(name, x))  # fmt: skip
+        options = {"activation": activation, "activation_param": param, "slope": slope_of(name, x)}
+        z = fused(norm, x, residual=residual, **options)
         # The addition passes the same gradient tensor to both inputs.
         (z + other).backward(dz)
         assert torch.equal(dz, before)
@@ -114,10 +110,10 @@ def test_expanded_gradient_and_other_strides():
     residual = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     for r in (None, residual, channels_last(residual)):
         grads = []
-        for fused in (False, True):
+        for ours in (False, True):
             leaf = base.clone().requires_grad_()
             x = leaf.permute(3, 1, 0, 2)
-            if fused:
+            if ours:
                 z = norm_act(x, None, None, training=True, activation="silu", residual=r)
                 assert z.is_contiguous()
             else:
@@ -131,8 +127,7 @@ def test_expanded_gradient_and_other_strides():
 def test_empty_batch(norm):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((0, 6, 4, 4)))
     slope = torch.ones(1, requires_grad=True)
-    z = norm_act(x, None, None, weight, bias, True, activation="prelu", norm=norm, residual=residual, slope=slope,
-                 num_groups=GROUPS if norm == "group" else None)  # fmt: skip
+    z = fused(norm, x, weight, bias, activation="prelu", residual=residual, slope=slope)
     grads = torch.autograd.grad(z.sum(), (x, weight, bias, residual, slope))
     assert [tuple(g.shape) for g in grads] == [(0, 6, 4, 4), (6,), (6,), (0, 6, 4, 4), (1,)]
     assert not any(g.any() for g in grads)
@@ -193,8 +188,7 @@ def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
         def forward(self, x):
             for conv, norm in zip(self.convs, ("batch", "instance", "group", "batch"), strict=True):
                 residual = None if x.requires_grad is False else x
-                x = norm_act(conv(x), None, None, training=True, activation="relu", norm=norm, residual=residual,
-                             num_groups=2 if norm == "group" else None)  # fmt: skip
+                x = fused(norm, conv(x), groups=2, activation="relu", residual=residual)
             return x
 
     net, x = Net(), torch.randn(2, 4, 16, 16, dtype=dtype)

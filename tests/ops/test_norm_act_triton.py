@@ -5,12 +5,11 @@ import torch
 
 import fusedseg
 from fusedseg.activation import Activation
-from fusedseg.functional import norm_act
 from fusedseg.ops.layout import layout_of
 from fusedseg.ops.norm import op, passes
 from fusedseg.ops.norm.spec import Passed, Saved, Spec
 from tests import reference
-from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, inputs
+from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, fused, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 
 
@@ -45,8 +44,7 @@ def test_accuracy_on_triton(norm, dtype, device):
     bias = torch.tensor([0.5, 3.0, -3.0, 0.5, 0.5, 0.0], requires_grad=True, device=device)
     leaf = x.to(device).requires_grad_()
     groups = {"batch": None, "instance": 6, "group": GROUPS}[norm]
-    z = norm_act(leaf, None, None, weight, bias, True, activation="silu", norm=norm,
-                 num_groups=GROUPS if norm == "group" else None)  # fmt: skip
+    z = fused(norm, leaf, weight, bias, activation="silu")
     grads = torch.autograd.grad(z, (leaf, weight, bias), dz.to(device))
     settings = {"activation": "silu", "param": 0.0, "groups": groups}
     expected = reference.norm_act(x, weight.cpu(), bias.cpu(), **settings)

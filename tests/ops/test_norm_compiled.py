@@ -1,6 +1,7 @@
 """Norms of this package in compiled code: stock ops, the values of the stock modules, and one kept tensor per norm."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import _torch, recompute
 from fusedseg.memory import SavedBytes
+from tests.tools.tensors import channels_last
 
 pytestmark = pytest.mark.skipif(not _torch.LABELS_ALL_NORMS, reason="older compilers get the opaque op")
 INSTANCE = {"affine": True, "track_running_stats": True}
@@ -30,6 +32,7 @@ NORMS = {
     "instance": (lambda: fusedseg.InstanceNormAct(4, activation="relu"), lambda: nn.InstanceNorm2d(4), nn.ReLU()),
     "group": (lambda: fusedseg.GroupNormAct(2, 4, activation="silu"), lambda: nn.GroupNorm(2, 4), nn.SiLU()),
 }  # fmt: skip
+compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
 IN_PLACE = [name for name in NORMS if name.startswith("in place")]
 
 
@@ -109,7 +112,7 @@ def test_any_weight_trains_right(name, weight):
     for net in (mine, theirs):
         net.norm.weight.data[1] = weight
     x = torch.randn(2, 2, 8, 7, dtype=torch.float64)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
+    run = compiled(mine)
     torch.testing.assert_close(results(mine, run, x), results(theirs, theirs, x))
 
 
@@ -120,7 +123,7 @@ def test_keeps_one_tensor_for_each_norm(name, scoped):
     ours, _, _ = NORMS[name]
     layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), ours())]
     net, x = nn.Sequential(*layers, nn.Conv2d(4, 4, 1)), torch.randn(2, 4, 32, 32)
-    run = torch.compile(recompute()(net) if scoped else net, backend="aot_eager", fullgraph=True)
+    run = compiled(recompute()(net) if scoped else net)
     run(x)
     with SavedBytes([*net.parameters(), *net.buffers(), x]) as saved:
         out = run(x)
@@ -132,8 +135,8 @@ def test_keeps_one_tensor_for_each_norm(name, scoped):
 def test_autocast_and_channels_last(name):
     mine, _ = pair(name, torch.float32)
     twin = copy.deepcopy(mine)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 2, 8, 7).contiguous(memory_format=torch.channels_last)
+    run = compiled(mine)
+    x = channels_last(torch.randn(2, 2, 8, 7))
     found = []
     for net, call in ((mine, run), (twin, twin)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -141,14 +144,13 @@ def test_autocast_and_channels_last(name):
         found.append((out, *torch.autograd.grad(out.float().square().mean(), [*net.parameters()])))
     assert found[0][0].dtype == torch.bfloat16
     assert found[0][0].stride() == found[1][0].stride()
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("name", ["in place", "in place, group", "instance"])
 def test_one_graph_for_all_sizes(name):
     mine, theirs = pair(name)
-    run = torch.compile(mine, backend="aot_eager", fullgraph=True, dynamic=True)
+    run = compiled(mine, dynamic=True)
     for size in (8, 11):
         x = torch.randn(3, 2, size, size - 1, dtype=torch.float64)
         torch.testing.assert_close(results(mine, run, x), results(theirs, theirs, x))
@@ -163,7 +165,7 @@ def test_checkpoint_keeps_no_output():
     def run(x):
         return head(checkpoint(lambda x: net[1](net[0](net(x))), x, use_reentrant=False))
 
-    call = torch.compile(run, backend="aot_eager", fullgraph=True)
+    call = compiled(run)
     with SavedBytes([*net.parameters(), *net.buffers(), *head.parameters(), x]) as saved:
         call(x)
     # The input of the last convolution is rebuilt, too.
@@ -173,7 +175,7 @@ def test_checkpoint_keeps_no_output():
 def test_empty_batch():
     """The running statistics stay."""
     net = fusedseg.InPlaceABN(4)
-    z = torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(0, 4, 3, 3, requires_grad=True))
+    z = compiled(net)(torch.randn(0, 4, 3, 3, requires_grad=True))
     assert z.shape == (0, 4, 3, 3)
     assert torch.equal(net.running_mean, torch.zeros(4))
 
@@ -187,6 +189,5 @@ def test_conv_abn_is_a_stock_convolution_and_a_norm():
         grads = torch.autograd.grad(run(given).square().mean(), [x, *net.parameters()])
         y = F.batch_norm(net.conv(x), None, None, net.norm.weight, net.norm.bias, True)
         expected = torch.autograd.grad(F.leaky_relu(y).square().mean(), [x, *net.parameters()])
-        for a, b in zip(grads, expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(grads, expected)
     assert not [op for op in ops if "fusedseg" in op]

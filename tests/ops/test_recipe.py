@@ -17,6 +17,7 @@ from fusedseg.scope import offers, plain
 from fusedseg.scope.parts import Chain
 from fusedseg.scope.saved import Recipe
 from fusedseg.scope.turns import turns_of
+from tests.ops.scope_cases import assert_equal, assert_same_gradients
 
 SHAPE = (2, 4, 8, 8)
 BYTES = 2 * 4 * 8 * 8 * 4
@@ -81,8 +82,7 @@ def same(fn, made, bytes_fewer):
     """Asserts that the scope leaves the gradients identical, and saves the given number of tensors fewer."""
     plain, kept_plain = gradients(fn, made)
     inside, kept = gradients(recompute()(fn), made)
-    for got, expected in zip(inside, plain, strict=True):
-        assert torch.equal(got, expected)
+    assert_equal(inside, plain)
     # The scope keeps copies of the weight.
     assert abs(kept_plain - kept - bytes_fewer) <= 4 * 16
 
@@ -96,11 +96,8 @@ def test_several_consumers_and_a_view(made):
         z = scaled(conv(x), w)
         return conv(z) + conv(z.flip(0)) * z[:, :1].exp() + z[:, 1:3].transpose(1, 3).sigmoid().sum() + z.square()
 
-    plain, kept_plain = gradients(fn, made)
-    inside, kept = gradients(recompute()(fn), made)
-    assert kept < kept_plain
-    for got, expected in zip(inside, plain, strict=True):
-        assert torch.equal(got, expected)
+    assert_same_gradients(lambda: fn(*made), *made[:2])
+    assert gradients(recompute()(fn), made)[1] < gradients(fn, made)[1]
 
 
 def test_recipes_of_recipes(made):
@@ -182,8 +179,7 @@ def test_an_optimizer_may_change_the_weight_before_backward(made):
         with torch.no_grad():
             weight.copy_(value)
         results.append(torch.autograd.grad(scope(conv, weight, x).square().mean(), conv.parameters()))
-    for got, expected in zip(*results, strict=True):
-        assert torch.equal(got, expected)
+    assert_equal(*results)
 
 
 def test_modified_source_raises_as_in_eager(made):
@@ -244,12 +240,7 @@ def test_small_inputs_that_are_parts_of_larger_memory(made, part):
     """Regression: the copy of a small input was read with the offset and strides of the part of the larger memory."""
     conv, _, x = made
     weight = part(torch.rand(4, 4) + 0.5)
-    found = []
-    for scope in (recompute(), nullcontext()):
-        with scope:
-            loss = conv(scaled(conv(x), weight)).square().mean()
-        found.append(torch.autograd.grad(loss, list(conv.parameters())))
-    assert all(torch.equal(ours, stock) for ours, stock in zip(*found, strict=True))
+    assert_same_gradients(lambda: conv(scaled(conv(x), weight)), conv)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +280,7 @@ def test_calls_that_overwrite_their_input_are_one_recipe(made, monkeypatch):
     monkeypatch.setattr(offers, "Recipe", Counted)
     conv, _, x = made
     norms = [nn.BatchNorm2d(4) for _ in range(2)]
-    parameters = [*conv.parameters(), *norms[0].parameters(), *norms[1].parameters()]
-    results = []
-    for scope in (nullcontext, recompute):
-        with scope():
-            out = conv(residual(norms, conv(x)))
-        results.append(torch.autograd.grad(out.square().mean(), parameters))
-    assert all(map(torch.equal, *results))
+    assert_same_gradients(lambda: conv(residual(norms, conv(x))), conv, *norms)
     # For each block the overwritten norm and its product with 1.
     assert [type(recipe.rebuild) for recipe in recipes_made].count(Chain) == 2
     assert len(recipes_made) <= 4
@@ -305,15 +290,14 @@ def test_a_value_that_was_saved_keeps_a_recipe_of_its_own(made):
     """A later call that overwrites the memory does not change how the value is rebuilt."""
     conv, _, x = made
     norm = nn.BatchNorm2d(4)
-    results = []
-    for scope in (nullcontext, recompute):
-        with scope():
-            z = norm(conv(x))
-            saved = conv(z * 2)
-            z.relu_()
-            out = conv(z) + saved
-        results.append(torch.autograd.grad(out.square().mean(), [*conv.parameters(), *norm.parameters()]))
-    assert all(map(torch.equal, *results))
+
+    def fn():
+        z = norm(conv(x))
+        saved = conv(z * 2)
+        z.relu_()
+        return conv(z) + saved
+
+    assert_same_gradients(fn, conv, norm)
 
 
 def test_the_second_call_of_a_chain_gets_the_strides_of_forward():
@@ -365,10 +349,5 @@ class Clears(torch.autograd.Function):
 def test_a_rebuilt_output_that_was_changed_is_not_read():
     """The norm would read its own output, which was rebuilt for the function after it; that function changes it."""
     conv, norm = nn.Conv2d(4, 4, 3, padding=1), fusedseg.BatchNormAct(4, activation="relu")
-    x, results = torch.randn(SHAPE), []
-    for scope in (nullcontext(), recompute()):
-        with scope:
-            z = Clears.apply(norm(conv(x)))
-        results.append(torch.autograd.grad(z.square().sum(), [*conv.parameters(), *norm.parameters()]))
-    for expected, got in zip(*results, strict=True):
-        assert torch.equal(got, expected)
+    x = torch.randn(SHAPE)
+    assert_same_gradients(lambda: Clears.apply(norm(conv(x))), conv, norm)

@@ -13,7 +13,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import measure
@@ -73,18 +72,14 @@ def saved(fn, net, x):
     return nbytes
 
 
-def test_public_name():
-    assert fusedseg.recompute is recompute
-
-
 def test_context_manager_and_decorator(net, x, expected):
-    @fusedseg.recompute()
+    @recompute()
     def decorated(x):
         assert recipes.active() is not None
         return net(x)
 
     def inside(x):
-        with fusedseg.recompute():
+        with recompute():
             return net(x)
 
     assert_equal(gradients(decorated, net, x), expected)
@@ -186,20 +181,16 @@ def test_checkpoint_around(net, x, expected, reentrant):
     assert saved(around, net, x) <= x.nbytes
 
 
-def test_hooks_around_get_what_is_kept(net, x, expected):
-    def around(x):
-        with save_on_cpu(), recompute():
+@pytest.mark.parametrize("hooks_first", [True, False], ids=["hooks around", "hooks inside"])
+def test_other_hooks(net, x, expected, hooks_first):
+    """Hooks around the scope get what it keeps, and hooks inside get everything."""
+    contexts = (save_on_cpu, recompute) if hooks_first else (recompute, save_on_cpu)
+
+    def run(x):
+        with contexts[0](), contexts[1]():
             return net(x)
 
-    assert_equal(gradients(around, net, x), expected)
-
-
-def test_hooks_inside_get_everything(net, x, expected):
-    def inside(x):
-        with recompute(), save_on_cpu():
-            return net(x)
-
-    assert_equal(gradients(inside, net, x), expected)
+    assert_equal(gradients(run, net, x), expected)
 
 
 def test_retained_graph_and_part_of_it(net, x, expected):
@@ -300,24 +291,19 @@ def test_fake_tensors(x):
     assert (fake.saved, fake.held) == (real.saved, real.held)
 
 
-def test_compiled_model_in_the_scope(net, x, expected):
+@pytest.mark.parametrize("around", [True, False], ids=["scope around", "scope inside"])
+def test_compiled(net, x, expected, around):
     torch._dynamo.reset()
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        for a, b in zip(gradients(recompute()(compiled), net, x), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
 
-
-def test_scope_in_a_compiled_function(net, x, expected):
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def compiled(x):
+    def scoped(x):
         with recompute():
             return net(x)
 
-    for a, b in zip(gradients(compiled, net, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    run = recompute()(compiler(net)) if around else compiler(scoped)
+    for _ in range(2):
+        for a, b in zip(gradients(run, net, x), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_function_transforms_refuse_the_scope(x):

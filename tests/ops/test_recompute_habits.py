@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
-from tests.ops.scope_cases import assert_same, grads
+from tests.ops.scope_cases import grads, same_in_the_scope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,43 +31,36 @@ def net():
     )
 
 
-def test_vmap_of_stock_code():
+@same_in_the_scope
+def test_vmap_of_stock_code(scope):
     """It raised "Cannot access storage of BatchedTensorImpl"."""
-
-    def program(scope):
-        model, x = net(), torch.randn(3, 2, 3, 8, 8)
-        with scope():
-            out = torch.vmap(model)(x)
-        out.square().sum().backward()
-        return [out.detach(), *grads(*model.parameters())]
-
-    assert_same(program)
+    model, x = net(), torch.randn(3, 2, 3, 8, 8)
+    with scope():
+        out = torch.vmap(model)(x)
+    out.square().sum().backward()
+    return [out.detach(), *grads(model)]
 
 
-def test_vmap_of_index_tensors_for_a_mask():
-    def program(scope):
-        conv, x = nn.Conv2d(3, 3, 3, padding=1), torch.randn(2, 3, 8, 8)
-        with scope():
-            keep = torch.vmap(torch.vmap(lambda i, j: (i - j).abs() < 3, (None, 0)), (0, None))
-            mask = keep(torch.arange(8), torch.arange(8))
-            out = F.silu(conv(x)) * mask
-        out.square().sum().backward()
-        return grads(*conv.parameters())
-
-    assert_same(program)
+@same_in_the_scope
+def test_vmap_of_index_tensors_for_a_mask(scope):
+    conv, x = nn.Conv2d(3, 3, 3, padding=1), torch.randn(2, 3, 8, 8)
+    with scope():
+        keep = torch.vmap(torch.vmap(lambda i, j: (i - j).abs() < 3, (None, 0)), (0, None))
+        mask = keep(torch.arange(8), torch.arange(8))
+        out = F.silu(conv(x)) * mask
+    out.square().sum().backward()
+    return grads(conv)
 
 
-def test_vmap_writes_to_what_is_rebuilt_from():
-    def program(scope):
-        c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-        with scope():
-            x = c(torch.randn(2, 3, 8, 8))
-            out = d(F.pad(x, (1,) * 4))
-            torch.vmap(lambda t: t.mul_(2))(x.detach())
-        out.square().sum().backward()
-        return grads(*c.parameters(), *d.parameters())
-
-    assert_same(program)
+@same_in_the_scope
+def test_vmap_writes_to_what_is_rebuilt_from(scope):
+    c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+    with scope():
+        x = c(torch.randn(2, 3, 8, 8))
+        out = d(F.pad(x, (1,) * 4))
+        torch.vmap(lambda t: t.mul_(2))(x.detach())
+    out.square().sum().backward()
+    return grads(c, d)
 
 
 USES = {
@@ -77,20 +71,17 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_features_made_in_inference_mode(use):
+@same_in_the_scope
+def test_features_made_in_inference_mode(scope, use):
     """It raised "Inference tensors do not track version counter"."""
-
-    def program(scope):
-        encoder, conv = nn.Conv2d(3, 4, 3), nn.Conv2d(8 if use == "cat" else 4, 2, 1)
-        p = torch.randn(2, 4, 6, 6, requires_grad=True)
-        with torch.inference_mode():
-            f = encoder(torch.randn(2, 3, 8, 8))
-        with scope():
-            out = conv(USES[use](f, p))
-        out.square().sum().backward()
-        return grads(p, *conv.parameters())
-
-    assert_same(program)
+    encoder, conv = nn.Conv2d(3, 4, 3), nn.Conv2d(8 if use == "cat" else 4, 2, 1)
+    p = torch.randn(2, 4, 6, 6, requires_grad=True)
+    with torch.inference_mode():
+        f = encoder(torch.randn(2, 3, 8, 8))
+    with scope():
+        out = conv(USES[use](f, p))
+    out.square().sum().backward()
+    return grads(p, conv)
 
 
 MAKES = {
@@ -126,42 +117,36 @@ def test_meta_tensors():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_strided_nested_tensors():
-    def program(scope):
-        layer = nn.Linear(4, 4)
-        parts = [torch.randn(2, 4), torch.randn(3, 4)]
+@same_in_the_scope
+def test_strided_nested_tensors(scope):
+    layer = nn.Linear(4, 4)
+    parts = [torch.randn(2, 4), torch.randn(3, 4)]
+    with scope():
+        t = torch.nested.nested_tensor(parts, layout=torch.strided)
+        out = F.dropout(F.relu(layer(t)), 0.0)
+        out = torch.nested.to_padded_tensor(layer(out), 0.0)
+    out.square().sum().backward()
+    return grads(layer)
+
+
+@same_in_the_scope
+def test_batched_gradients(scope):
+    model, x = net(), torch.randn(2, 3, 8, 8)
+    with scope():
+        out = model(x)
+    cotangents = torch.randn(3, *out.shape)
+    return torch.autograd.grad(out, list(model.parameters()), cotangents, is_grads_batched=True)
+
+
+@same_in_the_scope
+def test_vectorized_jacobian(scope):
+    model, x = net(), torch.randn(1, 3, 4, 4)
+
+    def f(x):
         with scope():
-            t = torch.nested.nested_tensor(parts, layout=torch.strided)
-            out = F.dropout(F.relu(layer(t)), 0.0)
-            out = torch.nested.to_padded_tensor(layer(out), 0.0)
-        out.square().sum().backward()
-        return grads(*layer.parameters())
+            return model(x).mean((2, 3))
 
-    assert_same(program)
-
-
-def test_batched_gradients():
-    def program(scope):
-        model, x = net(), torch.randn(2, 3, 8, 8)
-        with scope():
-            out = model(x)
-        cotangents = torch.randn(3, *out.shape)
-        return torch.autograd.grad(out, list(model.parameters()), cotangents, is_grads_batched=True)
-
-    assert_same(program)
-
-
-def test_vectorized_jacobian():
-    def program(scope):
-        model, x = net(), torch.randn(1, 3, 4, 4)
-
-        def f(x):
-            with scope():
-                return model(x).mean((2, 3))
-
-        return [torch.autograd.functional.jacobian(f, x, vectorize=True)]
-
-    assert_same(program)
+    return [torch.autograd.functional.jacobian(f, x, vectorize=True)]
 
 
 @pytest.mark.parametrize("mode", ["exact", "leaky"])
@@ -190,61 +175,54 @@ def test_batched_gradients_of_a_converted_model(mode):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_source_is_changed_by_a_scripted_function():
-    """The scope did not see the write, and backward raised an error that eager mode does not raise."""
+def double_(x):
+    return x.mul_(2.0)
 
-    @torch.jit.script
-    def double_(x):
+
+class Doubles(nn.Module):
+    def forward(self, x):
         return x.mul_(2.0)
 
-    class Scripted(nn.Module):
-        def forward(self, x):
-            return x.mul_(2.0)
 
-    for change in (double_, torch.jit.script(Scripted())):
-
-        def program(scope, change=change):
-            c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-            with scope():
-                x = c(torch.randn(2, 3, 8, 8))
-                out = d(F.pad(x, (1,) * 4))
-                loss = out.square().sum() + change(x).sum()
-            loss.backward()
-            return grads(*c.parameters(), *d.parameters())
-
-        assert_same(program)
+@pytest.mark.parametrize("written", [double_, Doubles()], ids=["function", "module"])
+@same_in_the_scope
+def test_source_is_changed_by_scripted_code(scope, written):
+    """The scope did not see the write, and backward raised an error that eager mode does not raise."""
+    c, d, change = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3), torch.jit.script(written)
+    with scope():
+        x = c(torch.randn(2, 3, 8, 8))
+        out = d(F.pad(x, (1,) * 4))
+        loss = out.square().sum() + change(x).sum()
+    loss.backward()
+    return grads(c, d)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_another_name_of_a_source_is_given_other_memory(when):
-    def program(scope):
-        c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-        with scope():
-            x = c(torch.randn(2, 3, 8, 8))
-            if when == "before":
-                name = x.detach()
-            out = d(F.pad(x, (1,) * 4))
-            if when == "after":
-                name = x.detach()
-            name.set_(torch.randn(5))
-        out.square().sum().backward()
-        return grads(*c.parameters(), *d.parameters())
-
-    assert_same(program)
+@same_in_the_scope
+def test_another_name_of_a_source_is_given_other_memory(scope, when):
+    c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+    with scope():
+        x = c(torch.randn(2, 3, 8, 8))
+        if when == "before":
+            name = x.detach()
+        out = d(F.pad(x, (1,) * 4))
+        if when == "after":
+            name = x.detach()
+        name.set_(torch.randn(5))
+    out.square().sum().backward()
+    return grads(c, d)
 
 
-def test_embedding_scales_its_weight():
-    def program(scope):
-        table, layer = torch.randn(5, 4, requires_grad=True), nn.Linear(16, 3)
-        with scope():
-            weight = table * 1
-            out = layer(F.pad(weight, (6, 6)))
-            with torch.no_grad():
-                rows = F.embedding(torch.tensor([1, 2]), weight, max_norm=0.5)
-        (out.square().sum() + rows.sum()).backward()
-        return [rows, *grads(table, *layer.parameters())]
-
-    assert_same(program)
+@same_in_the_scope
+def test_embedding_scales_its_weight(scope):
+    table, layer = torch.randn(5, 4, requires_grad=True), nn.Linear(16, 3)
+    with scope():
+        weight = table * 1
+        out = layer(F.pad(weight, (6, 6)))
+        with torch.no_grad():
+            rows = F.embedding(torch.tensor([1, 2]), weight, max_norm=0.5)
+    (out.square().sum() + rows.sum()).backward()
+    return [rows, *grads(table, layer)]
 
 
 class Tracker(TorchDispatchMode):
@@ -279,14 +257,11 @@ def test_modes_of_others_see_tensors_with_memory(batch):
     """Other modes received opaque oneDNN tensors in the backward of a convolution of one small volume."""
     model = nn.Sequential(fusedseg.ConvABN3d(2, 4, 3, padding=1), fusedseg.nn.JoinConv3d(4, 3, 3, padding=1))
     x = torch.randn(batch, 2, 6, 6, 6, requires_grad=True)
-    model(x).square().sum().backward()
-    expected = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
-    x.grad = None
-    model.zero_grad()
-    with Tracker():
-        model(x).square().sum().backward()
-    for got, e in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
-        torch.testing.assert_close(got, e)
+    found = []
+    for mode in (nullcontext(), Tracker()):
+        with mode:
+            found.append(torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()]))
+    torch.testing.assert_close(*found)
 
 
 def test_a_checkpointed_function_that_catches_errors():

@@ -1,6 +1,5 @@
 """Whole networks of stock modules under the scope: bytes, and gradients that are the same to the last bit."""
 
-import cProfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,15 +12,8 @@ from fusedseg import recompute
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
+from tests.compiler.networks import instance, relu, relu3d
 from tests.resnet import ResNet18, ResNet50
-
-
-def relu(norm: type[nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda channels: nn.Sequential(norm(channels), nn.ReLU(inplace=True))
-
-
-def nnunet(channels: int) -> nn.Module:
-    return nn.Sequential(nn.InstanceNorm3d(channels, affine=True), nn.LeakyReLU(0.01, inplace=True))
 
 
 class Case(NamedTuple):
@@ -34,8 +26,8 @@ class Case(NamedTuple):
     most: float
 
 
-UNET2D = {"plain": True, "norm_act": relu(nn.BatchNorm2d)}
-UNET3D = {"plain": True, "norm_act": relu(nn.BatchNorm3d)}
+UNET2D = {"plain": True, "norm_act": relu}
+UNET3D = {"plain": True, "norm_act": relu3d}
 SMALL = {"widths": (4, 8, 8), "up_widths": (8, 4)}
 CASES = {
     "U-Net": Case(partial(UNet, 3, 4, **UNET2D), [(8, 3, 256, 256)], {"widths": (8, 16, 16)}, [(2, 3, 32, 32)], 0.45),
@@ -56,7 +48,7 @@ CASES = {
     "3D large": Case(partial(unet3d_large, **UNET3D), [(2, 1, 320, 150, 26)], SMALL, [(1, 1, 20, 10, 6)], 0.45),
     "3D small": Case(partial(unet3d_small, **UNET3D), [(2, 1, 320, 150, 26)], SMALL, [(1, 1, 20, 10, 6)], 0.45),
     "3D instance norm": Case(
-        partial(UNet, 1, 4, dims=3, plain=True, norm_act=nnunet),
+        partial(UNet, 1, 4, dims=3, plain=True, norm_act=instance),
         [(1, 1, 64, 128, 128)],
         {"widths": (4, 8, 8)},
         [(2, 1, 16, 12, 8)],
@@ -111,38 +103,3 @@ def test_gradients(case, precision):
         results.append([out.detach(), *grads, *(buffer.clone() for buffer in net.buffers())])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
-
-
-def calls(step: Callable[[], object]) -> int:
-    """Counts the function calls of a step, including calls of built-in functions."""
-    profile = cProfile.Profile()
-    profile.runcall(step)
-    return sum(entry.callcount for entry in profile.getstats())
-
-
-# A count of Python's calls changes with PyTorch and Python; it is for who looks after the host's time.
-@pytest.mark.slow
-def test_calls_of_a_step():
-    """If the kernels on a GPU are short, these calls determine the time of a step."""
-    net, x = ResNet50(10, 4), torch.randn(4, 3, 32, 32)
-    steps = [lambda fn=fn: fn(x).sum().backward() for fn in (net, recompute()(net))]
-    for step in steps:
-        step()
-    eager, ours = map(calls, steps)
-    print(f"\neager: {eager}, ours: {ours}")
-    assert ours - eager < 17_600
-
-
-@pytest.mark.slow
-def test_calls_of_a_function_that_records_nothing():
-    x = torch.randn(2, 3)
-    times = 100
-
-    def step():
-        for _ in range(times):
-            x.sum(dim=1)
-
-    eager = calls(step)
-    with recompute():
-        step()
-        assert calls(step) - eager <= 6 * times

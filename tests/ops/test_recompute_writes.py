@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import recompute
-from tests.ops.scope_cases import assert_equal
+from tests.ops.scope_cases import assert_equal, assert_same_gradients
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def test_memory_changed_by_data_is_not_mistaken(x):
     """PyTorch's version counter does not count a change through ``.data``."""
     conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
 
-    def fn(x):
+    def fn():
         # silu saves its input, so no op has saved z yet.
         z = F.silu(norm(conv(x)))
         z.data.mul_(2)
         return conv(z)
 
-    assert_equal(*[torch.autograd.grad(run(x).square().mean(), conv.weight) for run in (fn, recompute()(fn))])
+    assert_same_gradients(fn, conv)
 
 
 def _set_data(z):
@@ -61,7 +61,7 @@ def test_a_result_that_gets_another_shape_or_memory(x, change):
     """The scope looks at the result of a call once, so it must notice functions that change more than its values."""
     conv, norm = nn.Conv2d(3, 3, (3, 1)), nn.BatchNorm2d(3)
 
-    def fn(x):
+    def fn():
         # silu saves its input, so no op has saved z yet.
         z = F.silu(norm(conv(x)))
         # A view keeps the memory alive.
@@ -69,36 +69,31 @@ def test_a_result_that_gets_another_shape_or_memory(x, change):
         change(z)
         return conv(z).sum() + first.sum()
 
-    params = [*conv.parameters(), *norm.parameters()]
-    results = [torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))]
-    assert_equal(*results)
+    assert_same_gradients(fn, conv, norm)
 
 
 def test_a_view_changed_in_place_does_not_stand_for_its_base(x):
     conv, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
     last = nn.Conv2d(4, 2, 1)
 
-    def fn(x):
+    def fn():
         t = norm(conv(x))
         t[:, :2].sigmoid_()
         return last(t)
 
-    params = [*conv.parameters(), *norm.parameters(), *last.parameters()]
-    results = [torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))]
-    assert_equal(*results)
+    assert_same_gradients(fn, conv, norm, last)
 
 
 def test_a_source_that_is_overwritten_inside_is_copied_first(x):
     """cat keeps nothing, so a program may overwrite its inputs afterwards."""
     up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
 
-    def fn(x):
+    def fn():
         raw = up(x)
         out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
         return out + raw.mul_(2)[:, :2]
 
-    params = [p for module in (up, first, last) for p in module.parameters()]
-    assert_equal(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
+    assert_same_gradients(fn, up, first, last)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +105,12 @@ def test_a_source_that_a_module_of_ours_overwrites_is_copied_first(make, x):
     """The scope cannot see the kernel that overwrites the source, so the module announces the change."""
     up, last, norm = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1), make(4)
 
-    def fn(x):
+    def fn():
         raw = up(x)
         out = last(torch.cat([raw, F.relu(raw)], dim=1))
         return out.sum() + norm(raw).square().sum()
 
-    params = [*up.parameters(), *last.parameters()]
-    assert_equal(*[torch.autograd.grad(run(x), params) for run in (fn, recompute()(fn))])
+    assert_same_gradients(fn, up, last)
 
 
 def test_a_source_without_values_that_is_overwritten_is_copied_to_its_device():
@@ -146,26 +140,24 @@ def test_a_source_that_is_overwritten_without_gradients_is_copied_first(write, x
     """An activation in place, whose rule the scope follows only while gradients are wanted."""
     up, first, last = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
 
-    def fn(x):
+    def fn():
         raw = up(x)
         out = last(torch.cat([F.relu(F.batch_norm(first(x), None, None, training=True)), raw], dim=1))
         with torch.no_grad():
             write(raw)
         return out
 
-    params = [p for module in (up, first, last) for p in module.parameters()]
-    assert_equal(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
+    assert_same_gradients(fn, up, first, last)
 
 
 def test_memory_changed_by_numpy_after_a_convolution_has_kept_it(x):
     """The convolution sees the change, as in eager mode; what is rebuilt from the same memory does not."""
     first, second, third = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
 
-    def fn(x):
+    def fn():
         y = first(x)
         out = second(y) + third(F.relu(y))
         y.detach().numpy()[:] *= -1
         return out
 
-    params = [p for module in (first, second, third) for p in module.parameters()]
-    assert_equal(*[torch.autograd.grad(run(x).square().mean(), params) for run in (fn, recompute()(fn))])
+    assert_same_gradients(fn, first, second, third)

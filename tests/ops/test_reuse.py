@@ -17,11 +17,6 @@ def reuse(monkeypatch):
     monkeypatch.setattr(aten_chunks, "WHOLE", 0)
 
 
-@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
-def memory_format(request):
-    return request.param
-
-
 def block():
     conv = nn.Conv2d(3, 8, 3, padding=1)
     return nn.Sequential(conv, fusedseg.InPlaceABN(8), nn.Conv2d(8, 4, 3, padding=1), fusedseg.InPlaceABN(4))
@@ -36,8 +31,7 @@ def gradients(net, x, monkeypatch, reuse):
 def test_same_gradients(backend, memory_format, training, monkeypatch):
     net = block().train(training)
     x = torch.randn(2, 3, 9, 8).to(memory_format=memory_format)
-    ours, plain = (gradients(net, x, monkeypatch, reuse) for reuse in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert all(map(torch.equal, *(gradients(net, x, monkeypatch, reuse) for reuse in (True, False))))
 
 
 def test_it_happens(backend, memory_format):
@@ -53,19 +47,14 @@ def test_it_happens(backend, memory_format):
     assert seen == [address]
 
 
-def held_by_variable(z):
-    return z
+HELD = {
+    "by a variable": lambda z: z,
+    "by a detached view": lambda z: z.detach()[:, 0],
+    "by numpy": lambda z: z.detach().numpy(),
+}
 
 
-def held_by_a_detached_view(z):
-    return z.detach()[:, 0]
-
-
-def held_by_numpy(z):
-    return z.detach().numpy()
-
-
-@pytest.mark.parametrize("hold", [held_by_variable, held_by_a_detached_view, held_by_numpy])
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
 def test_what_is_held_is_left_alone(hold):
     norm = fusedseg.InPlaceABN(3)
     z = norm(torch.randn(2, 3, 8, 8, requires_grad=True) * 1)
@@ -77,7 +66,7 @@ def test_what_is_held_is_left_alone(hold):
     assert torch.equal(torch.as_tensor(held).detach(), before)
 
 
-def test_a_second_backward_is_right_or_raises():
+def test_a_second_backward_is_right_or_raises(backend):
     norm = fusedseg.InPlaceABN(3)
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     # sum keeps nothing: the output is overwritten, and the second backward raises an error.
@@ -108,8 +97,7 @@ def test_a_u_net_peaks_lower_with_the_same_gradients(monkeypatch):
     for reuse in (False, True):
         results.append(gradients(net, x, monkeypatch, reuse))
         peaks.append(allocator_peak(lambda: net(x).square().mean().backward()))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, *results))
     assert peaks[1] < peaks[0]
 
 

@@ -53,31 +53,26 @@ def test_overwrites_what_nobody_holds(reuse, backend, device):
             loss.backward()
 
 
-def held_by_variable(y):
-    return y
+HELD = {
+    "by a variable": lambda y: y,
+    "by a detached view": lambda y: y.detach()[:, 0],
+    "by another op": torch.square,
+}
 
 
-def held_by_a_detached_view(y):
-    return y.detach()[:, 0]
-
-
-def held_by_another_op(y):
-    return y.square()
-
-
-@pytest.mark.parametrize("hold", [held_by_variable, held_by_a_detached_view, held_by_another_op])
-def test_leaves_alone_what_is_held(reuse, hold):
+@pytest.mark.parametrize("holder", HELD)
+def test_leaves_alone_what_is_held(reuse, holder):
     x, labels = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randint(3, (2, 8, 8))
     y = x * 1
     seen, address = [], y.data_ptr()
     y.register_hook(lambda dy: seen.append(dy.data_ptr()))
-    held, before = hold(y), y.detach().clone()
+    held, before = HELD[holder](y), y.detach().clone()
     loss = dice_ce(y, labels)
     del y
     first = torch.autograd.grad(loss, x, retain_graph=True)
     assert address not in seen
     assert torch.equal(torch.autograd.grad(loss, x)[0], first[0])
-    if hold is held_by_variable:
+    if holder == "by a variable":
         assert torch.equal(held.detach(), before)
 
 
@@ -143,15 +138,11 @@ def test_a_subclass_of_tensor(backend, device):
     assert torch.equal(*grads)
 
 
+# Each thread has a part of its own in memory.
+@pytest.mark.usefixtures("one_thread")
 def test_a_network_peaks_lower_than_with_the_stock_loss():
     net = nn.Conv2d(1, 40, 1)
     x, labels = torch.randn(1, 1, 256, 256), torch.randint(40, (1, 256, 256))
-    threads = torch.get_num_threads()
-    # Each thread has a part of its own in memory.
-    torch.set_num_threads(1)
-    try:
-        stock = allocator_peak(lambda: nn.functional.cross_entropy(net(x), labels).backward())
-        ours = allocator_peak(lambda: fusedseg.CrossEntropyLoss()(net(x), labels).backward())
-    finally:
-        torch.set_num_threads(threads)
+    stock = allocator_peak(lambda: nn.functional.cross_entropy(net(x), labels).backward())
+    ours = allocator_peak(lambda: fusedseg.CrossEntropyLoss()(net(x), labels).backward())
     assert ours < stock - x.nbytes * 20

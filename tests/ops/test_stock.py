@@ -1,6 +1,5 @@
 """For each function between two convolutions: the bytes that the scope saves, and gradients that do not change."""
 
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -8,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
+from tests.ops.scope_cases import assert_equal, assert_same_gradients, same_in_the_scope
+from tests.tools.called import Called
+from tests.tools.tensors import channels_last
 
 SHAPE = (2, 8, 16, 16)
 BYTES = 2 * 8 * 16 * 16 * 4
@@ -74,10 +75,9 @@ def convs(*channels):
     return [nn.Conv2d(c, d, 3, padding=1) for c, d in pairwise(channels)]
 
 
-@pytest.fixture(params=["contiguous", "channels_last"])
+@pytest.fixture(params=[torch.Tensor.contiguous, channels_last], ids=["contiguous", "channels_last"])
 def x(request):
-    fmt = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}[request.param]
-    return torch.randn(SHAPE).contiguous(memory_format=fmt)
+    return request.param(torch.randn(SHAPE))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -112,8 +112,7 @@ def test_running_statistics_move_once(norm, x):
         norm.reset_running_stats()
         step(lambda x: last(F.relu(norm(first(x)))), x, (first, last), scoped)
         state.append([buffer.clone() for buffer in norm.buffers()])
-    for got, expected in zip(*state, strict=True):
-        assert torch.equal(got, expected)
+    assert_equal(*state)
 
 
 @pytest.mark.parametrize("frozen", ["norm", "first convolution", "weight", "both"])
@@ -127,12 +126,7 @@ def test_norms_of_which_part_is_frozen(kind, frozen, x):
     first.requires_grad_(frozen not in ("first convolution", "both"))
     wanted = [p for part in (first, norm, last) for p in part.parameters() if p.requires_grad]
     nn.init.uniform_(norm.weight, 0.5, 1.5)
-    results = []
-    for scope in (nullcontext(), recompute()):
-        with scope:
-            out = last(F.relu(norm(first(x))))
-        results.append(torch.autograd.grad(out.square().mean(), wanted))
-    assert all(torch.equal(ours, stock) for ours, stock in zip(*results, strict=True))
+    assert_same_gradients(lambda: last(F.relu(norm(first(x)))), *wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -143,27 +137,19 @@ def test_norms_of_other_precisions(kind, parameters, dtype, x):
     first, last = (conv.to(dtype) for conv in convs(8, 8, 8))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     norm = kind(8, affine=parameters != "none", dtype=wide if parameters == "fp32" else dtype)
-    results = []
-    for scope in (nullcontext(), recompute()):
-        with scope:
-            out = last(F.relu_(norm(first(x.to(dtype) * 3 + 1))))
-        results.append([out, *torch.autograd.grad(out.double().square().mean(), [first.weight, last.weight])])
-    assert all(torch.equal(ours, stock) for ours, stock in zip(*results, strict=True))
+    assert_same_gradients(lambda: last(F.relu_(norm(first(x.to(dtype) * 3 + 1)))).double(), first.weight, last.weight)
 
 
-def test_a_norm_whose_weight_changes_before_backward(x):
+@same_in_the_scope
+def test_a_norm_whose_weight_changes_before_backward(scope, x):
     """An optimizer changes the weight, which the norm's backward does not need if only later layers are trained."""
     first, last = convs(8, 8, 8)
     norm = nn.BatchNorm2d(8).requires_grad_(False)
     first.requires_grad_(False)
-    results = []
-    for scope in (nullcontext(), recompute()):
-        nn.init.ones_(norm.weight)
-        with scope:
-            out = last(F.relu(norm(first(x)) * last.weight.mean()))
-        norm.weight.mul_(2)
-        results.append(torch.autograd.grad(out.square().mean(), [last.weight]))
-    assert torch.equal(*(found for (found,) in results))
+    with scope():
+        out = last(F.relu(norm(first(x)) * last.weight.mean()))
+    norm.weight.mul_(2)
+    return torch.autograd.grad(out.square().mean(), last.weight)
 
 
 def normed(t):
@@ -251,20 +237,7 @@ def test_half_precision_under_autocast(x):
         out = recompute()(fn)(x)
         with torch.autocast("cpu", torch.float16, enabled=inside):
             got = torch.autograd.grad(out.square().mean(), [*first.parameters(), *last.parameters()])
-        for a, b in zip(got, expected[1:], strict=True):
-            assert torch.equal(a, b)
-
-
-class Called(TorchDispatchMode):
-    """Notes the ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+        assert_equal(got, expected[1:])
 
 
 @pytest.mark.parametrize(("function", "op"), [(torch.relu, "relu_"), (lambda t: torch.roll(t, 1, 2), "roll")])

@@ -1,5 +1,7 @@
 """Backward writes over gradients that nobody else sees, and frees rebuilt inputs early; the bits stay the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -25,11 +27,6 @@ def every_size(monkeypatch):
     monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
 
 
-@pytest.fixture(params=[torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
-def memory_format(request):
-    return request.param
-
-
 NORMS = {
     "in place": fusedseg.InPlaceABN,
     "in place, elu": lambda channels: fusedseg.InPlaceABN(channels, activation="elu"),
@@ -42,10 +39,17 @@ NORMS = {
 }
 
 
-def gradients(norm, x, monkeypatch, least):
-    monkeypatch.setattr(reuse, "LEAST_BYTES", least)
-    z = norm(x * 1)
-    return torch.autograd.grad((z * 3).square().sum(), [x, *norm.parameters()])
+def assert_same_bits(run, monkeypatch):
+    """``run()`` returns the same tensors if backward writes over gradients and if it does not."""
+    results = []
+    for least in (1, NEVER):
+        monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+        results.append(run())
+    assert all(map(torch.equal, *results))
+
+
+def gradients(norm, x):
+    return torch.autograd.grad((norm(x * 1) * 3).square().sum(), [x, *norm.parameters()])
 
 
 @pytest.fixture
@@ -59,13 +63,11 @@ def in_one_piece(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.selected_by is None])
 def test_g_over_dz_has_the_same_bits(name, dtype, memory_format, monkeypatch):
-    invertible = TABLE[name].inverse is not None
-    modules = [fusedseg.BatchNormAct] + [fusedseg.InPlaceABN] * invertible
+    modules = [fusedseg.BatchNormAct, *[fusedseg.InPlaceABN] * (TABLE[name].inverse is not None)]
     for module in modules:
         norm = module(4, activation=name).to(dtype)
         x = torch.randn(2, 4, 9, 8).to(dtype).to(memory_format=memory_format).requires_grad_()
-        ours, plain = (gradients(norm, x, monkeypatch, least) for least in (1, NEVER))
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+        assert_same_bits(partial(gradients, norm, x), monkeypatch)
 
 
 @pytest.mark.usefixtures("in_one_piece")
@@ -86,8 +88,7 @@ def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
 def test_dx_over_dz_has_the_same_bits(name, training, backend, memory_format, monkeypatch):
     norm = NORMS[name](4).train(training)
     x = torch.randn(2, 4, 9, 8).to(memory_format=memory_format).requires_grad_()
-    ours, plain = (gradients(norm, x, monkeypatch, least) for least in (1, NEVER))
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert_same_bits(partial(gradients, norm, x), monkeypatch)
 
 
 def addresses(norm, x, loss=torch.sum):
@@ -217,14 +218,14 @@ def joined(dtype=torch.float32, memory_format=torch.contiguous_format):
 def test_inputs_freed_early_give_the_same_bits(dtype, formed, memory_format, monkeypatch):
     monkeypatch.setattr("fusedseg.ops.conv.sources.FORMED_BYTES", formed)
     conv, inputs, run = joined(dtype, memory_format)
-    results = []
-    for least in (1, NEVER):
-        monkeypatch.setattr(reuse, "LEAST_BYTES", least)
+
+    def step():
         # Hooks that copy make every saved tensor one that nobody else has.
         with saved_tensors_hooks(torch.clone, torch.clone):
             out = run(*inputs)
-        results.append(torch.autograd.grad(out.square().sum(), [*inputs, *conv.parameters()]))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        return torch.autograd.grad(out.square().sum(), [*inputs, *conv.parameters()])
+
+    assert_same_bits(step, monkeypatch)
 
 
 @pytest.mark.parametrize("formed", [2**62, 0], ids=["one tensor", "apart"])

@@ -1,8 +1,9 @@
 """In the scope, rebuilt inputs of convolutions are freed early, and concatenations are rebuilt source by source."""
 
+from itertools import product
+
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import recompute
@@ -10,10 +11,13 @@ from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.ops import reuse
 from fusedseg.ops.conv import slabs
-from fusedseg.ops.layout import FORMATS
 from fusedseg.scope import saved
 from fusedseg.unet import UNet
+from tests.compiler.networks import relu
+from tests.ops.scope_cases import assert_same_gradients, both
 from tests.ops.test_recompute_networks import CASES, test_gradients
+from tests.tools.tensors import channels_last
+from tests.tools.threads import threads as torch_threads
 
 NEVER = 2**60
 # Each network has the blocks of all others, or parts that no other network has.
@@ -47,30 +51,20 @@ def test_a_convolution_of_a_rebuilt_tensor(options, dtype):
     w = torch.randn(6, 8 // options.get("groups", 1), 3, 3, dtype=dtype, requires_grad=True)
     bias = options.pop("bias", torch.randn(6, dtype=dtype, requires_grad=True))
     leaves = [x, y, w] + ([] if bias is None else [bias])
-    results = []
-    for scope in (False, True):
-
-        def step():
-            return F.conv2d(torch.cat([x * 2, F.relu(y * 3)], 1), w, bias, **options)
-
-        out = recompute()(step)() if scope else step()
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_gradients(lambda: F.conv2d(torch.cat([x * 2, F.relu(y * 3)], 1), w, bias, **options), *leaves)
 
 
 def test_a_gradient_of_a_gradient():
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64, requires_grad=True)
     w = torch.randn(6, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    results = []
-    for scope in (False, True):
 
-        def step():
-            return F.conv2d(F.relu(x * 2), w).square().sum()
+    def program(scope):
+        with scope():
+            loss = F.conv2d(F.relu(x * 2), w).square().sum()
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, w])
 
-        (dx,) = torch.autograd.grad(recompute()(step)() if scope else step(), x, create_graph=True)
-        results.append(torch.autograd.grad(dx.square().sum(), [x, w]))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*both(program))
 
 
 def test_a_frozen_weight_and_a_second_backward():
@@ -85,15 +79,12 @@ def test_a_frozen_weight_and_a_second_backward():
 @pytest.mark.parametrize("dim", [1, -1, 0])
 def test_a_concatenation_of_several_dtypes_and_layouts(dim):
     x = torch.randn(2, 4, 4, 4, requires_grad=True)
-    results = []
-    for scope in (False, True):
 
-        def step():
-            a, b = (x * 2).to(memory_format=torch.channels_last), (x * 3).half()
-            return torch.cat((F.silu(a), F.relu(b), F.silu(a)), dim).sigmoid().square().sum()
+    def fn():
+        a, b = channels_last(x * 2), (x * 3).half()
+        return torch.cat((F.silu(a), F.relu(b), F.silu(a)), dim).sigmoid()
 
-        results.append(torch.autograd.grad(recompute()(step)() if scope else step(), x)[0])
-    assert torch.equal(*results)
+    assert_same_gradients(fn, x)
 
 
 MODES = {
@@ -113,18 +104,13 @@ DTYPES += [pytest.param(of, 2, marks=pytest.mark.slow) for of in (torch.float64,
 @pytest.mark.parametrize(("dims", "mode", "align_corners"), [(n, *mode) for n, of in MODES.items() for mode in of])
 def test_an_enlarged_source_in_slabs_has_the_same_bits(dims, mode, align_corners, dtype, threads):
     """Sizes are those of long and of short rows, and the channels are more than a vector has, and fewer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for size, channels in SIZES[dims]:
-            for rows in (False, True):
-                x = torch.randn(3, channels, *size).to(dtype)
-                x = x.to(memory_format=FORMATS[dims]) if rows else x
-                kwargs = {"scale_factor": 2, "mode": mode, "align_corners": align_corners}
-                slabs_of = [F.interpolate(x[n : n + 1], **kwargs) for n in range(3)]
-                assert torch.equal(torch.cat(slabs_of), F.interpolate(x, **kwargs))
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads):
+        for (size, channels), rows in product(SIZES[dims], (False, True)):
+            x = torch.randn(3, channels, *size).to(dtype)
+            x = channels_last(x) if rows else x
+            kwargs = {"scale_factor": 2, "mode": mode, "align_corners": align_corners}
+            slabs_of = [F.interpolate(x[n : n + 1], **kwargs) for n in range(3)]
+            assert torch.equal(torch.cat(slabs_of), F.interpolate(x, **kwargs))
 
 
 def peak_of(least, monkeypatch):
@@ -132,14 +118,10 @@ def peak_of(least, monkeypatch):
     monkeypatch.setattr(reuse, "LEAST_BYTES", least)
     monkeypatch.setattr(saved, "LEAST_BYTES", least)
     with fake_mode():
-        net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=norm_and_relu)
+        net = UNet(1, 2, widths=(32, 32), plain=True, reduce=False, norm_act=relu)
         x = torch.empty(2, 1, 256, 256)
         found = measure(recompute()(net), x, owned=[*net.parameters(), *net.buffers()])
     return found.peak / (2 * 32 * 256 * 256 * 4)
-
-
-def norm_and_relu(channels):
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
 
 
 def test_the_peak_of_an_unchanged_network(monkeypatch):

@@ -108,7 +108,7 @@ def cases() -> dict[str, Callable[[], None]]:
 
     def batch(rows, dtype, shape, training=True):
         running = torch.zeros(shape[1]), torch.ones(shape[1])
-        given = batches.inputs(shape, None if rows else torch.contiguous_format, dtype, CPU)
+        given = batches.inputs(shape, rows, dtype, CPU)
         batches.check(*given, running=running, training=training)
 
     def conv(of, dtype, rows, training=True):

@@ -53,7 +53,6 @@ class Plugin:
 
         for module, name, value in (
             (interpreter, "only_programs", only_programs),
-            (interpreter, "backwards", lambda: only_programs(interpreter.last_first)),
             (traffic, "traffic", lambda: changed(driver, "moved", traffic.Moved())),
         ):
             self._stack.enter_context(changed(module, name, value))

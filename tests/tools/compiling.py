@@ -24,10 +24,12 @@ def check_compiled_follows(
     compiler: str,
     batches: list[Tensor],
     changes: dict[int, Callable[[nn.Module], None]] | None = None,
+    strides: bool = True,
 ) -> None:
     """Compares outputs and gradients of one SGD step per batch, the final state, and the output in eval mode.
 
     ``changes``: functions that change the eager network before a step; the compiled network loads its state dict.
+    ``strides``: whether the outputs must have equal strides.
     """
     torch._dynamo.reset()
     copied = copy.deepcopy(eager)
@@ -45,6 +47,7 @@ def check_compiled_follows(
             out.square().mean().backward()
             outs.append(out)
         torch.testing.assert_close(outs[1], outs[0])
+        assert not strides or outs[1].stride() == outs[0].stride()
         for a, b in zip(eager.parameters(), copied.parameters(), strict=True):
             torch.testing.assert_close(b.grad, a.grad)
         for optimizer in optimizers:
@@ -52,4 +55,8 @@ def check_compiled_follows(
     torch.testing.assert_close(copied.state_dict(), eager.state_dict())
     eager.eval()
     copied.eval()
-    torch.testing.assert_close(compiled(x), eager(x))
+    outs = [net(x) for net in (compiled, eager)]
+    torch.testing.assert_close(*outs)
+    pairs = zip(outs, (copied, eager), strict=True)
+    grads = [torch.autograd.grad(out.square().mean(), [*net.parameters()]) for out, net in pairs]
+    torch.testing.assert_close(*grads)

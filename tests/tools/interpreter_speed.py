@@ -9,7 +9,7 @@ bit with the results of the unchanged interpreter.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -35,12 +35,17 @@ AS_IT_IS = [
 ]
 
 
-def as_it_is() -> contextlib.ExitStack:
-    """Inside, the interpreter is Triton's own, without the changes that ``fast`` makes."""
+def with_values(values: Iterable[tuple[object, str, object]]) -> contextlib.ExitStack:
+    """Inside, each (owner, name of an attribute, value) holds."""
     stack = contextlib.ExitStack()
-    for owner, name, value in AS_IT_IS:
+    for owner, name, value in values:
         stack.enter_context(mock.patch.object(owner, name, value))
     return stack
+
+
+def as_it_is() -> contextlib.ExitStack:
+    """Inside, the interpreter is Triton's own, without the changes that ``fast`` makes."""
+    return with_values(AS_IT_IS)
 
 
 def fast() -> contextlib.ExitStack:
@@ -210,16 +215,12 @@ def cached_types() -> Iterator[None]:
     def to_ir(self, builder):
         return self if builder is interpreter.interpreter_builder else block_to_ir(self, builder)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (tl.block_type, "__init__", init_block),
-            (tl.block_type, "__eq__", same_block),
-            (tl.block_type, "to_ir", to_ir),
-            (tl.block_type, "with_element_ty", with_element_ty),
-            (tl.tensor, "__init__", init_tensor),
-            (interpreter, "_get_np_dtype", np_dtype_of),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    changes = [
+        (tl.block_type, "__init__", init_block), (tl.block_type, "__eq__", same_block),
+        (tl.block_type, "to_ir", to_ir), (tl.block_type, "with_element_ty", with_element_ty),
+        (tl.tensor, "__init__", init_tensor), (interpreter, "_get_np_dtype", np_dtype_of),
+    ]  # fmt: skip
+    with with_values(changes):
         yield
 
 
@@ -256,14 +257,11 @@ def quick_operators() -> Iterator[None]:
             return True
         return self.name == other.name if type(other) is tl.dtype else equal(self, other)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (TritonSemantic, "cast", cast_if_needed),
-            (TritonSemantic, "broadcast_impl_value", broadcast_if_needed),
-            (TritonSemantic, "computation_type_impl", computation_type_of),
-            (tl.dtype, "__eq__", same_dtype),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    changes = [
+        (TritonSemantic, "cast", cast_if_needed), (TritonSemantic, "broadcast_impl_value", broadcast_if_needed),
+        (TritonSemantic, "computation_type_impl", computation_type_of), (tl.dtype, "__eq__", same_dtype),
+    ]  # fmt: skip
+    with with_values(changes):
         yield
 
 

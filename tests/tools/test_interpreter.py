@@ -16,13 +16,8 @@ from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act_groups as norms
 from tests.tools.tensors import slots_of
 
+pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def only_in_the_interpreter(device):
-    if device.type != "cpu":
-        pytest.skip("compares interpreters")
 
 
 def both(run):
@@ -140,10 +135,8 @@ def test_what_is_wrong_is_refused(kernel):
 
 
 def test_the_language_is_left_as_it_was():
-    before = {name: vars(tl)[name] for name in vars(tl)}
-    members = {name: vars(tl.tensor)[name] for name in vars(tl.tensor)}
+    before = {**vars(tl)}, {**vars(tl.tensor)}
     mixed_kernel[(1,)](torch.arange(16, dtype=torch.int32), torch.zeros(16), 13, BLOCK=16)
     with pytest.raises(InterpreterError):
         odd_block_kernel[(1,)](torch.zeros(8))
-    assert {name: vars(tl)[name] for name in vars(tl)} == before
-    assert {name: vars(tl.tensor)[name] for name in vars(tl.tensor)} == members
+    assert ({**vars(tl)}, {**vars(tl.tensor)}) == before

@@ -11,11 +11,7 @@ import triton.language as tl
 from tests.tools.interpreter import only_programs
 from tests.tools.traffic import traffic
 
-
-@pytest.fixture(autouse=True)
-def only_in_the_interpreter(device):
-    if device.type != "cpu":
-        pytest.skip("counts in the interpreter")
+pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedseg
 from fusedseg.unet import UNet
-from tests.tools.threads import threads
 
 
 def unet(**options):
@@ -87,13 +86,6 @@ class LayoutCopies(TorchDispatchMode):
         spatial = a.dim() >= 4 and a.shape == b.shape and a.shape[1] > 1 and a[0, 0].numel() > 1
         if spatial and a.stride() != b.stride():
             self.seen.append(tuple(a.shape))
-
-
-@pytest.fixture
-def two_threads():
-    """With one thread, torch convolves small volumes by a loop, which copies them."""
-    with threads(2):
-        yield
 
 
 @pytest.mark.usefixtures("two_threads")

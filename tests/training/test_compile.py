@@ -8,6 +8,7 @@ import fusedseg
 from fusedseg.memory import SavedBytes
 from fusedseg.unet import MultiEncoderUNet, UNet
 
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
 NETWORKS = {
     "2D": (lambda: UNet(2, 3, widths=(4, 8)), [(2, 2, 8, 12)]),
     "3D": (lambda: UNet(1, 2, dims=3, widths=(2, 4)), [(2, 1, 8, 8, 4)]),
@@ -23,13 +24,6 @@ NETWORKS = {
     "group": (lambda: UNet(2, 3, widths=(4, 8), norm_act="group"), [(2, 2, 8, 8)]),
     "bank": (lambda: nn.Sequential(fusedseg.nn.ConvBank2d(2, 4, 3, branches=3, padding=1)), [(2, 2, 8, 8)]),
 }
-
-
-@pytest.fixture(autouse=True)
-def afresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def pair(name):

@@ -113,15 +113,6 @@ def test_export_with_residual():
         torch.testing.assert_close(exported(made, (x, residual)).module()(x, residual), expected)
 
 
-def test_export_of_a_converted_model():
-    """A converted model can be exported without ``fusedseg.revert``."""
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)).eval()
-    x = torch.randn(2, 2, 8, 8)
-    expected = net(x)
-    fusedseg.convert(net, example_inputs=x)
-    torch.testing.assert_close(exported(net, (x,)).module()(x), expected, **CLOSE)
-
-
 def test_compiled_code_survives_an_export():
     """After an export, compiled code still keeps the channels that backward needs."""
     torch._dynamo.reset()

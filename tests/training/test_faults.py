@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -19,12 +20,10 @@ SLOPE = 0.01
 PAIRS = {
     "InPlaceABN": (fusedseg.InPlaceABN, nn.BatchNorm2d),
     "BatchNormAct": (fusedseg.BatchNormAct, nn.BatchNorm2d),
-    "InPlaceInstanceNormAct": (
-        partial(fusedseg.InPlaceInstanceNormAct, affine=True),
-        partial(nn.InstanceNorm2d, affine=True),
-    ),
+    "InPlaceInstanceNormAct": (partial(fusedseg.InPlaceInstanceNormAct, affine=True),
+                               partial(nn.InstanceNorm2d, affine=True)),
     "InPlaceGroupNormAct": (partial(fusedseg.InPlaceGroupNormAct, 3), partial(nn.GroupNorm, 3)),
-}
+}  # fmt: skip
 
 
 def pair(name="InPlaceABN", dtype=torch.float64):
@@ -99,12 +98,6 @@ def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, train
     torch.testing.assert_close(second, first)
 
 
-def test_tensors_of_several_devices():
-    ours = fusedseg.InPlaceABN(3, device="meta")
-    with pytest.raises(ValueError, match=r"must be on cpu, the device of x, got meta"):
-        ours(torch.randn(2, 3, 4))
-
-
 def test_second_backward_without_retain_graph(backend):
     ours, _ = pair()
     z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64))
@@ -145,13 +138,10 @@ def test_output_overwritten_by_the_user(backend):
     for name in PAIRS:
         ours, _ = pair(name)
         z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) * 1)
-        if ours.__class__ is fusedseg.BatchNormAct:
-            # This module keeps its input, so backward does not depend on the output.
-            z.detach().zero_()
-            z.sum().backward()
-            continue
         z.detach().zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        # BatchNormAct keeps its input, so that its backward does not depend on the output.
+        raised = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with nullcontext() if name == "BatchNormAct" else raised:
             z.sum().backward()
 
 

@@ -39,14 +39,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_as_one_process(case):
-    name, sizes, spatial, channels_last, residual, options = CASES[case]
-    x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
-    expected = jobs.step(jobs.module(name, **options), x, dz, residual)
-    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case]), expected)
-
-
 def check_as_joint(results, expected):
     close = {"rtol": 1e-12, "atol": 1e-12}
     for name, exact in expected["of_batch"].items():
@@ -59,25 +51,30 @@ def check_as_joint(results, expected):
         torch.testing.assert_close(r["buffers"], results[0]["buffers"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", ["residual", "three, one of them empty", "exact, prelu"])
-def test_checkpointed(case):
-    """The forward with its collective runs twice on every process, and the running statistics move once."""
+# How a step is run, the cases of which every run has the step, and the cases that are slow.
+WAYS = {
+    "eager": (CASES, ()),
+    # The forward with its collective runs twice on every process, and the running statistics move once.
+    "checkpoint": (("residual", "three, one of them empty", "exact, prelu"), ()),
+    "aot_eager": (
+        ("residual", "exact, three, one of them empty"),
+        ("three, one of them empty", "exact, channels_last, residual"),
+    ),
+}
+
+
+def ways():
+    for way, (often, seldom) in WAYS.items():
+        for case in (*often, *seldom):
+            yield pytest.param(case, way, id=f"{case}-{way}", marks=[pytest.mark.slow] * (case in seldom))
+
+
+@pytest.mark.parametrize(("case", "way"), [*ways()])
+def test_as_one_process(case, way):
     name, sizes, spatial, channels_last, residual, options = CASES[case]
     x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
     expected = jobs.step(jobs.module(name, **options), x, dz, residual)
-    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case], "checkpoint"), expected)
-
-
-COMPILED = ["residual", "exact, three, one of them empty"]
-COMPILED_TOO = ["three, one of them empty", "exact, channels_last, residual"]
-
-
-@pytest.mark.parametrize("case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED_TOO)])
-def test_compiled_in_one_graph(case):
-    name, sizes, spatial, channels_last, residual, options = CASES[case]
-    x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)
-    expected = jobs.step(jobs.module(name, **options), x, dz, residual)
-    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case], "aot_eager"), expected)
+    check_as_joint(on_ranks(len(sizes), jobs.sync_step, *CASES[case], way), expected)
 
 
 @pytest.mark.parametrize("name", ["InPlaceABN", "BatchNormAct"])
