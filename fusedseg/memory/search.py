@@ -1,7 +1,7 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,15 +190,32 @@ class _Search:
             self.left_out[label] = str(error).partition(": ")[2]
 
     def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
-        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try."""
+        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try.
+
+        Without samples all of them need the same bytes, which follow from the first way.
+        """
         task, net = self._task, self._net(Strategy())
         backend = task.backend
         assert backend is not None
+        low, high = STARTS
         seen: dict[tuple[int, int], Counted] = {}
+
+        def empty() -> float | None:
+            known = {n: of.total for (way, n), of in seen.items() if way == 0}
+            return Line.through(known, low, high).empty if low in known and high in known else None
+
+        def tries(way: int, n: int) -> bool:
+            """Whether a way tries a batch at its start, or right after it."""
+            if n in (task.batch, low):
+                return True
+            none = empty()
+            if none is None:
+                return False
+            return Line.through({0: none, low: seen[way, low].total}, 0, low).reach(task.usable) == n
 
         def report(way: int, n: int) -> Counted:
             if (way, n) not in seen:
-                counted = [*range(len(ways))] if n == task.batch or n in STARTS else [way]
+                counted = [other for other in range(len(ways)) if other == way or tries(other, n)]
                 self._say(f"{said}, batch {n}")
                 inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
                 before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
@@ -209,7 +226,7 @@ class _Search:
             return seen[way, n]
 
         for number, way in enumerate(ways):
-            self._add(way, partial(report, number))
+            self._add(way, partial(report, number), empty())
 
     def _before(self) -> Before:
         """The bytes that are there before a step, whatever the batch is."""
@@ -243,7 +260,9 @@ class _Search:
             net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
         )
 
-    def _add(self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted]) -> None:
+    def _add(
+        self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted], empty: float | None = None
+    ) -> None:
         seen: dict[int, MemoryReport | Counted] = {}
 
         def total(n: int) -> int:
@@ -252,7 +271,7 @@ class _Search:
             return seen[n].total
 
         task = self._task
-        found = largest(total, task.usable) if task.batch is None else task.batch
+        found = largest(total, task.usable, empty) if task.batch is None else task.batch
         at = found or min(seen)
         fits = total(at) <= task.usable
         of = seen[at]
@@ -287,32 +306,62 @@ def peak_text(nbytes: int) -> str:
     return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
 
 
-def largest(total: Callable[[int], int], usable: int) -> int:
+class Line(NamedTuple):
+    """Bytes that grow with the batch on a straight line.
+
+    empty: the bytes of a step without samples.  sample: the bytes of each sample.
+    """
+
+    empty: float
+    sample: float
+
+    @classmethod
+    def through(cls, known: Mapping[int, float], a: int, b: int) -> "Line":
+        """The line through the known bytes of two batches."""
+        sample = (known[b] - known[a]) / (b - a)
+        return cls(known[a] - sample * a, sample)
+
+    def at(self, batch: int) -> float:
+        return self.empty + self.sample * batch
+
+    def reach(self, usable: int) -> int:
+        """The largest batch whose bytes are at most ``usable``."""
+        return int((usable - self.empty) / self.sample) if self.sample > 0 else LARGEST
+
+
+def largest(total: Callable[[int], int], usable: int, empty: float | None = None) -> int:
     """The largest batch whose total is at most ``usable``; 0 if none is.
 
     Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
     lines that bend, a guess halves the remaining range if the guess before has not, and steps upwards grow until a
-    batch does not fit.
+    batch does not fit.  A guess that fits is the result if the next batch cannot fit unless the line is wrong by more
+    than at the guess.
+
+    Args:
+        total: the bytes of a batch.
+        usable: the bytes that a batch may need.
+        empty: the bytes of a step without samples, if they are known: then one total fewer is asked for at the start.
     """
     low, high = STARTS
-    if total(low) > usable:
+    known: dict[int, float] = {low: total(low)}
+    if known[low] > usable:
         # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):
             return int(total(1) <= usable)
         return 0
     fits, fails = low, LARGEST + 1
-    known = {low: total(low), high: total(high)}
+    known |= {high: total(high)} if empty is None else {0: empty}
     halve, step = False, 1
     remaining = fails - fits
     while fails - fits > 1:
-        nearest = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
-        (a, of_a), (b, of_b) = ((n, known[n]) for n in (fits, fails)) if fails in known else nearest
-        slope = (of_b - of_a) / (b - a)
-        guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
-        if halve:
-            guess = (fits + fails) // 2
+        nearest = sorted(known, key=lambda n: abs(known[n] - usable))[:2]
+        line = Line.through(known, *((fits, fails) if fails in known else nearest))
+        guess = (fits + fails) // 2 if halve else line.reach(usable)
         guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
         known[guess] = total(guess)
+        error = abs(known[guess] - line.at(guess))
+        if known[guess] <= usable < line.at(guess + 1) - 2 * error:
+            return guess
         if known[guess] <= usable:
             fits, step = guess, 2 * step
         else:
