@@ -10,7 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from fusedseg.memory.units import MEBIBYTE
+from fusedseg.memory.tables import MEBIBYTE
 
 from .mni152 import X_RANGE
 from .problem import Problem

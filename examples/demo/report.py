@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedseg.memory.units import MEBIBYTE
+from fusedseg.memory.tables import MEBIBYTE
 
 from .problem import Problem
 from .training import Training, count_bytes, intersection_over_union, predict

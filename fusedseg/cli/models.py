@@ -69,29 +69,28 @@ class ModelSource:
     """The model of a command.
 
     name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
-    shapes of the inputs, batch included, and returns a function from such a model to its fused form.  how: a few words
-    about this conversion, for the user.  code: the line of Python that makes the fused form; None for a call of
-    ``fusedseg.convert``.
+    shapes of the inputs, batch included, and returns a function from such a model to its fused form.  code: the line of
+    Python that makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
     """
 
     name: str
     build: Callable[[], nn.Module]
     convert: Callable[[Shapes], Convert]
-    how: str
     code: str | None = None
 
     @property
     def meaning(self) -> str:
         """What "fusedseg" stands for, if not for ``fusedseg.convert``."""
-        return "" if self.code is None else f"fusedseg stands for {self.how}."
+        return "" if self.code is None else "fusedseg stands for the preset's fused blocks."
 
 
 def parse_model(text: str) -> ModelSource:
     """The model that a preset's name or ``package.module:callable`` stands for; raises Refused if there is none."""
     if text in PRESETS:
         make = PRESETS[text]
-        code = f"model = fusedseg.unet.{text}()"
-        return ModelSource(text, partial(make, plain=True), partial(_preset, make), "the preset's fused blocks", code)
+        return ModelSource(
+            text, partial(make, plain=True), partial(_preset, make), code=f"model = fusedseg.unet.{text}()"
+        )
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise Refused(
@@ -107,11 +106,11 @@ def parse_model(text: str) -> ModelSource:
             raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return ModelSource(text, lambda: found, _converter, CONVERTED)
+        return ModelSource(text, lambda: found, _converter)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
     _check_signature(text, found)
-    return ModelSource(text, found, _converter, CONVERTED)
+    return ModelSource(text, found, _converter)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -143,9 +142,6 @@ def place_of(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-CONVERTED = "fusedseg.convert(model)"
-
-
 def _converter(shapes: Shapes) -> Convert:
     def converted(model: nn.Module) -> nn.Module:
         """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
@@ -157,20 +153,19 @@ def _converter(shapes: Shapes) -> Convert:
 
 
 def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
-    return partial(_fused, make)
+    def fused(model: nn.Module) -> nn.Module:
+        """The fused preset, built in the dtype of the stock preset.
 
+        It is not cast afterwards, because PyTorch cannot cast parameters without values.
+        """
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(_dtype(model))
+        try:
+            return make()
+        finally:
+            torch.set_default_dtype(before)
 
-def _fused(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
-    """The fused preset, built in the dtype of the stock preset.
-
-    It is not cast afterwards, because PyTorch cannot cast parameters without values.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(_dtype(model))
-    try:
-        return make()
-    finally:
-        torch.set_default_dtype(before)
+    return fused
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

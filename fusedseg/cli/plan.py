@@ -107,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
         samples, batch = split_batch(source, args.input, args.batch, named=False)
         try:
             with Progress("fusedseg plan") as progress:
-                found = _plan(source, samples, batch, args, progress.update) if args.budget is not None else None
-                drawn = _curve(source, samples, batch, args, progress.update) if args.curve else None
+                found, drawn = found_and_drawn(source, samples, batch, args, progress.update)
         except ValueError as error:
             raise Refused(f"{first_line(error)}{place_of(error)}") from error
         # A model may raise any error.
@@ -157,36 +156,31 @@ def partitions(*args: Any) -> Any:
     return partitions(*args)
 
 
-def _plan(
+def found_and_drawn(
     source: ModelSource, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
-) -> Plan:
-    return plan(
-        source.build,
-        samples,
-        args.budget,
-        batch=batch,
-        convert=source.convert([shape.batch_of(batch or 2) for shape in samples]),
-        backend=partitions,
-        bits=(8, 4),
-        converted=FUSED,
-        code=source.code,
-        dtype=DTYPES[args.dtype],
-        autocast=DTYPES[args.amp_dtype],
-        optimizer=OPTIMIZERS[args.optimizer],
-        reserve=args.reserve,
-        progress=say,
-    )
-
-
-def _curve(
-    source: ModelSource, samples: Shapes, batch: int | None, args: argparse.Namespace, say: Callable[[str], None]
-) -> Curve:
-    return curve(
-        source.build,
-        samples,
-        convert=source.convert([shape.batch_of(batch or 2) for shape in samples]),
-        batch=batch or 2,
-        dtype=DTYPES[args.dtype],
-        backend=partitions,
-        progress=say,
-    )
+) -> tuple[Plan | None, Curve | None]:
+    """The plan and the curve, as far as the arguments ask for them."""
+    common: dict[str, Any] = {
+        "convert": source.convert([shape.batch_of(batch or 2) for shape in samples]),
+        "backend": partitions,
+        "dtype": DTYPES[args.dtype],
+        "progress": say,
+    }
+    found, drawn = None, None
+    if args.budget is not None:
+        found = plan(
+            source.build,
+            samples,
+            args.budget,
+            batch=batch,
+            bits=(8, 4),
+            converted=FUSED,
+            code=source.code,
+            autocast=DTYPES[args.amp_dtype],
+            optimizer=OPTIMIZERS[args.optimizer],
+            reserve=args.reserve,
+            **common,
+        )
+    if args.curve:
+        drawn = curve(source.build, samples, batch=batch or 2, **common)
+    return found, drawn

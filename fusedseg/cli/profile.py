@@ -33,9 +33,19 @@ from .models import (
 
 # The ways that are counted on the graphs of a compiler; the second one may have options.
 COMPILED = ("compile", "fusedseg-compile")
-# The options of the backend in a label, and what reads their values.
-OPTIONS: dict[str, Callable[[str], Any]] = {"budget": lambda text: number_or_text(text), "bits": int}
 FILES = ("csv", "json", "plot")
+
+
+def number_or_text(text: str) -> float | str:
+    """A budget: a share such as 0.3, or a text such as 6GiB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# The options of the backend in a label, and what reads their values.
+OPTIONS: dict[str, Callable[[str], Any]] = {"budget": number_or_text, "bits": int}
 
 
 def add_profile(commands) -> None:
@@ -137,14 +147,6 @@ def compiled_reports(
         except Exception as error:
             raise Refused(f"{source.name} is not compiled as {label}: {first_line(error)}{place_of(error)}") from error
     return found
-
-
-def number_or_text(text: str) -> float | str:
-    """A budget: a share such as 0.3, or a text such as 6GiB."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def check(args: argparse.Namespace) -> list[Strategy]:

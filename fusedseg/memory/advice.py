@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..activation import OTHERS, TABLE
-from .record import Record
+from .record import NO_SIZE, Record
+from .tables import mib
 from .trace import Storage
-from .units import NO_SIZE, mib
 
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 # The beginnings of the names of autograd's nodes for activations.

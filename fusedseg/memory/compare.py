@@ -1,14 +1,14 @@
 """Puts several reports side by side, and explains why one needs more than another."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .plot import plot
+from .record import size_name
 from .report import MemoryReport
-from .tables import table, wrapped
-from .trace import Storage
-from .units import MEBIBYTE, mib, size_name
+from .tables import MEBIBYTE, mib, table, wrapped
 
 # The number of differences that a sentence names.
 NAMED = 4
@@ -44,18 +44,7 @@ class Comparison:
             )
             for report in self.reports
         ]
-        head = (
-            "",
-            "params",
-            "before",
-            "kept",
-            "peak",
-            "in all",
-            "kept less",
-            "in all less",
-            "convs again",
-            "arithmetic",
-        )
+        head = "", "params", "before", "kept", "peak", "in all", "kept less", "in all less", "convs again", "arithmetic"
         return table(head, lines)
 
     def explanations(self) -> list[str]:
@@ -63,13 +52,7 @@ class Comparison:
         return [explain(self.reports[0], other) for other in self.reports[1:]]
 
     def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Draws one picture with a line for each report; needs matplotlib.
-
-        Raises:
-            FileExistsError: the file exists, and ``overwrite`` is False.
-            ImportError: matplotlib is not installed.
-            ValueError: the suffix of the path is no known format.
-        """
+        """Draws one picture with a line for each report; raises as ``MemoryReport.plot``."""
         plot(self.reports, path, overwrite)
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +90,10 @@ def explain(first: MemoryReport, other: MemoryReport) -> str:
     more = "more" if difference > 0 else "less"
     fewer = 1 - other.parameters / max(first.parameters, 1)
     parameters = f", with {abs(fewer):.0%} {'fewer' if fewer > 0 else 'more'} parameters" if abs(fewer) > 0.005 else ""
-    parts = {group: parts_of(other).get(group, 0) - parts_of(first).get(group, 0) for group in groups(first, other)}
+    parts = Counter[tuple[str, str]]()
+    for sign, report in ((-1, first), (1, other)):
+        for storage in report.saved_storages:
+            parts[storage.kind, size_name(storage.shape)] += sign * storage.nbytes
     largest = sorted(parts.items(), key=lambda part: -abs(part[1]))[:NAMED]
     # A part that would be printed as 0.0 says nothing.
     named = [part for part in largest if part is largest[0] or abs(part[1]) >= MEBIBYTE / 20]
@@ -116,19 +102,3 @@ def explain(first: MemoryReport, other: MemoryReport) -> str:
         f"{other.label} keeps {mib(abs(difference))} MiB {more} than {first.label}{parameters.replace('%', ' %')}. "
         f"Largest differences, MiB: {made_up}."
     )
-
-
-def groups(*reports: MemoryReport) -> list[tuple[str, str]]:
-    return list(dict.fromkeys(group for report in reports for group in parts_of(report)))
-
-
-def parts_of(report: MemoryReport) -> dict[tuple[str, str], int]:
-    """Kept bytes by kind and spatial size."""
-    parts: dict[tuple[str, str], int] = {}
-    for storage in report.saved_storages:
-        parts[group_of(storage)] = parts.get(group_of(storage), 0) + storage.nbytes
-    return parts
-
-
-def group_of(storage: Storage) -> tuple[str, str]:
-    return storage.kind, size_name(storage.shape)

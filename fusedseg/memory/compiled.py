@@ -81,7 +81,7 @@ def divided(
             with warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
-                forward, backward = way(twin_of(joint), joint_inputs, options)
+                forward, backward = way(joint if way is ways[-1] else twin_of(joint), joint_inputs, options)
             first = _flops(forward)
             found.append(
                 Partition(
@@ -91,7 +91,8 @@ def divided(
                     first,
                 )
             )
-        return _by_budget(1.0, joint, joint_inputs, options)
+        # The model runs with the last way.
+        return forward, backward
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)

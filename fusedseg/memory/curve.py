@@ -11,11 +11,10 @@ from torch import nn
 from .compiled import partitions
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .meter import measure
-from .plan import gib
 from .plot import plot_curve
 from .search import EXAMPLE, batched
 from .strategy import Backend, Convert, NoBlocks, checkpoint_blocks
-from .tables import table, wrapped
+from .tables import gib, table, wrapped
 
 OP = "fusedseg.memory.curve"
 EAGER, CHECKPOINT, OURS, OURS_COMPILED, COMPILER = (
@@ -70,12 +69,9 @@ class Curve:
         return self.ways[EAGER][0].kept
 
     def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Draws the ways as lines: bytes, as a share of ``eager``, over repeated arithmetic; needs matplotlib.
+        """Draws the ways as lines: bytes, as a share of ``eager``, over repeated arithmetic.
 
-        Raises:
-            FileExistsError: the file exists, and ``overwrite`` is False.
-            ImportError: matplotlib is not installed.
-            ValueError: the suffix of the path is no known format.
+        It raises as ``MemoryReport.plot``.
         """
         plot_curve(self.title(), self.ways, self.eager, path, overwrite)
 

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from .._backend import EstimateMode
 from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException, tree_map
 from .report import MemoryReport
-from .step import OptimizerFactory, step
+from .step import OP, OptimizerFactory, step
 
-OP = "fusedseg.memory.profile"
 Model = nn.Module | Callable[[], nn.Module]
 
 

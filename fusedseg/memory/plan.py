@@ -5,8 +5,7 @@ from typing import Any
 
 from .._sizes import parse_bytes
 from .strategy import Strategy
-from .tables import table, wrapped
-from .units import MEBIBYTE
+from .tables import gib, table, wrapped
 
 OP = "fusedseg.memory.plan"
 NOISE = "With noise in the gradient"
@@ -19,12 +18,6 @@ def parse_budget(budget: int | str) -> int:
         ValueError: the text cannot be read, or the budget is not positive.
     """
     return parse_bytes(OP, budget)
-
-
-def gib(nbytes: float) -> str:
-    if nbytes < MEBIBYTE / 10:
-        return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / MEBIBYTE:.1f} MiB"
 
 
 @dataclass(frozen=True)

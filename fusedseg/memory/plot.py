@@ -7,7 +7,7 @@ from typing import Any
 
 from .export import open_new
 from .record import Record
-from .units import MEBIBYTE
+from .tables import MEBIBYTE
 
 # The colours of the kinds, in the order of stacking.  Tensors that existed before the step are at the bottom.
 COLORS = {

@@ -1,14 +1,22 @@
 """``MemoryReport`` holds the memory of one training step, and shows and writes it."""
 
+import csv
+import io
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from . import advice, export, tables
+from . import advice
+from .export import open_new, write_json
 from .plot import plot
-from .record import Record
-from .trace import Trace
+from .record import KEYS, Record, group
+from .tables import MEBIBYTE, bars, mib, table, wrapped
+from .trace import Row, Storage, Trace
+
+# The columns of the rows.  The number of an event means nothing to a reader of the file.
+COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
 
 
 class MemoryReport(Record):
@@ -67,18 +75,87 @@ class MemoryReport(Record):
 
     def table(self, count: int | None = 20) -> str:
         """A table of the ``count`` modules that keep the most for backward; None shows all modules."""
-        return tables.modules_table(self, count)
+        kept = self.saved_by("module")
+        types = {row.name: row.layer_type for row in self.rows}
+        by_module: dict[str, list[Storage]] = {}
+        for storage in self.saved_storages:
+            for module in dict.fromkeys(module for module, _ in storage.savers):
+                by_module.setdefault(module, []).append(storage)
+        total = self.saved or 1
+        lines = []
+        for name, nbytes in list(kept.items())[:count]:
+            kinds = group(by_module[name], "kind")
+            lines.append((name, types.get(name, ""), ", ".join(list(kinds)[:3]), mib(nbytes), f"{nbytes / total:.1%}"))
+        if count is not None and len(kept) > count:
+            rest = sum(list(kept.values())[count:])
+            lines.append((f"{len(kept) - count} more modules", "", "", mib(rest), f"{rest / total:.1%}"))
+        lines.append(("all", "", "", mib(self.saved), f"{self.saved / total:.0%}"))
+        return table(("module", "type", "what it keeps", "MiB kept", "share"), lines, left=3)
 
     def rows_table(self, count: int | None = None) -> str:
-        """A table of the first ``count`` rows; None shows all rows."""
-        return tables.rows_table(self.rows, count)
+        """A table of the first ``count`` rows, in MiB; None shows all rows."""
+        # In the order of the fields of a row.
+        names = ("layer_idx", "call_idx", "layer_type", "name", "hook_type", "phase")
+        lines = [
+            (
+                *(str(value) for name, value in asdict(row).items() if name in names),
+                mib(row.mem_all),
+                mib(row.mem_cached),
+                f"{row.mem_all_diff / MEBIBYTE:+,.1f}",
+                f"{row.mem_cached_diff / MEBIBYTE:+,.1f}",
+            )
+            for row in self.rows[:count]
+        ]
+        text = table((*names, "mem_all", "mem_cached", "all diff", "cached diff"), lines, left=len(names))
+        hidden = len(self.rows) - len(lines)
+        return f"{text}\n{hidden} more rows" if hidden else text
 
     def __str__(self) -> str:
-        return tables.full(self)
+        title = f"{self.label}: {self.model}, one training step on {self.device} tensors"
+        return "\n".join(
+            [
+                title,
+                "═" * len(title),
+                wrapped(self.summary()),
+                "",
+                f"Kept for backward, {mib(self.saved)} MiB, by kind",
+                bars(self.saved_by("kind")),
+                "by the op that keeps it (what several keep counts in equal parts)",
+                bars(self.saved_by("op")),
+                "by spatial size",
+                bars(self.saved_by("size")),
+                "",
+                f"Alive at the peak, {mib(self.peak)} MiB, by kind",
+                bars(self.peak_by("kind")),
+                "",
+                self.table(),
+                *(f"\nNote: {note}" for note in self.notes),
+            ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report without the single allocations, as plain values."""
-        return export.to_dict(self)
+        return {
+            "label": self.label,
+            "model": self.model,
+            "device": self.device,
+            "parameters": self.parameters,
+            "resident_bytes": self.resident,
+            "resident_by_kind": self.resident_by_kind(),
+            "saved_bytes": self.saved,
+            "peak_bytes": self.peak,
+            "total_bytes": self.total,
+            "allocator_peak_bytes": self.allocator_peak,
+            "peak_phase": self.peak_phase,
+            "saved_by": {by: self.saved_by(by) for by in KEYS},
+            "alive_at_peak_by": {by: self.peak_by(by) for by in ("kind", "module", "dtype")},
+            "convolutions": self.convolutions,
+            "flops": self.flops,
+            "findings": [asdict(finding) | {"text": str(finding)} for finding in self.findings()],
+            "summary": self.summary(),
+            "notes": self.notes,
+            "rows": [_columns(row) for row in self.rows],
+        }
 
     def to_csv(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
         """Writes the rows of this report, and of other reports, to a CSV file.
@@ -86,11 +163,16 @@ class MemoryReport(Record):
         Raises:
             FileExistsError: the file exists, and ``overwrite`` is False.
         """
-        export.write_csv([row for report in (self, *others) for row in report.rows], path, overwrite)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        writer.writerows(_columns(row) for report in (self, *others) for row in report.rows)
+        with open_new(path, overwrite) as file:
+            file.write(text.getvalue().encode())
 
     def to_json(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Writes ``to_dict()`` to a JSON file; raises FileExistsError as ``to_csv`` does."""
-        export.write_json(self.to_dict(), path, overwrite)
+        write_json(self.to_dict(), path, overwrite)
 
     def plot(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
         """Draws memory over the step: stacked by kind, or with other reports one line for each report.
@@ -103,3 +185,7 @@ class MemoryReport(Record):
             ValueError: the suffix is no known format.
         """
         plot([self, *others], path, overwrite)
+
+
+def _columns(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name in COLUMNS}

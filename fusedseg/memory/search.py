@@ -1,9 +1,9 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from .._torch import FakeTensorMode
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
-from .plan import OP, Option, Plan, gib, parse_budget
+from .plan import OP, Option, Plan, parse_budget
 from .report import MemoryReport
 from .step import OptimizerFactory
 from .strategy import Backend, Convert, NoBlocks, Strategy, combinations
+from .tables import gib
 
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
@@ -25,26 +26,6 @@ STARTS = (2, 4)
 EXAMPLE = 2
 # The budgets of the backend that a plan tries if it looks for the largest batch.
 BUDGETS = (0.4, 0.3, 0.2)
-
-
-@dataclass(frozen=True)
-class Task:
-    """The arguments of ``plan``, which describes them; ``usable`` has the bytes of the budget without the reserve."""
-
-    model: Model
-    input_shape: Sequence[Any]
-    usable: int
-    batch: int | None
-    convert: Convert | None
-    backend: Backend | None
-    bits: Sequence[int]
-    converted: str
-    code: str | None
-    dtype: torch.dtype
-    autocast: torch.dtype
-    optimizer: OptimizerFactory | None
-    loss: Callable[..., Tensor] | None
-    progress: Callable[[str], None] | None
 
 
 class Counted(NamedTuple):
@@ -127,13 +108,12 @@ def plan(
     if batch is not None and batch < 1:
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
-    task = Task(
-        model, input_shape, usable, batch, convert,
-        backend=backend, bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast,
-        optimizer=optimizer, loss=loss, progress=progress,
-    )  # fmt: skip
     with fake_mode() as mode:
-        search = _Search(task, mode)
+        search = _Search(
+            model, input_shape, usable, batch, convert,
+            backend=backend, bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast,
+            optimizer=optimizer, loss=loss, say=progress or (lambda text: None), mode=mode,
+        )  # fmt: skip
         search.run()
     options = tuple(search.options)
     if not any(option.fits for option in options):
@@ -147,26 +127,43 @@ def plan(
     return Plan(search.name, options, nbytes, usable, batch, search.left_out)
 
 
+@dataclass
 class _Search:
-    """Measures all ways to run the step of a task; must be used inside its fake mode."""
+    """Measures all ways to run a step; must be used inside the fake mode.
 
-    def __init__(self, task: Task, mode: FakeTensorMode) -> None:
-        self._task, self._mode = task, mode
-        self.options: list[Option] = []
-        self.left_out: dict[str, str] = {}
-        self.name = ""
-        # Models are shared by the strategies with and without autocast; the keys are those without.
-        self._nets: dict[Strategy, nn.Module] = {}
-        self._there: Before | None = None
+    ``plan`` describes its arguments.  ``usable`` has the bytes of the budget without the reserve.
+    """
+
+    model: Model
+    input_shape: Sequence[Any]
+    usable: int
+    batch: int | None
+    convert: Convert | None
+    backend: Backend | None
+    bits: Sequence[int]
+    converted: str
+    code: str | None
+    dtype: torch.dtype
+    autocast: torch.dtype
+    optimizer: OptimizerFactory | None
+    loss: Callable[..., Tensor] | None
+    say: Callable[[str], None]
+    mode: FakeTensorMode
+    options: list[Option] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+    # Models are shared by the strategies with and without autocast; the keys are those without.
+    _nets: dict[Strategy, nn.Module] = field(default_factory=dict)
+    _there: Before | None = None
 
     def run(self) -> None:
-        tries = [(self._try, strategy) for strategy in combinations(self._task.convert is not None)]
-        tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self._task.backend else []
+        tries = [(self._try, strategy) for strategy in combinations(self.convert is not None)]
+        tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self.backend else []
         for number, (run, strategy) in enumerate(tries, 1):
             run(strategy, f"({number} of {len(tries)})")
 
     def _try(self, strategy: Strategy, place: str) -> None:
-        label = strategy.label(self._task.converted)
+        label = strategy.label(self.converted)
         try:
             net = self._net(strategy)
         except NoBlocks as error:
@@ -175,46 +172,61 @@ class _Search:
         self._add(strategy, partial(self._report, net, strategy, f"{label} {place}"))
 
     def _try_backend(self, strategy: Strategy, place: str) -> None:
-        task = self._task
         exact = replace(strategy, compiled=True)
-        label = exact.label(task.converted)
+        label = exact.label(self.converted)
         try:
-            budgets = BUDGETS if task.batch is None else ()
+            budgets = BUDGETS if self.batch is None else ()
             ways = [exact, *(replace(exact, budget=budget) for budget in budgets)]
-            self._add_compiled([*ways, *(replace(exact, bits=bits) for bits in task.bits)], f"{label} {place}")
-            if task.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
+            self._add_compiled([*ways, *(replace(exact, bits=bits) for bits in self.bits)], f"{label} {place}")
+            if self.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
                 # The state of the optimizer is no part of the peak that the backend knows.
-                peak = peak_text(task.usable - self._before().state)
+                peak = peak_text(self.usable - self._before().state)
                 self._add_compiled([replace(exact, budget=peak)], f"{label}+budget {place}")
         except RuntimeError as error:
             self.left_out[label] = str(error).partition(": ")[2]
 
     def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
-        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try."""
-        task, net = self._task, self._net(Strategy())
-        backend = task.backend
+        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try.
+
+        Without samples all of them need the same bytes, which follow from the first way.
+        """
+        net, backend = self._net(Strategy()), self.backend
         assert backend is not None
+        low, high = STARTS
         seen: dict[tuple[int, int], Counted] = {}
+
+        def empty() -> float | None:
+            known = {n: of.total for (way, n), of in seen.items() if way == 0}
+            return Line.through(known, low, high).empty if low in known and high in known else None
+
+        def tries(way: int, n: int) -> bool:
+            """Whether a way tries a batch at its start, or right after it."""
+            if n in (self.batch, low):
+                return True
+            none = empty()
+            if none is None:
+                return False
+            return Line.through({0: none, low: seen[way, low].total}, 0, low).reach(self.usable) == n
 
         def report(way: int, n: int) -> Counted:
             if (way, n) not in seen:
-                counted = [*range(len(ways))] if n == task.batch or n in STARTS else [way]
-                self._say(f"{said}, batch {n}")
-                inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
+                counted = [other for other in range(len(ways)) if other == way or tries(other, n)]
+                self.say(f"{said}, batch {n}")
+                inputs = fake_inputs(batched(self.input_shape, n), self.dtype)
                 before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
                 options = [ways[number].options for number in counted]
-                found = backend(net, inputs, options, ways[0].autocast(task.autocast))
+                found = backend(net, inputs, options, ways[0].autocast(self.autocast))
                 for number, of in zip(counted, found, strict=True):
                     seen[number, n] = Counted(before + of.peak, of.kept, of.repeated)
             return seen[way, n]
 
         for number, way in enumerate(ways):
-            self._add(way, partial(report, number))
+            self._add(way, partial(report, number), empty())
 
     def _before(self) -> Before:
         """The bytes that are there before a step, whatever the batch is."""
         if self._there is None:
-            n = self._task.batch or EXAMPLE
+            n = self.batch or EXAMPLE
             report = self._report(self._net(Strategy()), Strategy(), "before the step", n)
             kinds = dict.fromkeys(("inputs", "optimizer state"), 0)
             for storage in report.storages:
@@ -226,24 +238,21 @@ class _Search:
     def _net(self, strategy: Strategy) -> nn.Module:
         key = replace(strategy, amp=False)
         if key not in self._nets:
-            net = fake_model(self._task.model, self._mode, self._task.dtype)
+            net = fake_model(self.model, self.mode, self.dtype)
             self.name = self.name or type(net).__name__
-            self._nets[key] = strategy.prepare(net, self._task.convert)
+            self._nets[key] = strategy.prepare(net, self.convert)
         return self._nets[key]
 
-    def _say(self, text: str) -> None:
-        if self._task.progress is not None:
-            self._task.progress(text)
-
     def _report(self, net: nn.Module, strategy: Strategy, said: str, n: int) -> MemoryReport:
-        task = self._task
-        self._say(f"{said}, batch {n}")
-        inputs = fake_inputs(batched(task.input_shape, n), task.dtype)
+        self.say(f"{said}, batch {n}")
+        inputs = fake_inputs(batched(self.input_shape, n), self.dtype)
         return profile_fake(
-            net, inputs, optimizer=task.optimizer, loss=task.loss, autocast=strategy.autocast(task.autocast)
+            net, inputs, optimizer=self.optimizer, loss=self.loss, autocast=strategy.autocast(self.autocast)
         )
 
-    def _add(self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted]) -> None:
+    def _add(
+        self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted], empty: float | None = None
+    ) -> None:
         seen: dict[int, MemoryReport | Counted] = {}
 
         def total(n: int) -> int:
@@ -251,21 +260,20 @@ class _Search:
                 seen[n] = report(n)
             return seen[n].total
 
-        task = self._task
-        found = largest(total, task.usable) if task.batch is None else task.batch
+        found = largest(total, self.usable, empty) if self.batch is None else self.batch
         at = found or min(seen)
-        fits = total(at) <= task.usable
+        fits = total(at) <= self.usable
         of = seen[at]
-        label, code = strategy.label(task.converted), self._code(strategy)
+        label, code = strategy.label(self.converted), self._code(strategy)
         self.options.append(
             Option(label, strategy, found, of.total, at, fits, kept=of.saved, repeated=of.repeated, code=code)
         )
 
     def _code(self, strategy: Strategy) -> str:
         """The lines of Python that make a model run in this way."""
-        task, lines = self._task, []
+        lines = []
         if strategy.converted:
-            lines.append(task.code or f"fusedseg.convert(model, example_inputs={self._example()})")
+            lines.append(self.code or f"fusedseg.convert(model, example_inputs={self._example()})")
         if strategy.compiled:
             options = f", options={strategy.options}".replace("'", '"') if strategy.options else ""
             lines.append(f'model = torch.compile(model, backend="fusedseg"{options})')
@@ -274,9 +282,8 @@ class _Search:
         return "\n".join(lines)
 
     def _example(self) -> str:
-        task = self._task
-        shapes = batched(task.input_shape, task.batch or EXAMPLE)
-        dtype = "" if task.dtype == torch.float32 else f", dtype={task.dtype}"
+        shapes = batched(self.input_shape, self.batch or EXAMPLE)
+        dtype = "" if self.dtype == torch.float32 else f", dtype={self.dtype}"
         inputs = [f"torch.empty({', '.join(map(str, shape))}{dtype})" for shape in shapes]
         return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
 
@@ -287,32 +294,62 @@ def peak_text(nbytes: int) -> str:
     return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
 
 
-def largest(total: Callable[[int], int], usable: int) -> int:
+class Line(NamedTuple):
+    """Bytes that grow with the batch on a straight line.
+
+    empty: the bytes of a step without samples.  sample: the bytes of each sample.
+    """
+
+    empty: float
+    sample: float
+
+    @classmethod
+    def through(cls, known: Mapping[int, float], a: int, b: int) -> "Line":
+        """The line through the known bytes of two batches."""
+        sample = (known[b] - known[a]) / (b - a)
+        return cls(known[a] - sample * a, sample)
+
+    def at(self, batch: int) -> float:
+        return self.empty + self.sample * batch
+
+    def reach(self, usable: int) -> int:
+        """The largest batch whose bytes are at most ``usable``."""
+        return int((usable - self.empty) / self.sample) if self.sample > 0 else LARGEST
+
+
+def largest(total: Callable[[int], int], usable: int, empty: float | None = None) -> int:
     """The largest batch whose total is at most ``usable``; 0 if none is.
 
     Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
     lines that bend, a guess halves the remaining range if the guess before has not, and steps upwards grow until a
-    batch does not fit.
+    batch does not fit.  A guess that fits is the result if the next batch cannot fit unless the line is wrong by more
+    than at the guess.
+
+    Args:
+        total: the bytes of a batch.
+        usable: the bytes that a batch may need.
+        empty: the bytes of a step without samples, if they are known: then one total fewer is asked for at the start.
     """
     low, high = STARTS
-    if total(low) > usable:
+    known: dict[int, float] = {low: total(low)}
+    if known[low] > usable:
         # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):
             return int(total(1) <= usable)
         return 0
     fits, fails = low, LARGEST + 1
-    known = {low: total(low), high: total(high)}
+    known |= {high: total(high)} if empty is None else {0: empty}
     halve, step = False, 1
     remaining = fails - fits
     while fails - fits > 1:
-        nearest = sorted(known.items(), key=lambda item: abs(item[1] - usable))[:2]
-        (a, of_a), (b, of_b) = ((n, known[n]) for n in (fits, fails)) if fails in known else nearest
-        slope = (of_b - of_a) / (b - a)
-        guess = int(a + (usable - of_a) / slope) if slope > 0 else LARGEST
-        if halve:
-            guess = (fits + fails) // 2
+        nearest = sorted(known, key=lambda n: abs(known[n] - usable))[:2]
+        line = Line.through(known, *((fits, fails) if fails in known else nearest))
+        guess = (fits + fails) // 2 if halve else line.reach(usable)
         guess = min(max(guess, fits + (1 if fails in known else step)), fails - 1)
         known[guess] = total(guess)
+        error = abs(known[guess] - line.at(guess))
+        if known[guess] <= usable < line.at(guess + 1) - 2 * error:
+            return guess
         if known[guess] <= usable:
             fits, step = guess, 2 * step
         else:

@@ -190,7 +190,7 @@ class Trace(LiveBytes):
     def allocated(self, key: int, tensor: torch.Tensor, func: object) -> None:
         op = func.overloadpacket.__name__ if isinstance(func, OpOverload) else ""
         self._index[key] = len(self.storages)
-        self._event(len(self.storages))
+        self.events.append(len(self.storages))
         kind = self._kind(op, tensor, func)
         nbytes, shape = tensor.untyped_storage().nbytes(), tuple(tensor.shape)
         storage = Storage(nbytes, shape, tensor.dtype, op, self.module, self.phase, kind, born=len(self.events) - 1)
@@ -214,11 +214,8 @@ class Trace(LiveBytes):
     def freed(self, key: int) -> None:
         index = self._index.pop(key, None)
         if index is not None and not self._closed:
-            self._event(~index)
+            self.events.append(~index)
             self.storages[index].freed = len(self.events) - 1
-
-    def _event(self, index: int) -> None:
-        self.events.append(index)
 
     def storage_of(self, tensor: torch.Tensor) -> Storage | None:
         index = self._index.get(key_of(tensor))

@@ -13,9 +13,9 @@ from torch import nn
 
 from ...conversion import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.plan import gib, parse_budget
+from ...memory.plan import parse_budget
 from ...memory.search import largest
-from ...memory.tables import table, wrapped
+from ...memory.tables import gib, table, wrapped
 from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
