@@ -132,7 +132,14 @@ OF_ONE = {
         ("silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward"),
         lambda call: lambda x: call(torch.ones_like(x), x),
     ),
+    # A value beside a zero.
+    "_softmax": lambda call: lambda x: call(beside(x, 0), 1, False)[:, 0],
+    "_softmax_backward_data": lambda call: lambda x: call(beside(x * 0 + 1, 0), beside(x, 0), 1, x.dtype)[:, 0],
 }
+
+
+def beside(x, value):
+    return torch.stack([x, torch.full_like(x, value)], 1)
 
 
 def arguments(name):
