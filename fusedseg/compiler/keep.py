@@ -30,6 +30,7 @@ LABEL = "recompute"
 # The number of calls in a chain, of which backward runs each once.  The scope ends a chain after 16 calls, because it
 # may run one for each reader.
 LONGEST = 64
+# What names those of the kept products that run again.
 Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]
 AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
