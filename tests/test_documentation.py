@@ -164,9 +164,6 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("bench.rivals", arguments, monkeypatch)
         case ["python", "-m", "tests.mutation", *arguments]:
             parse("tests.mutation.__main__", arguments, monkeypatch)
-        case ["python", "-m", "tests.ptx.mutants", *arguments]:
-            pytest.importorskip("triton")
-            parse("tests.ptx.mutants", arguments, monkeypatch)
         case ["tests/versions.sh", *versions]:
             assert (ROOT / "tests" / "versions.sh").exists()
             assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)

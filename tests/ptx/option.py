@@ -4,13 +4,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from fusedseg.doctor.report import untested_versions
 from tests.tools import interpreter, traffic
 
-from .driver import Driver, changed, driven
+from .driver import Driver, driven
 from .parse import Unsupported
 
 BEHIND = "the PTX machine is behind"
@@ -49,13 +50,13 @@ class Plugin:
         driver = self._stack.enter_context(driven(self.driver))
 
         def only_programs(choose):
-            return changed(driver.options, "choose", choose)
+            return mock.patch.object(driver.options, "choose", choose)
 
-        for module, name, value in (
-            (interpreter, "only_programs", only_programs),
-            (traffic, "traffic", lambda: changed(driver, "moved", traffic.Moved())),
-        ):
-            self._stack.enter_context(changed(module, name, value))
+        def counted():
+            return mock.patch.object(driver, "moved", traffic.Moved())
+
+        self._stack.enter_context(mock.patch.object(interpreter, "only_programs", only_programs))
+        self._stack.enter_context(mock.patch.object(traffic, "traffic", counted))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -69,8 +70,7 @@ class Plugin:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         if launches := self.driver.launches:
             terminalreporter.write_line(
-                f"PTX for {self.driver.arch}: {len(self.driver.programs)} compiled kernels, "
-                f"{sum(self.driver.instructions.values())} instructions of warps, and launches: {dict(launches)}"
+                f"PTX for {self.driver.arch}: {len(self.driver.programs)} compiled kernels, launches: {dict(launches)}"
             )
         for finding, count in sorted(self.driver.findings.items()):
             terminalreporter.write_line(f"  {count} x {finding.kind}: {finding.text}")
