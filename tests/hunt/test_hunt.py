@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from fusedseg.scope import saved
 from tests.hunt import compiled, crew, prelude
@@ -47,22 +45,6 @@ def test_a_few_that_are_compiled(kind, tmp_path):
     assert [v.kind for v in verdicts] == ["same", "same"], verdicts
 
 
-@pytest.mark.parametrize(("ours", "kind"), [(2.0, "as aot_eager"), (4.0, "failure")])
-def test_after_a_backward_pass_that_eager_mode_refuses_the_bits_of_interpolation_count(ours, kind):
-    """aot_eager has other bits than the backend there, and the same with interpolation as the backend computes it."""
-
-    def log(value, error=None):
-        found = prelude.Log()
-        found.error = error
-        if error is None:
-            found.note("gradient", torch.tensor(value))
-        return found
-
-    refused = log(0.0, RuntimeError("a tensor has been modified by an inplace operation"))
-    runs = iter([refused, log(1.0), log(ours), log(2.0), refused])
-    assert prelude.compiled_difference(lambda how: [next(runs)], False)[0] == kind
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_a_defect_of_the_backend_is_found(monkeypatch):
     """A product of the generated code is wrong."""
@@ -73,40 +55,6 @@ def test_a_defect_of_the_backend_is_found(monkeypatch):
     with quiet():
         assert judged(program).kind == "failure"
         assert exec_fails(str(program))
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("shape", "layout", "forward"),
-    [
-        ((1, 4, 8, 8), "channels_last", lambda x: functional.mish(x.view_as(x) * 1)),
-        ((2, 4, 1, 1), "strided", lambda x: x.movedim(1, -1) * 1.5 + x.movedim(1, -1)),
-    ],
-)
-def test_the_stride_along_one_element_is_not_compared(shape, layout, forward):
-    """Seeds 401 and 249: eager mode, PyTorch's compiled code and ours each give another one.  Other strides count."""
-
-    def part(run, log):
-        leaf = log.leaf("p1", 1, shape, layout=layout)
-        prelude.finish(run(lambda: {"loss": forward(leaf).sum(), "t2": forward(leaf)})(), log)
-
-    with quiet():
-        assert prelude.compiled_difference(lambda how: prelude.outcome([part], how), False) == ("same", "")
-    log = prelude.Log()
-    log.note("x", torch.empty(2, 1, 3).transpose(0, 2))
-    assert log.results[-1] == ("stride of x", "[1, 'any', 3]")
-
-
-def test_compiled_code_that_raises_in_inference_mode_says_nothing_about_the_backend():
-    """Seed 186: the mode stayed on, and so each later run of the same process raised."""
-
-    def part(run, log):
-        if run is not prelude.eager_call:
-            torch.inference_mode().__enter__()
-        raise RuntimeError("modified by an inplace operation" if run is prelude.eager_call else "no version counter")
-
-    assert prelude.compiled_difference(lambda how: prelude.outcome([part], how), False)[0] == "impossible"
-    assert not torch.is_inference_mode_enabled()
 
 
 def test_what_a_compiled_function_writes_is_compared_without_a_loss():
@@ -190,41 +138,6 @@ def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
     small = shrunk(wrong[0])
     with pytest.raises(AssertionError, match="differs"):
         exec(compile(str(small), "<wrong>", "exec"), {})
-
-
-class Constants(nn.Module):
-    """Norms of constants, which magnify rounding by 1 / sqrt(eps)."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True)
-        self.act, self.last = nn.ELU(), nn.InstanceNorm2d(4, affine=True)
-
-    def forward(self, x):
-        return self.last(self.act(self.norm(self.conv(x.sub(x))))).repeat(2, 1, 1, 1).flatten()
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_rounding_that_the_stock_network_magnifies_is_no_failure():
-    """A bias has a gradient of rounding alone, and network 325 counted its last bits as a failure once."""
-
-    def constants():
-        return prelude.seeded(Constants(), 325)
-
-    prelude.check_network(constants, (2, 4, 8, 8))
-    expected, other = (prelude.network_results(constants(), (2, 4, 8, 8), training=True) for _ in range(2))
-    other["gradient of conv.bias"] = other["gradient of conv.bias"] + 1e-3
-    rounded = prelude.network_results(prelude.rounded(constants()), (2, 4, 8, 8), training=True)
-    assert prelude.results_differ(expected, other, rounded).startswith("gradient of conv.bias differs")
-
-
-def test_a_bias_before_a_norm_has_a_gradient_of_zero_where_all_others_are_nan():
-    """Network 1657: the square root of |LeakyReLU(0)| has infinite gradients."""
-    nan, zero = torch.full((2,), torch.nan), torch.zeros(2)
-    expected = {"output": zero, "gradient of m.weight": nan, "gradient of m.bias": nan}
-    assert prelude.results_differ(expected, expected | {"gradient of m.bias": zero}) is None
-    for others in ({"gradient of m.bias": zero + 1}, {"gradient of m.bias": zero, "gradient of m.weight": zero}):
-        assert prelude.results_differ(expected, expected | others).endswith("it is not a number elsewhere")
 
 
 @pytest.mark.slow
