@@ -105,7 +105,7 @@ class Report:
         return "\n".join(lines)
 
     def programs(self) -> str:
-        """One shrunk program of each sort, as code that can be pasted.  The kinds of its steps tell sorts apart."""
+        """One shrunk program of each sort, as code.  The kinds of its steps tell sorts apart."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for cause, seeds in self.failures.items():
             for seed in seeds[:SHRUNK]:

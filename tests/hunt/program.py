@@ -1,7 +1,5 @@
 """A program as data, and the code that it prints."""
 
-import ast
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -124,28 +122,8 @@ def _member(line: str) -> str:
 
 
 def script(functions: str, call: str) -> str:
-    """Code that needs nothing but the packages: the definitions of the prelude that it uses come first."""
-    source = inspect.getsource(prelude)
-    tree = ast.parse(source)
-    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    definitions: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            definitions[node.name] = node
-        elif isinstance(node, ast.Assign):
-            definitions |= {name.id: node for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
-    wanted, queue = set(), [functions + call]
-    while queue:
-        for name in set(re.findall(r"\w+", queue.pop())) & definitions.keys() - wanted:
-            wanted.add(name)
-            queue.append(ast.get_source_segment(source, definitions[name]) or "")
-    head = "\n".join(ast.unparse(node) for node in imports)
-    segments = []
-    for node in dict.fromkeys(node for name, node in definitions.items() if name in wanted):
-        decorated = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
-        decorators = "".join(f"@{ast.unparse(d)}\n" for d in decorated)
-        segments.append(decorators + (ast.get_source_segment(source, node) or ""))
-    return "\n\n\n".join([head, *segments, functions + "\n\n" + call])
+    """Code that runs in a checkout."""
+    return f"from tests.hunt.prelude import *\n\n\n{functions}\n\n{call}"
 
 
 def nodes(steps: Steps, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:

@@ -3,7 +3,6 @@
 import collections
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -138,16 +137,6 @@ def test_a_printed_network_runs_and_shows_a_broken_recipe(request):
     small = shrunk(wrong[0])
     with pytest.raises(AssertionError, match="differs"):
         exec(compile(str(small), "<wrong>", "exec"), {})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_a_printed_program_runs_as_a_file(tmp_path):
-    """A printed program needs the packages, and nothing of the tests."""
-    file = tmp_path / "program.py"
-    file.write_text(str(next(p for p in map(grown, range(200)) if judged(p).kind == "same")))
-    assert "tests" not in re.findall(r"\w+", file.read_text())
-    subprocess.run([sys.executable, "-W", "ignore", str(file)], cwd=tmp_path, check=True)
 
 
 CRASHING = """
