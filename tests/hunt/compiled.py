@@ -76,11 +76,11 @@ class Compiled(NamedTuple):
         if self.shape is not None:
             run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        call = f"check_compiled(lambda how: {run}, {self.dynamic}{options})"
+        call = f"compiled_failure(lambda how: {run}, {self.dynamic}{options})"
         if "bits" in self.options:
-            call = f"check_rounded(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
-        head = f"# compiled {'program' if self.shape is None else 'network'} {self.seed} of the hunt"
-        return script(self.functions(), f"{head}\ntorch.set_num_threads(1)\n{call}\n")
+            call = f"rounded_difference(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        name = f"compiled {'program' if self.shape is None else 'network'} {self.seed}"
+        return script(name, self.functions(), call)
 
 
 def _is_run(node: Node) -> bool:

@@ -75,8 +75,9 @@ class Program(NamedTuple):
         return [namespace[f"part{i}"] for i in range(len(self.parts))]
 
     def __str__(self) -> str:
-        call = f"check({', '.join(f'part{i}' for i in range(len(self.parts)))})"
-        return script(self.functions(), f"# program {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+        parts = f"[{', '.join(f'part{i}' for i in range(len(self.parts)))}]"
+        call = f"difference(outcome({parts}, eager), outcome({parts}, fusedseg.recompute))"
+        return script(f"program {self.seed}", self.functions(), call)
 
 
 class Network(NamedTuple):
@@ -104,8 +105,8 @@ class Network(NamedTuple):
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        call = f"check_network(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
-        return script(self.functions(), f"# network {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+        call = f"network_difference(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        return script(f"network {self.seed}", self.functions(), call)
 
 
 OF_MODULE = re.compile(r"\b([pm]\d+)\b")
@@ -121,9 +122,10 @@ def _member(line: str) -> str:
     return f"self.{name} = nn.Parameter({leaf})" if trained else f"self.register_buffer({name!r}, {leaf})"
 
 
-def script(functions: str, call: str) -> str:
-    """Code that runs in a checkout."""
-    return f"from tests.hunt.prelude import *\n\n\n{functions}\n\n{call}"
+def script(name: str, functions: str, call: str) -> str:
+    """Code that runs in a checkout, and raises an AssertionError that says what ``call`` has found."""
+    head = f"from tests.hunt.prelude import *\n\n# {name} of the hunt\ntorch.set_num_threads(1)"
+    return f"{head}\n\n\n{functions}\n\nfound = {call}\nassert found is None, found\n"
 
 
 def nodes(steps: Steps, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
