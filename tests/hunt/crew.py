@@ -53,20 +53,10 @@ def work(kind: str, seeds: Iterable[int], file: Path) -> None:
         for seed in seeds:
             tell("grow")
             try:
-                program = made(kind, seed)
-                verdict = judged(program, tell)
-                if verdict.kind == "impossible":
-                    program, verdict = _without_impossible(program)
-                    out.write(json.dumps({"seed": seed, "dropped": program.dropped}) + "\n")
+                verdict = judged(made(kind, seed), tell)
             except Exception as error:
                 verdict = Verdict("failure", f"the hunt itself raises {error!r}")
             out.write(json.dumps({"seed": seed, "verdict": verdict}) + "\n")
-
-
-def _without_impossible(program: Any) -> tuple[Compiled, Verdict]:
-    with quiet():
-        program = compiled.possible(program)
-    return program, judged(program)
 
 
 @dataclass
@@ -77,8 +67,6 @@ class Report:
     failures: dict[str, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
     # Seeds whose program crashes PyTorch itself.
     crashes: list[int] = field(default_factory=list)
-    # The kinds of steps that PyTorch's compiler cannot do.
-    dropped: collections.Counter = field(default_factory=collections.Counter)
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.counts[verdict.kind] += 1
@@ -91,13 +79,9 @@ class Report:
         """Adds a line that a worker has written."""
         if "verdict" in line:
             self.add(line["seed"], Verdict(*line["verdict"]))
-        self.dropped.update(line.get("dropped", ()))
 
     def __str__(self) -> str:
         lines = [f"{self.kind}: {sum(self.counts.values())} run, {dict(self.counts.most_common())}"]
-        if self.dropped:
-            kinds = dict(self.dropped.most_common())
-            lines.append(f"PyTorch's compiler raises in {self.dropped.total()} steps, which were dropped: {kinds}")
         if self.crashes:
             lines.append(f"PyTorch itself crashes in {self.crashes}")
         for cause, seeds in sorted(self.failures.items(), key=lambda row: -len(row[1])):
@@ -133,8 +117,6 @@ def text_of(kind: str, seed: int, whole: bool = False) -> str:
     """The program of a seed as code, without steps that its failure does not need, after a line of the steps' kinds."""
     program = made(kind, seed)
     verdict = judged(program)
-    if verdict.kind == "impossible":
-        program, verdict = _without_impossible(program)
     if not whole and verdict.kind == "failure":
         program = shrunk(program)
     kinds = {node.kind for part in program.parts for _, node in nodes(part)} - {

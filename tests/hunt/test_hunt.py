@@ -70,25 +70,6 @@ def exec_fails(text):
     return False
 
 
-def test_a_step_that_the_compiler_cannot_do_is_dropped_and_counted(tmp_path, monkeypatch):
-    def refusing(graph, inputs):
-        if any(node.target is torch.sinh for node in graph.graph.nodes):
-            raise ValueError("not here")
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    steps = ("t1 = p1 * 2", "t2 = torch.sinh(t1)", "t3 = t1 + 1", "loss = t3.sum()")
-    setup = (Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)"),)
-    body = tuple(Step("activation" if "sinh" in code else "loss", code) for code in steps)
-    monkeypatch.setattr(prelude, "stock_backend", refusing)
-    monkeypatch.setitem(crew.KINDS, "compiled", lambda seed: compiled.Compiled(seed, (setup, body)))
-    crew.work("compiled", (0,), tmp_path / "verdicts")
-    report = crew.Report("compiled")
-    for line in (tmp_path / "verdicts").read_text().splitlines():
-        report.take(json.loads(line))
-    assert (report.counts, report.dropped) == ({"same": 1}, {"activation": 1})
-    assert "PyTorch's compiler raises in 1 steps, which were dropped: {'activation': 1}" in str(report)
-
-
 @pytest.mark.slow
 def test_twenty_thousand_programs():
     found_nothing(crew.hunt("programs", range(20_000), jobs=2), least=15_000)
