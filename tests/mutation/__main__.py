@@ -25,11 +25,12 @@ NORM_KERNELS = ["tests/kernels/test_norm_act*.py", "tests/kernels/test_sanitize.
                 "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
 NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/ops/test_kept.py",
             "tests/ops/test_strides.py", "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
-CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
+CONV_OPS = ["tests/ops/test_conv*.py", "tests/ops/test_join_conv.py", "tests/nn/test_conv*.py",
+            "tests/conversion/test_convs.py"]  # fmt: skip
 SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
-         "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py"]  # fmt: skip
-TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
+         "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py", "tests/ops/test_recompute_compiled*.py",
+         "tests/ops/test_transients*.py", "tests/ops/test_in_place.py"]  # fmt: skip
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
@@ -43,14 +44,10 @@ RELATED = {
     "fusedseg/ops/norm/*": NORM_OPS,
     "fusedseg/ops/observer.py": SCOPE,
     "fusedseg/ops/labels.py": ["tests/ops/test_recompute_compiled*.py"],
-    "fusedseg/scope/recipes.py": [*SCOPE, "tests/ops/test_in_place.py"],
     "fusedseg/scope/compiled.py": ["tests/ops/test_recompute_compiled*.py"],
-    "fusedseg/scope/registry.py": [*SCOPE, "tests/ops/test_recompute_compiled*.py"],
     "fusedseg/scope/joins.py": ["tests/conversion/test_convs.py", *SCOPE],
-    "fusedseg/scope/*": [*SCOPE, "tests/ops/test_transients*.py"],
+    "fusedseg/scope/*": SCOPE,
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
-    "fusedseg/ops/*join_conv.py": ["tests/ops/test_join_conv.py", "tests/nn/test_join_conv.py"],
-    "fusedseg/ops/*sources.py": ["tests/ops/test_join_conv.py", *CONV_OPS, "tests/conversion/test_convs.py"],
     "fusedseg/ops/conv*": CONV_OPS,
     "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
     "fusedseg/ops/segmentation*": [
@@ -60,7 +57,7 @@ RELATED = {
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
     "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
-    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", *TRANSIENTS, *SCOPE],
+    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", "tests/ops/test_segmentation_sums_memory.py", *SCOPE],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
