@@ -587,19 +587,13 @@ def compiled_by(compiler, dynamic):
 
 
 def aot_eager(dynamic):
-    return compiled_by(stock_backend, dynamic)
-
-
-def stock_backend(graph, inputs):
     """PyTorch's own compiler with PyTorch's own kernels."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(graph, inputs)
+    return compiled_by("aot_eager", dynamic)
 
 
-def stock_backend_of_rewritten(graph, inputs):
+def aot_eager_of_rewritten(graph, inputs):
     """The same, with interpolation and pools as this package computes them."""
-    return stock_backend(captured.rewrite(graph), inputs)
+    return torch._dynamo.lookup_backend("aot_eager")(captured.rewrite(graph), inputs)
 
 
 def finish(found, log):
@@ -669,7 +663,7 @@ def compiled_difference(run, dynamic, tell=lambda phase: None, **options):
         if not refuses and difference(expected, found) is None:
             return "same", ""
         # aot_eager is wrong where it computes a value again from an argument that forward overwrites.
-        others = stock, expected, run(compiled_by(stock_backend_of_rewritten, dynamic))
+        others = stock, expected, run(compiled_by(aot_eager_of_rewritten, dynamic))
         if found[0].error is None and each_is_in(found[0].results, [logs[0].results for logs in others]):
             return "as aot_eager", ""
     if difference(expected, run(eager_call)) is not None:

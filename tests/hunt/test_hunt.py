@@ -14,7 +14,7 @@ from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
 from tests.hunt.prelude import LATER
-from tests.hunt.program import Block, Program, Step, nodes
+from tests.hunt.program import Program, Step, nodes
 
 
 def found_nothing(report: crew.Report, least: int) -> None:
@@ -174,17 +174,6 @@ def test_programs_are_of_every_kind():
         "autocast", "checkpoint", "no_grad", "mode", "attempt", "stale cast",
     ):  # fmt: skip
         assert kinds[kind] >= 2, kind
-    text = "\n".join(p.functions() for p in programs)
-    for part in ("bfloat16", "float16", "float64", "cache_enabled=False", "use_reentrant=True", "use_reentrant=False",
-                 "saved_tensors_hooks", "layout='strided'", "channels_last", "momentum=None",
-                 "track_running_stats=False",
-                 "inplace=True", "alpha=", "from_numpy", "(0, 4, 8, 8)", "(8, 6)", "(2, 4, 2, 2)", "out="):  # fmt: skip
-        assert part in text, part
-    assert sum(len(p.parts) == 2 for p in programs) >= 3
-    assert (
-        sum(len([1 for _, n in nodes(p.parts[0]) if isinstance(n, Block) and n.kind == "scope"]) > 2 for p in programs)
-        > 9
-    )
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -25,6 +25,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
+from tests.tools.codegen import SHARED
 from tests.tools.traffic import Moved, extent
 
 from .machine import Grid, Launch, Options, Program
@@ -35,8 +36,6 @@ from .wave import Finding
 POINTERS = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp64": torch.float64,
             "*i32": torch.int32, "*u8": torch.uint8, "*i64": torch.int64}  # fmt: skip
 FLOATS = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}
-# The bytes of shared memory that a CTA may have.
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 _devices = itertools.count(1000)
 
 

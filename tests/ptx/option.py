@@ -1,36 +1,14 @@
 """``pytest --ptx``: helpers of the interpreter then work on the machine, and a test fails if it has findings."""
 
 import contextlib
-import os
 import re
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 
-from fusedseg.doctor.report import untested_versions
 from tests.tools import interpreter, traffic
 
 from .driver import Driver, driven
-from .parse import Unsupported
-
-BEHIND = "the PTX machine is behind"
-
-
-@contextlib.contextmanager
-def behind_skips() -> Iterator[None]:
-    """Skips a test with an instruction that the machine does not know, if torch or Triton is newer than tested.
-
-    The kernels may be right then.  ``FUSEDSEG_TESTS_STRICT=1``, which CI sets, lets the test fail all the same.
-    """
-    try:
-        yield
-    except Unsupported as error:
-        found = untested_versions()
-        newer = [f"{name} {version}" for name, version, side in found if side == "newer" and name != "python"]
-        if not newer or os.environ.get("FUSEDSEG_TESTS_STRICT"):
-            raise
-        pytest.skip(f"{BEHIND} {' and '.join(newer)}: {error}")
 
 
 def harmless(finding) -> bool:
@@ -61,8 +39,7 @@ class Plugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
         before = dict(self.driver.findings)
-        with behind_skips():
-            result = yield
+        result = yield
         new = [f for f in self.driver.findings if self.driver.findings[f] != before.get(f) and not harmless(f)]
         assert not new, "\n".join(f"{finding.kind}: {finding.text}" for finding in new)
         return result

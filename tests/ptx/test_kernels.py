@@ -4,6 +4,7 @@ They run in one other process, because this one may have imported the kernels fo
 of the time, so few cases compile the same kernel in nearly the same way.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.ptx.option import BEHIND
+from fusedseg.doctor.report import untested_versions
 from tests.tools import warm
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,10 @@ PART = [
 
 
 def test_a_part_of_the_tests_as_compiled_code_for_sm_80():
+    """A new PyTorch turned the README's ``pytest`` red, where only this machine was behind."""
+    newer = [name for name, _, side in untested_versions() if side == "newer" and name != "python"]
+    if newer and not os.environ.get("FUSEDSEG_TESTS_STRICT"):
+        pytest.skip(f"the PTX machine may not know the code of this {' and '.join(newer)}")
     kernels = {
         name
         for file in (ROOT / "kernels").glob("*.py")
@@ -66,8 +71,5 @@ def test_a_part_of_the_tests_as_compiled_code_for_sm_80():
     options = ["-o", "addopts=--import-mode=importlib", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
     done = warm.run("pytest", *options, "-q", "-rs", "--tb=short", "--ptx", "sm_80", *PART)
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in done.stdout.splitlines():
-        if BEHIND in line:
-            pytest.skip(line[line.index(BEHIND) :])
     # The last lines name the kernels that were launched.
     assert not [kernel for kernel in kernels if f"'{kernel}'" not in done.stdout]

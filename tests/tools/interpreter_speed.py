@@ -3,8 +3,8 @@
 The interpreter spends most of its time on Python objects, not on arrays: it builds the type of every block anew, makes
 new tensors for every launch, patches ``triton.language`` again, computes a check of integer overflows whose result it
 discards, and passes each operator through a dozen calls.
-``fast()`` changes only these parts.  ``tests/tools/test_interpreter.py`` compares the results of all kernels bit for
-bit with the results of the unchanged interpreter.
+``fast()`` changes only these parts.  ``tests/tools/test_interpreter.py`` compares results bit for bit with those of the
+unchanged interpreter.
 """
 
 import contextlib
