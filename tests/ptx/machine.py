@@ -24,8 +24,6 @@ class Options:
     # "together": all warps go on in lock step.  "first" or "last": the first or last warp of a CTA that can go on runs
     # alone, up to a barrier.
     schedule: str = "together"
-    # Which of several lanes of an instruction that store to one place wins: the first or the last one.
-    first_wins: bool = False
     # The CTAs to run of a kernel's name and grid, in their order; None runs all of them.
     choose: Callable[[str, Grid], list[Grid]] | None = None
 

@@ -24,7 +24,7 @@ def cases(test: str, *names: str) -> list[str]:
 
 # All tensors of the tests "at an odd address" begin one element after a multiple of 16 bytes.
 ODD = "test_compiled.py::test_addresses_and_dtypes"
-ORDER = "test_compiled.py::test_the_order_of_warps_and_lanes_does_not_matter"
+ORDER = "test_compiled.py::test_the_order_of_warps_does_not_matter"
 # Together: every kernel, both layouts, four dtypes, each kind of statistics, residuals, kept channels, odd addresses,
 # sizes over and under a block, orders of warps, and each number of warps of the convolution.
 PART = [
