@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusedseg.activation import TABLE
-
 # Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
 # roundoff u.  The computation before it is exact to fp32, or fp64, for the lengths tested here.
 FORWARD_TOLERANCE = {
@@ -42,10 +40,6 @@ def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:
     return (lambda y: function(y, param)) if name in PARAMS or name == "prelu" else function
 
 
-# The activations that have no number as a parameter, by the names that the kernels use.
-STOCK_ACTIVATIONS = {name: stock_activation(name) for name in TABLE if name not in {*PARAMS, "identity", "prelu"}}
-
-
 class Result(NamedTuple):
     """Output and running statistics after the call (None if the norm has no running statistics), in float64."""
 
@@ -69,22 +63,6 @@ def _double(t: Tensor | None) -> Tensor | None:
 
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.view(1, -1, *(1,) * (x.dim() - 2))
-
-
-def activate(y: Tensor, activation: str, param: float) -> Tensor:
-    if activation == "identity":
-        return y
-    if activation == "leaky_relu":
-        return torch.where(y > 0, y, y * param)
-    if activation == "elu":
-        # The zeros keep the exponential of the unused branch finite; its gradient would be inf * 0 otherwise.  A clamp
-        # would do this too, but its gradient at 0 is 1 up to PyTorch 2.13 and 0 later.
-        return torch.where(y > 0, y, param * torch.expm1(y.masked_fill(y > 0, 0)))
-    if activation == "celu":
-        return torch.where(y > 0, y, param * torch.expm1(y.masked_fill(y > 0, 0) / param))
-    if activation in STOCK_ACTIVATIONS:
-        return STOCK_ACTIVATIONS[activation](y)
-    raise ValueError(f"reference: unknown activation {activation!r}")
 
 
 def convolve(
@@ -145,7 +123,7 @@ def norm_act(
         y = y + _per_channel(bias, x)
     if residual is not None:
         y = y + residual.double()
-    return Result(activate(y, activation, param), running_mean, running_var)
+    return Result(stock_activation(activation, param)(y), running_mean, running_var)
 
 
 def gradients(

@@ -257,7 +257,8 @@ def test_changing_sizes(name):
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     for size in (32, 40, 48):
-        images = [torch.randn(2, x.shape[1], *(size,) * (x.dim() - 2)) for x in inputs]
+        # The sides of a volume are half as long.
+        images = [torch.randn(2, x.shape[1], *(size // (x.dim() - 3),) * (x.dim() - 2)) for x in inputs]
         assert kept(net, run, images) < (0.2 if name == "group" else 0.1) * kept(net, net, images)
         out, expected = gradient(net, net, images)
         got, found = gradient(run, net, images)
@@ -310,7 +311,8 @@ def test_inductor():
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("bits", [8, 4])
+# The bug needed 8 bits.
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_inductor_keeps_codes_of_half_precision(bits):
     """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
 

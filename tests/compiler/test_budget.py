@@ -97,7 +97,16 @@ def test_bits_bytes_and_peak(name, chosen, counted):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
-@pytest.mark.parametrize(("name", "bits"), [("nnU-Net", 8), ("nnU-Net", 4), ("ResNet", 4), ("attention", 8)])
+# attention has 8 bits too.  The batch norms of a ResNet have a budget above, and bits in test_bits.py.
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("nnU-Net", 4),
+        ("attention", 8),
+        pytest.param("nnU-Net", 8, marks=pytest.mark.slow),
+        pytest.param("ResNet", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_with_bits(name, bits, chosen):
     """What is kept is packed, and fewer values are kept; a value is rounded once, also where a product runs twice."""
     net, inputs = make(name)
@@ -138,9 +147,9 @@ def test_allocator_peak():
 def test_equal_graphs_have_equal_choices(chosen):
     """The order of sets decided between equal parts, so each budget had choices of its own, and peaks could rise."""
     net, inputs = make("ResNet")
-    for _ in range(3):
+    for _ in range(2):
         budgeted(net, None, extra_flops=0.2)(*inputs)
-    assert chosen[0] == chosen[1] == chosen[2]
+    assert chosen[0] == chosen[1]
 
 
 def test_eager_bytes(chosen):
@@ -189,7 +198,7 @@ def test_peak_of_a_card(chosen):
 
 
 def test_dynamic_shapes(chosen):
-    net, _ = make("ResNet")
+    net, _ = make("U-Net")
     twin = copy.deepcopy(net)
     run = budgeted(net, 0.3, dynamic=True)
     for size in (32, 48):

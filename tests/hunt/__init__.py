@@ -1,7 +1,7 @@
 """The hunt: random programs run in eager mode and in ``fusedseg.recompute()``, random networks through ``convert``.
 
 * ``prelude.py`` holds what a printed program needs: the log of its results, odd functions, the comparison.
-* ``program.py`` holds a program as data, and prints it as code that can be pasted into a file.
+* ``program.py`` holds a program as data, and prints it as code that runs in a checkout.
 * ``grow.py`` makes a program of a seed.  It runs each step in eager mode at once, so that it knows shapes and dtypes.
 * ``steps.py``, ``layers.py``, ``habits.py`` and ``blocks.py`` hold the steps that it chooses from.
 * ``networks.py`` makes a module of a seed, for ``fusedseg.convert``.

@@ -32,7 +32,6 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="with --print: as it was made")
     # The crew passes this to its workers.
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--eager-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     # A shrunk program may ask for much larger tensors.
@@ -41,7 +40,7 @@ def main() -> int:
         print(text_of(options.kind, options.print, options.whole))
         return 0
     if options.worker is not None:
-        work(options.kind, options.seeds, options.worker, options.eager_only)
+        work(options.kind, options.seeds, options.worker)
         return 0
     report = hunt(options.kind, options.seeds, options.jobs)
     print(report)

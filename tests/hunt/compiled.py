@@ -1,8 +1,7 @@
 """Programs and networks that are compiled, for the backend of ``fusedseg.compiler``.
 
 A program's steps become one function, which is compiled.  Its leaves and modules are made outside of it, and the
-backward passes run outside.  A network is compiled as a module.  A step at which PyTorch's compiler itself raises is
-dropped, and counted.
+backward passes run outside.  A network is compiled as a module.
 """
 
 import random
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from tests.hunt import prelude
 from tests.hunt.grow import grown
 from tests.hunt.networks import grown_network
-from tests.hunt.prelude import Log, aot_eager, eager_call, network_logs, outcome
+from tests.hunt.prelude import Log, network_logs, outcome
 from tests.hunt.program import Block, Network, Node, Step, Steps, defined, names_in, nodes, script, without
 
 SETUP = ("leaf", "module", "memory")
@@ -23,8 +22,6 @@ SETUP = ("leaf", "module", "memory")
 NO_STEPS = ("note", "backward", "return", "attempt")
 # The last tensors, which are returned beside the loss.  A tensor that is returned is not computed again.
 RETURNED = 3
-# The most steps that are dropped from one program.
-DROPPED = 3
 
 
 class Compiled(NamedTuple):
@@ -34,7 +31,6 @@ class Compiled(NamedTuple):
         parts: the steps that make leaves and modules, and the steps of the function.
         shape: the shape of a network's input; None for a program.
         dynamic: whether it is compiled for all sizes.
-        dropped: the kinds of the steps at which PyTorch's compiler raised.
         options: the backend's, beside the codegen.
     """
 
@@ -42,7 +38,6 @@ class Compiled(NamedTuple):
     parts: tuple[Steps, ...]
     shape: tuple[int, ...] | None = None
     dynamic: bool = False
-    dropped: tuple[str, ...] = ()
     options: Mapping[str, Any] = MappingProxyType({})
 
     def functions(self) -> str:
@@ -76,11 +71,11 @@ class Compiled(NamedTuple):
         if self.shape is not None:
             run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        call = f"check_compiled(lambda how: {run}, {self.dynamic}{options})"
+        call = f"compiled_failure(lambda how: {run}, {self.dynamic}{options})"
         if "bits" in self.options:
-            call = f"check_rounded(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
-        head = f"# compiled {'program' if self.shape is None else 'network'} {self.seed} of the hunt"
-        return script(self.functions(), f"{head}\ntorch.set_num_threads(1)\n{call}\n")
+            call = f"rounded_difference(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        name = f"compiled {'program' if self.shape is None else 'network'} {self.seed}"
+        return script(name, self.functions(), call)
 
 
 def _is_run(node: Node) -> bool:
@@ -137,25 +132,3 @@ def _known(setup: Steps, body: Steps) -> Steps:
     made = {name for node in every for name in defined(node)} | heads | {"t0"}
     named = {name for node in every for name in names_in(node) if name[0] in "tf"}
     return without(body, named - made)
-
-
-def _raises(of: Compiled) -> bool:
-    """Whether only PyTorch's compiler raises."""
-    return of.run(aot_eager(of.dynamic))[0].error is not None and of.run(eager_call)[0].error is None
-
-
-def possible(of: Compiled) -> Compiled:
-    """Without the steps at which PyTorch's compiler raises; with some of them if they are more than ``DROPPED``."""
-    while of.parts[1] and len(of.dropped) < DROPPED and _raises(of):
-        body = of.parts[1]
-        # The first ``most`` steps raise, and the first ``least`` do not.
-        least, most = 0, len(body)
-        while most - least > 1:
-            middle = (least + most) // 2
-            if _raises(of._replace(parts=(of.parts[0], body[:middle]))):
-                most = middle
-            else:
-                least = middle
-        rest = without((*body[:least], *body[most:]), set(defined(body[least])))
-        of = of._replace(parts=(of.parts[0], rest), dropped=(*of.dropped, body[least].kind))
-    return of

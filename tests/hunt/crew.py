@@ -1,7 +1,7 @@
 """Runs seeds in processes of their own: some of PyTorch's own programs end in a segmentation fault.
 
-A worker writes down the seed and the phase before it starts.  Where it dies, the crew asks a further process whether
-the program dies in eager mode too, which is PyTorch's own fault, and goes on after that seed.
+A worker writes down the seed and the phase before it starts.  Where it dies in eager mode, that is PyTorch's own fault.
+The crew goes on after that seed.
 """
 
 import collections
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,38 +43,20 @@ def made(kind: str, seed: int) -> Program | Network | Compiled:
         return KINDS[kind](seed)
 
 
-def work(kind: str, seeds: Iterable[int], file: Path, eager_only: bool = False) -> None:
+def work(kind: str, seeds: Iterable[int], file: Path) -> None:
     """Runs as a worker: writes a line for each phase of each seed, and a line for its verdict."""
     with file.open("a", buffering=1) as out:
 
         def tell(phase: str) -> None:
-            if eager_only and phase == "scope":
-                raise _Enough
             out.write(json.dumps({"seed": seed, "phase": phase}) + "\n")
 
         for seed in seeds:
             tell("grow")
             try:
-                program = made(kind, seed)
-                verdict = judged(program, tell)
-                if verdict.kind == "impossible":
-                    program, verdict = _without_impossible(program)
-                    out.write(json.dumps({"seed": seed, "dropped": program.dropped}) + "\n")
-            except _Enough:
-                verdict = Verdict("same")
+                verdict = judged(made(kind, seed), tell)
             except Exception as error:
                 verdict = Verdict("failure", f"the hunt itself raises {error!r}")
             out.write(json.dumps({"seed": seed, "verdict": verdict}) + "\n")
-
-
-def _without_impossible(program: Any) -> tuple[Compiled, Verdict]:
-    with quiet():
-        program = compiled.possible(program)
-    return program, judged(program)
-
-
-class _Enough(Exception):
-    """Raised when eager mode has ended without a crash."""
 
 
 @dataclass
@@ -85,8 +67,6 @@ class Report:
     failures: dict[str, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
     # Seeds whose program crashes PyTorch itself.
     crashes: list[int] = field(default_factory=list)
-    # The kinds of steps that PyTorch's compiler cannot do.
-    dropped: collections.Counter = field(default_factory=collections.Counter)
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.counts[verdict.kind] += 1
@@ -99,13 +79,9 @@ class Report:
         """Adds a line that a worker has written."""
         if "verdict" in line:
             self.add(line["seed"], Verdict(*line["verdict"]))
-        self.dropped.update(line.get("dropped", ()))
 
     def __str__(self) -> str:
         lines = [f"{self.kind}: {sum(self.counts.values())} run, {dict(self.counts.most_common())}"]
-        if self.dropped:
-            kinds = dict(self.dropped.most_common())
-            lines.append(f"PyTorch's compiler raises in {self.dropped.total()} steps, which were dropped: {kinds}")
         if self.crashes:
             lines.append(f"PyTorch itself crashes in {self.crashes}")
         for cause, seeds in sorted(self.failures.items(), key=lambda row: -len(row[1])):
@@ -113,7 +89,7 @@ class Report:
         return "\n".join(lines)
 
     def programs(self) -> str:
-        """One shrunk program of each sort, as code that can be pasted.  The kinds of its steps tell sorts apart."""
+        """One shrunk program of each sort, as code.  The kinds of its steps tell sorts apart."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for cause, seeds in self.failures.items():
             for seed in seeds[:SHRUNK]:
@@ -141,8 +117,6 @@ def text_of(kind: str, seed: int, whole: bool = False) -> str:
     """The program of a seed as code, without steps that its failure does not need, after a line of the steps' kinds."""
     program = made(kind, seed)
     verdict = judged(program)
-    if verdict.kind == "impossible":
-        program, verdict = _without_impossible(program)
     if not whole and verdict.kind == "failure":
         program = shrunk(program)
     kinds = {node.kind for part in program.parts for _, node in nodes(part)} - {
@@ -156,12 +130,11 @@ def text_of(kind: str, seed: int, whole: bool = False) -> str:
 
 
 class _Worker:
-    def __init__(self, kind: str, seeds: range, folder: Path, *options: str) -> None:
-        self.kind, self.seeds, self.file = kind, seeds, folder / f"{kind}-{seeds.start}-{time.monotonic_ns()}.jsonl"
+    def __init__(self, kind: str, seeds: range, folder: Path) -> None:
+        self.seeds, self.file = seeds, folder / f"{seeds.start}.jsonl"
         self.file.touch()
-        self.options = options
         self.process = subprocess.Popen(
-            _command("--kind", kind, "--seeds", f"{seeds.start}:{seeds.stop}", "--worker", self.file, *options),
+            _command("--kind", kind, "--seeds", f"{seeds.start}:{seeds.stop}", "--worker", self.file),
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -179,22 +152,9 @@ class _Worker:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
 
-def _crash(worker: _Worker, last: dict, folder: Path) -> Verdict:
-    """The verdict on a program in whose run the worker died."""
-    seed, status = last["seed"], worker.process.returncode
-    if last["phase"] == "scope":
-        further = _Worker(worker.kind, range(seed, seed + 1), folder, "--eager-only")
-        while not further.over():
-            time.sleep(0.1)
-        if further.process.returncode == 0:
-            return Verdict("failure", f"only the scope ends the process, with status {status}")
-    return Verdict("crash of PyTorch", f"status {status}")
-
-
 def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
     """Runs all seeds in ``jobs`` processes at a time."""
     report = Report(kind)
-    todo: Iterator[range] | list[range]
     todo = [range(a, min(a + CHUNK, seeds.stop)) for a in range(seeds.start, seeds.stop, CHUNK)]
     with tempfile.TemporaryDirectory() as name:
         folder, at_work = Path(name), []
@@ -213,7 +173,10 @@ def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
                     raise RuntimeError(
                         f"a worker of {worker.seeds} ends with {worker.process.returncode} between programs"
                     )
-                report.add(lines[-1]["seed"], _crash(worker, lines[-1], folder))
+                # Eager mode has run to its end before the phase "scope".
+                whose = "failure" if lines[-1]["phase"] == "scope" else "crash of PyTorch"
+                how = f"the process ends with status {worker.process.returncode}"
+                report.add(lines[-1]["seed"], Verdict(whose, how))
                 rest = range(lines[-1]["seed"] + 1, worker.seeds.stop)
                 todo = [rest, *todo] if rest else todo
     return report

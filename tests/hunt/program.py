@@ -1,7 +1,5 @@
 """A program as data, and the code that it prints."""
 
-import ast
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -77,8 +75,9 @@ class Program(NamedTuple):
         return [namespace[f"part{i}"] for i in range(len(self.parts))]
 
     def __str__(self) -> str:
-        call = f"check({', '.join(f'part{i}' for i in range(len(self.parts)))})"
-        return script(self.functions(), f"# program {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+        parts = f"[{', '.join(f'part{i}' for i in range(len(self.parts)))}]"
+        call = f"difference(outcome({parts}, eager), outcome({parts}, fusedseg.recompute))"
+        return script(f"program {self.seed}", self.functions(), call)
 
 
 class Network(NamedTuple):
@@ -106,8 +105,8 @@ class Network(NamedTuple):
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        call = f"check_network(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
-        return script(self.functions(), f"# network {self.seed} of the hunt\ntorch.set_num_threads(1)\n{call}\n")
+        call = f"network_difference(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        return script(f"network {self.seed}", self.functions(), call)
 
 
 OF_MODULE = re.compile(r"\b([pm]\d+)\b")
@@ -123,29 +122,10 @@ def _member(line: str) -> str:
     return f"self.{name} = nn.Parameter({leaf})" if trained else f"self.register_buffer({name!r}, {leaf})"
 
 
-def script(functions: str, call: str) -> str:
-    """Code that needs nothing but the packages: the definitions of the prelude that it uses come first."""
-    source = inspect.getsource(prelude)
-    tree = ast.parse(source)
-    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    definitions: dict[str, ast.stmt] = {}
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            definitions[node.name] = node
-        elif isinstance(node, ast.Assign):
-            definitions |= {name.id: node for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
-    wanted, queue = set(), [functions + call]
-    while queue:
-        for name in set(re.findall(r"\w+", queue.pop())) & definitions.keys() - wanted:
-            wanted.add(name)
-            queue.append(ast.get_source_segment(source, definitions[name]) or "")
-    head = "\n".join(ast.unparse(node) for node in imports)
-    segments = []
-    for node in dict.fromkeys(node for name, node in definitions.items() if name in wanted):
-        decorated = node.decorator_list if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
-        decorators = "".join(f"@{ast.unparse(d)}\n" for d in decorated)
-        segments.append(decorators + (ast.get_source_segment(source, node) or ""))
-    return "\n\n\n".join([head, *segments, functions + "\n\n" + call])
+def script(name: str, functions: str, call: str) -> str:
+    """Code that runs in a checkout, and raises an AssertionError that says what ``call`` has found."""
+    head = f"from tests.hunt.prelude import *\n\n# {name} of the hunt\ntorch.set_num_threads(1)"
+    return f"{head}\n\n\n{functions}\n\nfound = {call}\nassert found is None, found\n"
 
 
 def nodes(steps: Steps, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:

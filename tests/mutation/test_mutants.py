@@ -1,11 +1,8 @@
 """Tests the defects that ``python -m tests.mutation`` puts into files."""
 
-import importlib.util
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tests.mutation.__main__ import FOLDERS, ROOT, copied, found_in_copy, related, sources
+from tests.mutation.__main__ import FOLDERS, ROOT, copied, related, sources
 from tests.mutation.mutants import mutants
 
 SOURCE = '''"""A docstring: 1 + 1."""
@@ -72,21 +69,8 @@ def test_a_file_belongs_to_the_first_row_that_fits():
     assert "tests/kernels/test_norm_act.py" not in related(ROOT, Path("kernels/max_pool.py"))
 
 
-def test_the_package_comes_from_the_copy(monkeypatch, tmp_path):
-    """A finder that maps the kernels to another checkout hid every defect of a kernel."""
-
-    class Elsewhere:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            return importlib.util.spec_from_file_location(name, __file__) if name == "fusedseg.kernels" else None
-
-    monkeypatch.setattr(sys, "meta_path", [Elsewhere, PathFinder])
-    found_in_copy(tmp_path)
-    assert sys.meta_path == [PathFinder]
-
-
 def test_a_copy_has_the_package_and_its_kernels(tmp_path):
     """The runner once linked kernels over a folder that the package has by now."""
-    folder = copied(ROOT, ROOT, tmp_path)
+    folder = copied(ROOT, tmp_path)
     assert (folder / "fusedseg/kernels/__init__.py").exists()
     assert (folder / "kernels/norm_act_bwd.py").exists()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedseg.functional import conv_abn
-from tests.reference import activate
+from tests.reference import stock_activation
 
 CONV = {4: F.conv2d, 5: F.conv3d}
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -112,4 +112,4 @@ def stock(case, given, statistics, training, activation="leaky_relu", param=0.01
     y = CONV[x.dim()](x, w, conv_bias, **case.options)
     if stored is not None:
         y = y + (y.to(stored).to(y.dtype) - y).detach()
-    return activate(F.batch_norm(y, *statistics, weight, bias, training, momentum), activation, param)
+    return stock_activation(activation, param)(F.batch_norm(y, *statistics, weight, bias, training, momentum))

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 
+from tests.tools.codegen import SHARED
 from tests.tools.traffic import Moved, extent
 
 from .machine import Grid, Launch, Options, Program
@@ -34,8 +36,6 @@ from .wave import Finding
 POINTERS = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp64": torch.float64,
             "*i32": torch.int32, "*u8": torch.uint8, "*i64": torch.int64}  # fmt: skip
 FLOATS = {"fp32": (np.float32, np.uint32), "fp64": (np.float64, np.uint64)}
-# The bytes of shared memory that a CTA may have.
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 _devices = itertools.count(1000)
 
 
@@ -53,13 +53,10 @@ class Driver:
         # Triton stores compiled kernels by device.
         self.device = next(_devices)
         self.utils, self.options = self, Options()
-        # Launches of each kernel, and instructions that their warps executed.
+        # Launches of each kernel.
         self.launches: Counter[str] = Counter()
-        self.instructions: Counter[str] = Counter()
         self.findings: Counter[Finding] = Counter()
         self.programs: dict[str, Program] = {}
-        # Mutation tests set this to replace the PTX of a kernel.
-        self.replaced: dict[str, str] = {}
         self.moved: Moved | None = None
         self.tensors: list[torch.Tensor | None] = []
         self._compiling: list[CompiledKernel] = []
@@ -109,7 +106,6 @@ class Driver:
 
     def program(self, function: int) -> Program:
         ptx, shared = self._functions[function]
-        ptx = self.replaced.get(ptx, ptx)
         if ptx not in self.programs:
             self.programs[ptx] = Program(ptx, shared)
         return self.programs[ptx]
@@ -136,7 +132,7 @@ class Driver:
             raise TypeError(f"{program.kernel.name}: {len(values)} values for {program.kernel.parameters}")
         launch = Launch(program, grid, values, segments, self.options, lambda finding: self.findings.update([finding]))
         self.launches[program.kernel.name] += 1
-        self.instructions[program.kernel.name] += launch.run()
+        launch.run()
         if self.moved is not None:
             add_up(self.moved, launch)
 
@@ -163,16 +159,6 @@ def add_up(moved: Moved, launch: Launch) -> None:
 
 
 @contextlib.contextmanager
-def changed(owner, name: str, value) -> Iterator:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield value
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def driven(driver: Driver) -> Iterator[Driver]:
     """Inside, launches run on the machine.  Kernels must have been defined without TRITON_INTERPRET."""
     from fusedseg import _backend
@@ -189,7 +175,7 @@ def driven(driver: Driver) -> Iterator[Driver]:
             driver._compiling.pop()
 
     def noted(self, tensors, *floats):
-        with changed(driver, "tensors", list(tensors)):
+        with mock.patch.object(driver, "tensors", list(tensors)):
             return call(self, tensors, *floats)
 
     with contextlib.ExitStack() as stack:
@@ -200,7 +186,7 @@ def driven(driver: Driver) -> Iterator[Driver]:
             (launcher.Launcher, "__call__", noted),
             (_backend, "_interpreted", lambda: True),
         ):
-            stack.enter_context(changed(owner, name, value))
+            stack.enter_context(mock.patch.object(owner, name, value))
         stack.callback(setattr, triton_driver, "_active", active)
         stack.callback(launcher.forget_plans)
         triton_driver.set_active(driver)

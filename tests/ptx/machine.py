@@ -24,12 +24,8 @@ class Options:
     # "together": all warps go on in lock step.  "first" or "last": the first or last warp of a CTA that can go on runs
     # alone, up to a barrier.
     schedule: str = "together"
-    # Which of several lanes of an instruction that store to one place wins: the first or the last one.
-    first_wins: bool = False
     # The CTAs to run of a kernel's name and grid, in their order; None runs all of them.
     choose: Callable[[str, Grid], list[Grid]] | None = None
-    # The most instructions that the warps of a wave may execute.
-    limit: int = 2_000_000_000
 
 
 class Program:
@@ -59,8 +55,7 @@ class Launch:
     report: Callable[[Finding], None]
     moved: Moved = field(default_factory=Moved)
 
-    def run(self) -> int:
-        """Runs the launch and returns how many instructions its warps executed."""
+    def run(self) -> None:
         x, y, z = self.grid
         numbers = np.arange(x * y * z)
         if self.options.choose is not None:
@@ -68,10 +63,7 @@ class Launch:
             numbers = np.array([i + x * (j + y * k) for i, j, k in chosen], np.int64)
         cast_shadows(list(self.segments.values()))
         self.moved.launches.append(self.program.kernel.name)
-        at_once, executed = max(1, self.options.lanes // self.program.kernel.threads), 0
+        at_once = max(1, self.options.lanes // self.program.kernel.threads)
         with np.errstate(all="ignore"):
             for first in range(0, len(numbers), at_once):
-                wave = Wave(self, numbers[first : first + at_once])
-                wave.run()
-                executed += wave.executed
-        return executed
+                Wave(self, numbers[first : first + at_once]).run()

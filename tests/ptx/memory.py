@@ -107,10 +107,10 @@ def spread(start, nbytes: int, granule: int, *values):
     return granules.ravel(), *(np.repeat(v, count) for v in values)
 
 
-def put(view, at, data, order=slice(None)):
+def put(view, at, data):
     """Stores rows of data; returns which rows changed memory, and whether rows for one place differ."""
     changes = (view[at] != data).any(axis=1)
-    view[at[order]] = data[order]
+    view[at] = data
     # One of the rows wins, and the others now find its value.
     return changes, (view[at] != data).any()
 

@@ -72,9 +72,7 @@ class Shared(Space):
     def write(self, addresses, data, lanes, line: int) -> None:
         count, nbytes = data.shape[1], data.itemsize * data.shape[1]
         offsets = self.offsets(addresses, nbytes, lanes, line)
-        # If two lanes store to one address, PTX does not specify which lane wins.
-        order = slice(None, None, -1 if self.wave.options.first_wins else 1)
-        changes, differ = put(self.views[data.dtype.type].reshape(-1, count), offsets // nbytes, data, order)
+        changes, differ = put(self.views[data.dtype.type].reshape(-1, count), offsets // nbytes, data)
         if differ:
             self.wave.find("shared-race", "lanes of one instruction store different values", line)
         self.touch(offsets, nbytes, lanes, changes, line)

@@ -151,35 +151,14 @@ def definitions(i: Instruction) -> set[str]:
     return registers(*i.operands[: results(i)])
 
 
-def liveness(kernel: Kernel) -> tuple[list[set[str]], list[set[str]]]:
-    """The registers that each block takes from earlier blocks, and the registers that it leaves for later blocks."""
-    count = len(kernel.blocks)
-    first_used: list[set[str]] = [set() for _ in range(count)]
-    defined: list[set[str]] = [set() for _ in range(count)]
-    following: list[list[int]] = []
-    for b, block in enumerate(kernel.blocks):
-        for i in block.instructions:
-            first_used[b] |= uses(i) - defined[b]
-            defined[b] |= definitions(i)
-        kind = block.end[0]
-        following.append([b + 1] if kind in ("next", "barrier", "either") and b + 1 < count else [])
-        if kind in ("branch", "either"):
-            following[b].append(kernel.labels[block.end[-1]])
-    entering = [set(used) for used in first_used]
-    leaving: list[set[str]] = [set() for _ in range(count)]
-    changed = True
-    while changed:
-        changed = False
-        for b in reversed(range(count)):
-            leaving[b] = set().union(*(entering[f] for f in following[b]))
-            before, entering[b] = entering[b], first_used[b] | (leaving[b] - defined[b])
-            changed |= entering[b] != before
-    return entering, [defined[b] & leaving[b] for b in range(count)]
-
-
-def write_block(writer: Writer, entering: set[str], leaving: set[str]) -> list[str]:
+def write_block(writer: Writer) -> list[str]:
+    """The function takes the registers that the block reads first, and leaves all that it writes."""
     block = writer.kernel.blocks[writer.number]
+    entering: set[str] = set()
+    leaving: set[str] = set()
     for i in block.instructions:
+        entering |= uses(i) - leaving
+        leaving |= definitions(i)
         try:
             writer.instruction(i)
         except (KeyError, IndexError, ValueError, AttributeError, TypeError, Unsupported) as error:
@@ -202,13 +181,12 @@ def write_block(writer: Writer, entering: set[str], leaving: set[str]) -> list[s
 
 def translate(kernel: Kernel) -> list:
     """Makes a function for each block; if the block ends in a conditional branch, it returns the lanes that branch."""
-    entering, leaving = liveness(kernel)
     products = {name for block in kernel.blocks for i in block.instructions if i.op == "wgmma"
                 for name in definitions(i)}  # fmt: skip
     namespace, text = dict(vars(values)), []
     for b in range(len(kernel.blocks)):
         writer = Writer(kernel, b, products)
-        text += write_block(writer, entering[b], leaving[b])
+        text += write_block(writer)
         namespace.update(writer.constants)
     exec(compile("\n".join(text), f"<{kernel.name}>", "exec"), namespace)
     return [namespace[f"block{b}"] for b in range(len(kernel.blocks))]

@@ -58,7 +58,7 @@ class Wave:
         self.memory = Memory(self, launch.segments, launch.moved)
         self.shared = Shared(self, self.program.shared, self.program.granule)
         self.local, self.matrices = Local(self), Matrices(self)
-        self.executed, self.together = 0, self.options.schedule == "together" or self.threads == 32
+        self.together = self.options.schedule == "together" or self.threads == 32
         self._whole: np.ndarray | None = None
 
     def find(self, kind: str, text: str, line: int) -> None:
@@ -96,10 +96,6 @@ class Wave:
                 if len(idx) == self.n:
                     at = idx = None
             end = self.kernel.blocks[b].end
-            warps = self.n // 32 if idx is None else len(np.unique(idx >> 5))
-            self.executed += len(self.kernel.blocks[b].instructions) * warps
-            if self.executed > self.options.limit:
-                raise RuntimeError(f"{self.name}: more than {self.options.limit} instructions of warps in one wave")
             self._whole = None
             taken = self.program.functions[b](self, registers, idx)
             if end[0] == "return":

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,18 +40,14 @@ def true_bfloat16() -> Iterator[None]:
     def widening_dot(self, a, b, *args, **kwargs):
         return dot(self, widened(a), widened(b), *args, **kwargs)
 
-    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, widening_dot
-    try:
+    with mock.patch.multiple(InterpreterBuilder, cast_impl=rounding_cast, create_dot=widening_dot):
         yield
-    finally:
-        InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
 
 
 @contextlib.contextmanager
 def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[None]:
     """Runs only the programs that ``choose(kernel's name, grid)`` lists; the other programs do not touch memory."""
-    call, program_id = GridExecutor.__call__, InterpreterBuilder.create_get_program_id
-    num_programs = InterpreterBuilder.create_get_num_programs
+    call = GridExecutor.__call__
     grid: Program = (1, 1, 1)
     programs: list[Program] = []
 
@@ -69,15 +66,9 @@ def only_programs(choose: Callable[[str, Program], list[Program]]) -> Iterator[N
     def whole_grid(self, axis):
         return TensorHandle(np.array([grid[axis]], dtype=np.int32), tl.int32)
 
-    GridExecutor.__call__ = call_chosen
-    InterpreterBuilder.create_get_program_id = chosen_id
-    InterpreterBuilder.create_get_num_programs = whole_grid
-    try:
+    numbers = {"create_get_program_id": chosen_id, "create_get_num_programs": whole_grid}
+    with mock.patch.object(GridExecutor, "__call__", call_chosen), mock.patch.multiple(InterpreterBuilder, **numbers):
         yield
-    finally:
-        GridExecutor.__call__ = call
-        InterpreterBuilder.create_get_program_id = program_id
-        InterpreterBuilder.create_get_num_programs = num_programs
 
 
 def last_first(kernel: str, grid: Program) -> list[Program]:

@@ -3,10 +3,11 @@
     results = on_ranks(2, job, shapes)      # job(rank, world, shapes) in each; results[rank]
 
 Jobs are functions of modules that can be imported (``tests.training.jobs``).  A server process imports PyTorch and
-fusedseg once (``preloaded.py``), runs nothing, and forks the processes.
+fusedseg once, runs nothing, and forks the processes.
 """
 
 import datetime
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -18,6 +19,21 @@ import torch
 
 # Seconds after which a collective, or a whole job, counts as failed.
 COLLECTIVE, JOB = 60, 240
+# What the server imports; it passes over what is not installed.  Optimizers import the compiler in their first step.
+# The compiler imports networkx, and many files of Inductor, when it divides its first graph.
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch._functorch.partitioners",
+    "torch._inductor.output_code",
+    "torch._inductor.pattern_matcher",
+    "networkx",
+    "fusedseg.kernels.norm_act_bwd",
+    "fusedseg.kernels.conv_abn",
+    "tests.tools.ranks",
+    "tests.training.backend_jobs",
+]
 
 
 class RankFailed(RuntimeError):
@@ -28,6 +44,8 @@ def _main(rank: int, world: int, folder: str, job: Callable, args: tuple) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # Otherwise the collector would look at all objects of the server, which copies the pages that hold them.
+    gc.freeze()
     try:
         dist.init_process_group(
             "gloo",
@@ -52,7 +70,7 @@ def on_ranks(world: int, job: Callable, *args: Any) -> list[Any]:
         RankFailed: with the traceback of a rank that failed, or was killed, or took too long.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tools.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=_main, args=(rank, world, folder, job, args)) for rank in range(world)]
         for process in processes:

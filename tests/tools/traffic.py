@@ -13,6 +13,7 @@ not depend on the order of programs.
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,7 +93,6 @@ def traffic() -> Iterator[Moved]:
     counting = _Counting()
     call = GridExecutor.__call__
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-    atomics = {name: getattr(InterpreterBuilder, name) for name in ("create_atomic_rmw", "create_atomic_cas")}
 
     def counted_call(self, *args, **kwargs):
         counting.launch(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs)
@@ -112,14 +112,11 @@ def traffic() -> Iterator[Moved]:
     def refuse_atomic(self, *args, **kwargs):
         raise AssertionError(f"{counting.kernel} uses an atomic operation")
 
-    GridExecutor.__call__ = counted_call
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = counted_load, counted_store
-    for name in atomics:
-        setattr(InterpreterBuilder, name, refuse_atomic)
-    try:
+    changes = {
+        "create_masked_load": counted_load,
+        "create_masked_store": counted_store,
+        "create_atomic_rmw": refuse_atomic,
+        "create_atomic_cas": refuse_atomic,
+    }
+    with mock.patch.object(GridExecutor, "__call__", counted_call), mock.patch.multiple(InterpreterBuilder, **changes):
         yield counting.moved
-    finally:
-        GridExecutor.__call__ = call
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
-        for name, original in atomics.items():
-            setattr(InterpreterBuilder, name, original)
