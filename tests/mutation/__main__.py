@@ -66,7 +66,7 @@ RELATED = {
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
 # The arguments that choose the tests marked slow instead of the default ones.
-SLOW = ("-m", "slow and not variants")
+SLOW = ("-m", "slow")
 # Seconds of computing, which other work on the machine does not change, and seconds of waiting.
 PATIENCE = 600
 LONGEST = 3600
