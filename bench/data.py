@@ -1,9 +1,5 @@
 """Tensors of the benches, by the names that cases give their dtype and memory format."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,30 +9,6 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def memory_format_of(dim: int, channels_last: bool) -> torch.memory_format:
     return FORMATS[dim] if channels_last else torch.contiguous_format
-
-
-def parametrize_cases(
-    metafunc: pytest.Metafunc, cases: Mapping[str, Sequence[Any]], more: Mapping[str, Sequence[Any]] | None = None
-) -> None:
-    """Parametrizes ``case`` over the cases of the device's type.  Those in ``more`` are marked slow."""
-    kind = torch.device(metafunc.config.getoption("--device")).type
-    slow = [pytest.param(case, marks=pytest.mark.slow) for case in (more or {}).get(kind, ())]
-    metafunc.parametrize("case", [*cases[kind], *slow], ids=str)
-
-
-def parametrize_pairs(metafunc: pytest.Metafunc, cases: Iterable[tuple[Any, Iterable[str], bool]]) -> None:
-    """Parametrizes ``case`` and ``contender`` where each case has contenders of its own.
-
-    ``cases`` has each case, its contenders, and whether it is marked slow.
-    """
-    metafunc.parametrize(
-        ("case", "contender"),
-        [
-            pytest.param(case, name, marks=[pytest.mark.slow] * slow, id=f"{case}-{name}")
-            for case, contenders, slow in cases
-            for name in contenders
-        ],
-    )
 
 
 def describe(shape: tuple[int, ...], dtype: str, channels_last: bool) -> str:

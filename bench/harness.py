@@ -3,26 +3,20 @@
 Every round times each contender once, in a new random order, so that a drift of the machine affects all of them alike.
 Inputs are prepared outside the timed region.  On CUDA, device events mark the region after a flush of the L2 cache, as
 in ``triton.testing.do_bench``; the flush also hides part of the launch latency, for all contenders alike.  To time
-kernels without their launches, the device sleeps until they are queued (``ahead``).  To time the host, it makes many
-calls without waiting for the device (``host_calls``).
+kernels without their launches, the device sleeps until they are queued (``ahead``).
 """
 
-import functools
 import gc
 import random
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fusedseg.memory import SavedBytes, allocator_peak
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 WARMUP_ROUNDS = 3
 # A round of this many seconds has warmed everything up: each contender has also taken steps to be checked and counted.
@@ -31,7 +25,7 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 100
 # Set by the option --rehearse.
 rehearsal = False
 FLUSH_BYTES = 256 * 2**20
-# About two milliseconds, in which the host queues a few launches; variants also make their plans again.
+# About two milliseconds, in which the host queues a few launches.
 AHEAD_CYCLES = 4_000_000
 
 
@@ -57,14 +51,12 @@ class Timing(NamedTuple):
     """How jobs are timed.
 
     device: the device of the jobs.  seconds: the approximate duration of the timing.  ahead: whether kernels are timed
-    without the latency of their launches.  host_calls: the number of calls in a row over which the host is timed; with
-    0 the device is timed.
+    without the latency of their launches.
     """
 
     device: torch.device
     seconds: float
     ahead: bool = False
-    host_calls: int = 0
 
 
 @dataclass
@@ -89,28 +81,6 @@ class Missing(Exception):
     """A contender cannot run here, for example because a package or a compiler is missing."""
 
 
-def once(run: Callable[P, T]) -> Callable[P, T]:
-    """``functools.cache`` that also keeps exceptions: a case that fails once fails at once for all contenders."""
-
-    @functools.cache
-    def outcome(*args: P.args, **kwargs: P.kwargs) -> tuple[T | None, Exception | None]:
-        try:
-            return run(*args, **kwargs), None
-        except Exception as error:
-            # The frames of the traceback hold tensors.
-            traceback.clear_frames(error.__traceback__)
-            return None, error
-
-    @functools.wraps(run)
-    def known(*args: P.args, **kwargs: P.kwargs) -> T:
-        result, error = outcome(*args, **kwargs)
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-
-    return known
-
-
 class Copy:
     """A probe instead of a contender: it copies a tensor, which shows the bandwidth of the machine."""
 
@@ -133,15 +103,15 @@ def relative_error(got: Tensor, reference: Tensor) -> float:
     return torch.linalg.vector_norm(got.double() - reference).item() / (norm or 1.0)
 
 
-def disagreement(errors: Mapping[str, float], baseline: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
-    """Names the results whose error exceeds both the tolerance and twice the baseline's error; "" if there are none."""
-    bounds = {name: max(tolerance[name], 2 * baseline.get(name, 0.0)) for name in errors}
+def disagreement(errors: Mapping[str, float], eager: Mapping[str, float], tolerance: Mapping[str, float]) -> str:
+    """Names the results whose error exceeds both the tolerance and twice eager's error; "" if there are none."""
+    bounds = {name: max(tolerance[name], 2 * eager.get(name, 0.0)) for name in errors}
     # `not <=`, so that NaN is refused.
     wrong = [f"{name} off by {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
     return ", ".join(wrong)
 
 
-def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = False) -> tuple[float, float, float]:
+def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool) -> tuple[float, float, float]:
     """The seconds of one forward, one backward, and both."""
     prepared = job.prepare()
     if device.type == "cuda":
@@ -170,44 +140,14 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool = Fals
     return middle - start, end - middle, end - start
 
 
-def host_lap(job: Any, device: torch.device, calls: int) -> tuple[float, float, float]:
-    """The host's seconds of one forward, one backward, and both, on average over ``calls`` calls.
-
-    The calls must fit in the device's queue, and their kernels must take less time than the host; otherwise the host
-    waits for the device.
-    """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    prepared = [job.prepare() for _ in range(calls)]
-    wait()
-    start = time.perf_counter()
-    outs = [job.forward(given) for given in prepared]
-    forward = time.perf_counter() - start
-    wait()
-    start = time.perf_counter()
-    # named, so that freeing the gradients is not timed
-    grads = [job.backward(out) for out in outs]
-    backward = time.perf_counter() - start
-    wait()
-    del grads
-    return forward / calls, backward / calls, (forward + backward) / calls
-
-
 def interleave(jobs: Mapping[str, Any], timing: Timing) -> dict[str, Result]:
     """Times all jobs in turn."""
-    device, seconds, ahead, host_calls = timing
+    device, seconds, ahead = timing
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-
-    def once_round(job: Any) -> tuple[float, float, float]:
-        return host_lap(job, device, host_calls) if host_calls else lap(job, device, flush, ahead)
-
     for _ in range(WARMUP_ROUNDS):
         begin = time.perf_counter()
         for job in jobs.values():
-            once_round(job)
+            lap(job, device, flush, ahead)
         round_seconds = time.perf_counter() - begin
         if round_seconds > LONG_ROUND:
             break
@@ -219,7 +159,7 @@ def interleave(jobs: Mapping[str, Any], timing: Timing) -> dict[str, Result]:
     try:
         for _ in range(rounds):
             for name in shuffle(sorted(jobs), len(jobs)):
-                forward, backward, step = once_round(jobs[name])
+                forward, backward, step = lap(jobs[name], device, flush, ahead)
                 results[name].forward.append(forward)
                 results[name].backward.append(backward)
                 results[name].step.append(step)
@@ -258,17 +198,15 @@ def compete(
     tolerance: Mapping[str, float],
     timing: Timing,
     probes: Mapping[str, Any] | None = None,
-    baseline: str = "eager",
 ) -> dict[str, Result]:
     """Checks, counts and times all contenders.  In a rehearsal it only takes the first step of each.
 
     Args:
-        contenders: name -> a function that builds the job, and may raise ``Missing``.  The baseline comes first.
+        contenders: name -> a function that builds the job, and may raise ``Missing``.  "eager" comes first.
         references: contender -> a function that computes its float64 results; "" stands for all other contenders.
-        tolerance: the relative error allowed for each result; twice the baseline's error is allowed too.
+        tolerance: the relative error allowed for each result; twice eager's error is allowed too.
         timing: how they are timed.
         probes: jobs that are timed too, but neither checked nor counted.
-        baseline: the name of the contender whose errors the others may double.
     """
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}
@@ -290,7 +228,7 @@ def compete(
             continue
         expected = computed[reference_of[name]]
         result.errors = {key: relative_error(got, expected[key]) for key, got in job.results(out, grads).items()}
-        result.refused = disagreement(result.errors, outcome[baseline].errors, tolerance)
+        result.refused = disagreement(result.errors, outcome["eager"].errors, tolerance)
         del out, grads
         if not result.refused:
             result.kept, result.peak, result.reserved = count_bytes(job, timing.device)

@@ -7,13 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .contenders import Treat, as_it_is
 from .harness import Job, Result, Timing, compete
-
-Treat = Callable[[nn.Module], nn.Module]
-
-
-def as_it_is(module: nn.Module) -> nn.Module:
-    return module
 
 
 def step_results(job: Job) -> dict[str, Tensor]:
@@ -69,43 +64,14 @@ class ConvJob(LayerJob):
         return [*super().owned(), self.x]
 
 
-class InferenceJob(ConvJob):
-    """``ConvJob`` with the running statistics of ``data``, and forward only."""
-
-    def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
-        for name, buffer in layer.named_buffers():
-            running = name.rpartition(".")[2]
-            if running in data:
-                buffer.copy_(data[running])
-        super().__init__(layer.eval(), data, treat)
-        self.x = self.x.detach()
-
-    @torch.no_grad()
-    def forward(self, prepared: Tensor) -> Tensor:
-        return self.layer(prepared)
-
-    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return ()
-
-    def results(self, out: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {"z": out}
-
-
 class NetJob:
     """A step of a network without the optimizer, which is the same for all contenders.  Autocast is to bf16.
 
     forward ends with the logits; the time of the loss counts in backward.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        x: Tensor,
-        target: Tensor,
-        autocast: bool = False,
-        class_weight: Tensor | None = None,
-    ) -> None:
-        self.net, self.x, self.target, self.autocast, self.class_weight = net, x, target, autocast, class_weight
+    def __init__(self, net: nn.Module, x: Tensor, target: Tensor, autocast: bool = False) -> None:
+        self.net, self.x, self.target, self.autocast = net, x, target, autocast
         self.params = list(net.parameters())
 
     def prepare(self) -> Tensor:
@@ -116,7 +82,7 @@ class NetJob:
             return self.net(prepared)
 
     def loss(self, out: Tensor) -> Tensor:
-        return F.cross_entropy(out.float() if self.autocast else out, self.target, self.class_weight)
+        return F.cross_entropy(out.float() if self.autocast else out, self.target)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
         # Networks of other packages have parameters that a step does not use.

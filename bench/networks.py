@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fusedseg.unet import unet3d_large
 from tests.resnet import ResNet18, ResNet50
 
-from .test_unet import CASES, Case
+from .test_unet import MORE as UNETS
+from .test_unet import Case
 
 
 class Field(nn.Module):
@@ -136,8 +137,7 @@ class Network(NamedTuple):
 
 README = {
     case.title: Network(partial(case.network, "eager"), (case.batch, sum(case.channels), *case.size))
-    for case in CASES["cpu"]
-    if case.both_compilers
+    for case in UNETS["cpu"]
 }
 NNUNET, VOLUME = "dynamic_network_architectures", (2, 1, 32, 32, 32)
 NETWORKS = {

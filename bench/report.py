@@ -1,29 +1,34 @@
-"""Reports the results of benches: goals and tables in Markdown, plots, and changes between two runs.
+"""Reports the results of benches: goals and tables in Markdown, and changes between two runs.
 
 python -m bench.report bench/results/nvidia-h200                     # goals and tables
-python -m bench.report bench/results/nvidia-h200 --plot bench/results/nvidia-h200
 python -m bench.report bench/results/nvidia-h200 --into docs/benchmarks.md  # between its marks
 python -m bench.report OLD NEW                                       # what changed
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from .files import CaseResults, Files, ReportError, figure, load, sections
 from .gpu import goals
-from .results import COPY, NOISE, two_digits
+from .results import (
+    COPY,
+    NOISE,
+    PARTS,
+    CaseResults,
+    Files,
+    ReportError,
+    figure,
+    load,
+    markdown,
+    sections,
+    two_digits,
+)
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-PARTS = ("forward", "backward", "step")
 BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def machine_lines(files: Files) -> list[str]:
@@ -74,24 +79,63 @@ def ratio(case: CaseResults, column: Column) -> float | None:
 
 
 def table_lines(files: Files) -> list[str]:
-    """A table for each bench with ratios of ours to the rivals; below 1, ours is faster or smaller."""
+    """The tables of each bench: ratios of ours to the rivals, and the step and the bytes of every contender."""
     lines: list[str] = []
     for _, title, cases in sections(files):
-        judged = {name: case for name, case in cases.items() if figure(case, "ours", "step") is not None}
-        ratios = {name: [ratio(case, column) for column in COLUMNS] for name, case in judged.items()}
-        used = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in ratios.values())]
-        if not used:
-            continue
-        rates = any(COPY in case["contenders"] for case in judged.values())
-        rows = []
-        for name, case in judged.items():
-            row = [name, f"{figure(case, 'ours', 'step'):.3f}", *(two_digits(ratios[name][i]) for i in used)]
-            rows.append([*row, two_digits(share_of_copy(case))] if rates else row)
-        means = [geometric_mean([row[i] for row in ratios.values() if row[i]]) for i in used]
-        rows.append(["geometric mean", "", *map(two_digits, means), *[""] * rates])
-        head = [title, "ours, ms", *(COLUMNS[i].head for i in used), *["bandwidth / copy's"] * rates]
-        lines += [*markdown(head, rows), ""]
+        names = list(dict.fromkeys(name for case in cases.values() for name in case["contenders"] if name != COPY))
+        lines += [f"### {title}", "", *ratio_lines(cases)]
+        lines += contender_lines("step in ms: median (middle three fifths)", cases, names, step_cell)
+        lines += contender_lines("MiB kept, at the peak", cases, names, bytes_cell)
+        lines += absent_lines(cases)
     return lines
+
+
+def ratio_lines(cases: Mapping[str, CaseResults]) -> list[str]:
+    """Ratios of ours to the rivals; below 1, ours is faster or smaller."""
+    judged = {name: case for name, case in cases.items() if figure(case, "ours", "step") is not None}
+    ratios = {name: [ratio(case, column) for column in COLUMNS] for name, case in judged.items()}
+    used = [i for i in range(len(COLUMNS)) if any(row[i] is not None for row in ratios.values())]
+    if not used:
+        return []
+    rates = any(COPY in case["contenders"] for case in judged.values())
+    rows = []
+    for name, case in judged.items():
+        row = [name, *(two_digits(ratios[name][i]) for i in used)]
+        rows.append([*row, two_digits(share_of_copy(case))] if rates else row)
+    means = [geometric_mean([row[i] for row in ratios.values() if row[i]]) for i in used]
+    rows.append(["geometric mean", *map(two_digits, means), *[""] * rates])
+    head = ["ours divided by", *(COLUMNS[i].head for i in used), *["bandwidth / copy's"] * rates]
+    return [*markdown(head, rows), ""]
+
+
+def contender_lines(
+    head: str, cases: Mapping[str, CaseResults], names: Sequence[str], cell: Callable[[Mapping[str, Any]], str]
+) -> list[str]:
+    """A row for each case and a column for each contender."""
+    rows = [[case, *(cell(of["contenders"].get(name, {})) for name in names)] for case, of in cases.items()]
+    rows = [row for row in rows if any(text != "–" for text in row[1:])]
+    return [*markdown([head, *names], rows), ""] if rows else []
+
+
+def step_cell(of: Mapping[str, Any]) -> str:
+    return "{median_ms:.2f} ({p20_ms:.2f}–{p80_ms:.2f})".format(**of["step"]) if "step" in of else "–"
+
+
+def bytes_cell(of: Mapping[str, Any]) -> str:
+    counted = [f"{of[kind] / 2**20:.2f}" for kind in ("kept_bytes", "peak_bytes") if kind in of]
+    return ", ".join(counted) or "–"
+
+
+def absent_lines(cases: Mapping[str, CaseResults]) -> list[str]:
+    """The contenders without figures, and why; each reason once."""
+    found: dict[str, None] = {}
+    for case, of in cases.items():
+        for name, result in of["contenders"].items():
+            if result.get("refused"):
+                found[f"refused: {name}, {case}: {result['refused']}"] = None
+            elif result.get("missing"):
+                found[f"did not run: {name}: {result['missing']}"] = None
+    return [*found, ""] if found else []
 
 
 def share_of_copy(case: CaseResults) -> float | None:
@@ -173,19 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.report", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="with the JSON files of a run")
     parser.add_argument("new", type=Path, nargs="?", help="with those of a later run, to be compared with it")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write times.png and bytes.png there")
     parser.add_argument("--into", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
     options = parser.parse_args(arguments)
-    if options.new and (options.plot or options.into):
-        parser.error("--plot and --into are of one run")
+    if options.new and options.into:
+        parser.error("--into is of one run")
     try:
         files = load(options.folder)
         lines = changes(files, load(options.new)) if options.new else report_lines(files)
-        if options.plot:
-            from .plots import draw
-
-            for path in draw(files, options.plot):
-                print(f"written: {path}", file=sys.stderr)
         if options.into:
             write_into(options.into, lines)
         else:

@@ -1,42 +1,38 @@
-"""Gathers results, prints the closing tables, and writes JSON files, which ``report.py`` reads."""
+"""Gathers results, writes them as JSON files, and reads these files."""
 
 import functools
 import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median, quantiles
-from typing import Any, TypeVar
+from statistics import median, quantiles
+from typing import Any
 
+import pytest
 import torch
 
+from . import harness
 from .harness import Result
 
-# contender: its name in the head of the closing table.
-RIVALS = {
-    "compiled": "compile",
-    "aggressive": "aggressive",
-    "checkpoint": "checkpoint",
-    "inplace_abn": "inplace_abn",
-    "folded": "folded",
-    "ours-triton": "triton",
-    "ours-aten": "aten",
-    "ours-exact": "BatchNormAct",
-}
 # The probe that copies the tensor of a case.
 COPY = "copy"
-# The contenders whose bytes the closing table shows.
-SHOWN = ("eager", "compiled", "aggressive", "checkpoint", "ours")
+PARTS = ("forward", "backward", "step")
 # The passes over the tensor that a fused norm of a large tensor needs.  A copy makes two.
 PASSES = {"forward": 3, "backward": 5, "step": 8}
 COPY_PASSES = 2
 # Medians that differ by less than this share count as equal.
 NOISE = 0.02
 
+# What a file of results holds for one case.
+CaseResults = Mapping[str, Any]
+# The contents of all files of a folder, by the stem of their names.
+Files = Mapping[str, Mapping[str, Any]]
 
-AnySection = TypeVar("AnySection", bound="Section")
+
+class ReportError(Exception):
+    """A file cannot be read or written; the message is for the user."""
 
 
 @functools.cache
@@ -97,168 +93,92 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * median(seconds), "p20_ms": 1e3 * fifths[0], "p80_ms": 1e3 * fifths[3]}
 
 
-def as_json(result: Result, parts: tuple[str, ...], counts: tuple[str, ...], moved: dict[str, int]) -> dict[str, Any]:
-    """The result for JSON.  ``moved`` has the least bytes that each part moves."""
+def two_digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def as_json(name: str, result: Result, tensor_bytes: int | None) -> dict[str, Any]:
+    """The result of a contender for JSON.  A probe runs forward only."""
     if result.missing or result.refused:
         return {"missing": result.missing, "refused": result.refused, "errors": result.errors}
-    times = {part: spread(getattr(result, part)) for part in parts}
-    for part, nbytes in moved.items():
-        times[part]["gb_per_s"] = nbytes / 1e6 / times[part]["median_ms"]
-    return {**times, **{f"{count}_bytes": getattr(result, count) for count in counts}, "errors": result.errors}
-
-
-@dataclass
-class Section:
-    """The results of one bench: for each case those of the contenders, and the bytes of the case's tensor, if any.
-
-    ``parts`` are the timed parts of a step, the whole step last.  ``counts`` are the kinds of bytes that are reported.
-    """
-
-    title: str
-    parts: tuple[str, ...] = ("forward", "backward", "step")
-    counts: tuple[str, ...] = ("kept", "peak")
-    cases: dict[str, dict[str, Result]] = field(default_factory=dict)
-    tensor_bytes: dict[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {case: self.case_to_json(case) for case in self.cases}
-
-    def case_to_json(self, case: str) -> dict[str, Any]:
-        """The contenders of a case, and its other figures."""
-        results, nbytes = self.cases[case], self.tensor_bytes.get(case)
-        content: dict[str, Any] = {} if nbytes is None else {"tensor_bytes": nbytes}
-        counts = (*self.counts, "reserved") if any(r.reserved for r in results.values()) else self.counts
-        content["contenders"] = contenders = {}
-        for name, result in results.items():
-            # A probe runs forward only.
-            parts, kinds, passes = (
-                (("forward",), (), {"forward": COPY_PASSES}) if name == COPY else (self.parts, counts, PASSES)
-            )
-            moved = {part: passes[part] * nbytes for part in parts} if nbytes is not None else {}
-            contenders[name] = as_json(result, parts, kinds, moved)
-        return content
-
-    def lines(self) -> list[str]:
-        """The closing tables."""
-        judged = {case: r for case, r in self.cases.items() if timed(r, "eager") and timed(r, "ours")}
-        return [
-            self.title,
-            *aligned(self.time_rows(judged)),
-            "",
-            *aligned(byte_rows(judged, self.counts)),
-            *self.refusals(),
-        ]
-
-    def refusals(self) -> list[str]:
-        return [
-            f"refused: {name}, {case}: {result.refused}"
-            for case, results in self.cases.items()
-            for name, result in results.items()
-            if result.refused
-        ]
-
-    def whole(self, result: Result) -> float:
-        """The median of the whole step, in seconds."""
-        return median(getattr(result, self.parts[-1]))
-
-    def time_rows(self, judged: dict[str, dict[str, Result]]) -> list[list[str]]:
-        rivals = [name for name in RIVALS if any(timed(results, name) for results in judged.values())]
-        copies = any(self.tensor_bytes.values())
-        rows, ratios = [], []
-        for case, results in judged.items():
-            eager, ours = results["eager"], results["ours"]
-            numbers = [
-                *(median(getattr(ours, part)) / median(getattr(eager, part)) for part in self.parts),
-                *(self.whole(ours) / self.whole(results[r]) if timed(results, r) else None for r in rivals),
-            ]
-            ratios.append(numbers)
-            row = [case, *(f"{1e3 * self.whole(r):.2f}" for r in (eager, ours)), *map(two_digits, numbers)]
-            if copies:
-                nbytes = self.tensor_bytes[case]
-                row.append(f"{PASSES[self.parts[-1]] * nbytes / self.whole(ours) / 1e9:.1f}")
-                row.append(f"{COPY_PASSES * nbytes / median(results[COPY].forward) / 1e9:.1f}")
-            rows.append(row)
-        header = [f"{self.parts[-1]}, medians", "eager ms", "ours ms", f"ours/eager: {self.parts[0]}", *self.parts[1:]]
-        header += [f"ours/{RIVALS[name]}" for name in rivals] + ["ours GB/s", "copy GB/s"] * copies
-        return [header, *rows, *summary(ratios, before=2, after=2 * copies)]
-
-
-def byte_rows(judged: dict[str, dict[str, Result]], counts: tuple[str, ...]) -> list[list[str]]:
-    names = [name for name in SHOWN if any(timed(results, name) for results in judged.values())]
-    rows, ratios = [], []
-    for case, results in judged.items():
-        row = [case]
-        numbers: list[float | None] = []
-        for what in counts:
-            row += [mib(results, name, what) for name in names]
-            ours, eager = (getattr(results[name], what) for name in ("ours", "eager"))
-            numbers.append(ours / eager if eager else None)
-            row.append(two_digits(numbers[-1]))
-        ratios.append(numbers)
-        rows.append(row)
-    header = ["MiB"]
-    for what in counts:
-        # The first contender is eager, without which no case is judged.
-        header += [f"{what}: {names[0]}", *names[1:], "ours/eager"] if names else [what]
-    last = []
-    for label, *reduced in summary(ratios, before=0, after=0):
-        last.append([label])
-        for ratio in reduced:
-            last[-1] += [*[""] * len(names), ratio]
-    return [header, *rows, *last]
-
-
-def summary(ratios: list[list[float | None]], before: int, after: int) -> list[list[str]]:
-    """Two rows: the geometric mean and the worst value of each column of ratios."""
-    columns = [[value for value in column if value is not None] for column in zip(*ratios, strict=True)]
-    return [
-        [label, *[""] * before, *(two_digits(reduce(column)) for column in columns), *[""] * after]
-        for label, reduce in (("geometric mean", geometric_mean), ("worst", max))
-        if columns
-    ]
-
-
-def timed(results: dict[str, Result], name: str) -> bool:
-    return name in results and bool(results[name].step)
-
-
-def two_digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def mib(results: dict[str, Result], name: str, what: str) -> str:
-    return f"{getattr(results[name], what) / 2**20:.1f}" if timed(results, name) else "-"
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    content: dict[str, Any] = {"errors": result.errors}
+    for part in ("forward",) if name == COPY else PARTS:
+        if times := getattr(result, part):
+            content[part] = spread(times)
+            if tensor_bytes is not None:
+                passes = COPY_PASSES if name == COPY else PASSES[part]
+                content[part]["gb_per_s"] = passes * tensor_bytes / 1e6 / content[part]["median_ms"]
+    counted = {"kept_bytes": result.kept, "peak_bytes": result.peak, "reserved_bytes": result.reserved}
+    return content | {kind: nbytes for kind, nbytes in counted.items() if nbytes}
 
 
 class Report:
-    """The sections of all benches of a session."""
+    """The results of all benches of a session, and lines to print at its end."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
-        self.device = device
-        self.directory = directory
-        self.sections: dict[str, Section] = {}
+        self.device, self.directory = device, directory
+        self.files: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
 
-    def section(self, stem: str, empty: AnySection) -> AnySection:
-        """The section of a stem: ``empty`` at the first call, and the same object later."""
-        # All sections of a stem have one class.
-        return self.sections.setdefault(stem, empty)  # type: ignore[return-value]
+    def add(
+        self, stem: str, title: str, case: str, results: Mapping[str, Result], tensor_bytes: int | None = None
+    ) -> None:
+        """Adds the contenders of a case, and writes the file, so that it exists even if the session is cut short.
 
-    def write_sections(self) -> None:
-        """Writes the results so far, so that they exist even if the session is cut short."""
-        for stem, section in self.sections.items():
-            self.write(stem, section.to_json(), section.title)
+        The test fails if a contender has wrong results, and is skipped if none could run.  ``tensor_bytes`` is the size
+        of the tensor that a layer passes over.
+        """
+        if harness.rehearsal:
+            return
+        content: dict[str, Any] = {} if tensor_bytes is None else {"tensor_bytes": tensor_bytes}
+        content["contenders"] = {name: as_json(name, of, tensor_bytes) for name, of in results.items()}
+        known = self.files[stem]["results"] if stem in self.files else {}
+        self.write(stem, {**known, case: content}, title)
+        if wrong := [f"{name}: {of.refused}" for name, of in results.items() if of.refused]:
+            pytest.fail(f"{'; '.join(wrong)}, beside the float64 reference")
+        if all(of.missing for of in results.values()):
+            pytest.skip("; ".join(f"{name}: {of.missing}" for name, of in results.items()))
 
-    def write(self, stem: str, results: dict[str, Any], title: str = "") -> None:
+    def write(self, stem: str, results: Mapping[str, Any], title: str = "") -> None:
         """Writes ``<directory>/<stem>.json``: the machine and the results."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(self.device), "title": title, "results": results}
-        (self.directory / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
+        self.files[stem] = {"machine": machine(self.device), "title": title, "results": results}
+        (self.directory / f"{stem}.json").write_text(json.dumps(self.files[stem], indent=1) + "\n")
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Reads every ``<stem>.json`` of a folder; returns the contents by stem.
+
+    Raises:
+        ReportError: the folder has no such file, or a file was not written by a bench.
+    """
+    files = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise ReportError(f"{path}: not JSON: {error}") from error
+        if not isinstance(content, dict) or not {"machine", "results"} <= content.keys():
+            raise ReportError(f"{path}: expected an object with 'machine' and 'results', as the benches write it")
+        files[path.stem] = content
+    if not files:
+        raise ReportError(f"{folder}: expected a folder with JSON files of the benches, found none")
+    return files
+
+
+def sections(files: Files) -> Iterator[tuple[str, str, Mapping[str, CaseResults]]]:
+    """Yields (stem, title, cases) of every file that compares contenders."""
+    for stem, content in files.items():
+        cases = content["results"]
+        if cases and all(isinstance(case, dict) and "contenders" in case for case in cases.values()):
+            yield stem, content.get("title", stem), cases
+
+
+def figure(case: CaseResults, name: str, key: str) -> float | None:
+    """A contender's median milliseconds of a part, or its bytes; None if the figure is missing."""
+    found = case["contenders"].get(name, {}).get(key)
+    return found["median_ms"] if isinstance(found, dict) else found

@@ -31,8 +31,7 @@ from .contenders import Compiled
 from .harness import Timing, count_bytes, interleave
 from .jobs import step_results
 from .networks import NETWORKS, title_of
-from .report import markdown
-from .results import spread
+from .results import markdown, spread
 from .test_compiler import Contest, as_it_is, converted, with_backend
 
 NAMES = ("U-Net", "PlainConvUNet")
@@ -123,7 +122,7 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 
 def contest(name: str, seconds: float) -> None:
     device = torch.device("cpu")
-    of = Contest(name, NETWORKS[name], device)
+    of = Contest(NETWORKS[name], device)
     counted, jobs = {}, {}
     torch.compiler.reset()
     for way, make in WAYS.items():

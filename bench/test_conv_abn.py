@@ -1,27 +1,25 @@
-"""Convolution, BatchNorm and activation as one layer: a training step, and inference.
+"""Times a training step of convolution, BatchNorm and activation as one layer."""
 
-``bench/gpu/test_conv_kernels.py`` times the convolution alone.
-"""
-
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+import fusedseg
 from fusedseg.ops.conv.choice import tf32_allowed
 from fusedseg.ops.conv.convolution import Geometry
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
-from .contenders import CONV, CONV_CONTENDERS, SLOPE, conv_contenders, uncompiled
-from .data import DTYPES, Source, describe, parametrize_pairs
-from .harness import Result, Timing, compete, once
-from .jobs import ConvJob, InferenceJob
-from .replay import CLOCK, report_step
-from .results import Section
+from .contenders import SLOPE, Treat, as_it_is, compiled, leaky
+from .data import DTYPES, Source, describe
+from .harness import Timing, compete
+from .jobs import ConvJob
 
-SECONDS = {"cpu": 1.0, "cuda": 1.0}
+SECONDS = 1.0
+CONV = {2: nn.Conv2d, 3: nn.Conv3d}
+CONV_ABN = {2: fusedseg.ConvABN2d, 3: fusedseg.ConvABN3d}
 # Wider than the errors of y from rounding the convolution's output, and from TF32 in fp32 on a GPU.
 KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
 # TF32 keeps as many bits of the factors as fp16 does, and some hardware cuts off the rest without rounding.
@@ -108,13 +106,30 @@ MORE = {
 }
 
 
-# On a CPU the compilers compete in the slow cases of a training step.
-UNCOMPILED = CASES["cpu"]
+def stock(dims: int, in_channels: int, out_channels: int, *args: Any, **options: Any) -> nn.Module:
+    conv = CONV[dims](in_channels, out_channels, *args, **options)
+    return nn.Sequential(conv, *leaky(dims)(out_channels).children())
 
 
-def contenders_of(case: Case, kind: str, inference: bool) -> list[str]:
-    names = conv_contenders(kind, inference)
-    return uncompiled(names) if case in UNCOMPILED or (inference and kind == "cpu") else names
+def conv_abn(conv_backend: str) -> Callable[..., nn.Module]:
+    return lambda dims, *args, **options: CONV_ABN[dims](*args, conv_backend=conv_backend, **options)
+
+
+# name: (a function of dimensions and a convolution's arguments that builds the layer, how it is treated)
+CONTENDERS: dict[str, tuple[Callable[..., nn.Module], Treat]] = {
+    "eager": (stock, as_it_is),
+    "compiled": (stock, compiled),
+    "ours": (conv_abn("auto"), as_it_is),
+    "ours-triton": (conv_abn("triton"), as_it_is),
+    "ours-aten": (conv_abn("aten"), as_it_is),
+}
+
+
+def contenders(case: Case, kind: str) -> list[str]:
+    """Without a GPU "auto" is "aten", Triton cannot run, and the compiler competes in slow cases only."""
+    if kind == "cuda":
+        return list(CONTENDERS)
+    return ["eager", "compiled", "ours"] if case in MORE["cpu"] else ["eager", "ours"]
 
 
 def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -127,18 +142,13 @@ def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
         "conv_weight": source.normal(case.weight_shape, *layout, std=fan_in**-0.5),
         "weight": source.uniform(channels, 0.5, 1.5),
         "bias": source.uniform(channels, -0.5, 0.5),
-        "running_mean": source.uniform(channels, -0.5, 0.5),
-        "running_var": source.uniform(channels, 0.5, 1.5),
     }
     # Rounding may move a y near the kink to the other slope, which would count as an error; its dz is 0.
-    y = norm_act(exact_conv(case, data), data["weight"], data["bias"], activation="identity").out
+    y = convolve(data["x"], data["conv_weight"], None, *case.geometry)
+    y = norm_act(y, data["weight"], data["bias"], activation="identity").out
     data["dz"].masked_fill_(y.abs() < KINK[case.dtype], 0)
     data["x"].requires_grad_()
     return data
-
-
-def exact_conv(case: Case, data: dict[str, Tensor]) -> Tensor:
-    return convolve(data["x"].detach(), data["conv_weight"], None, *case.geometry)
 
 
 def expected(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,11 +157,6 @@ def expected(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
     z = norm_act(y, leaves["weight"], leaves["bias"], param=SLOPE).out
     grads = torch.autograd.grad(z, tuple(leaves.values()), data["dz"].double())
     return {"z": z.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
-
-
-def expected_in_inference(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    norm = {name: data[name] for name in ("weight", "bias", "running_mean", "running_var")}
-    return {"z": norm_act(exact_conv(case, data), **norm, training=False, param=SLOPE).out}  # type: ignore[arg-type]
 
 
 def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
@@ -163,7 +168,7 @@ def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
 
 def module(name: str, case: Case, device: torch.device, data: dict[str, Tensor]) -> nn.Module:
     """The module of a contender as under autocast: the norm in fp32, the convolution in the dtype of x."""
-    made = CONV_CONTENDERS[name][0](
+    made = CONTENDERS[name][0](
         len(case.shape) - 2, case.shape[1], case.out_channels, case.kernel, padding=case.kernel // 2, bias=False
     ).to(device)
     for child in made.modules():
@@ -173,47 +178,18 @@ def module(name: str, case: Case, device: torch.device, data: dict[str, Tensor])
     return made
 
 
-@once
-def run(case: Case, device: torch.device, inference: bool) -> dict[str, Result]:
+def test_step(case, device, report):
     data = make_data(case, device)
-    job_of = InferenceJob if inference else ConvJob
-    exact = expected_in_inference if inference else expected
     output, gradient = tolerance(case, device)
 
     def build(name: str) -> ConvJob:
-        return job_of(module(name, case, device, data), data, CONV_CONTENDERS[name][1])
+        return ConvJob(module(name, case, device, data), data, CONTENDERS[name][1])
 
-    return compete(
-        {name: partial(build, name) for name in contenders_of(case, device.type, inference)},
-        {"": lambda: exact(case, data)},
+    results = compete(
+        {name: partial(build, name) for name in contenders(case, device.type)},
+        {"": lambda: expected(case, data)},
         {"z": output, **dict.fromkeys(("dx", *(f"d{name}" for name in PARAMETERS)), gradient)},
-        Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
+        Timing(device, SECONDS, ahead=device.type == "cuda"),
     )
-
-
-@pytest.mark.benchmark(timer=CLOCK)
-def test_step(case, contender, device, report, benchmark):
-    section = report.section(
-        "conv_abn", Section("Convolution, BatchNorm and activation, forward + backward of the layer alone")
-    )
-    results = section.cases[str(case)] = run(case, device, inference=False)
-    report_step(benchmark, f"step of {case}", contender, results[contender])
-
-
-@pytest.mark.benchmark(timer=CLOCK)
-def test_inference(case, contender, device, report, benchmark):
-    section = report.section(
-        "conv_abn_inference",
-        Section("Convolution, BatchNorm and activation, inference", parts=("forward",), counts=("peak",)),
-    )
-    results = section.cases[str(case)] = run(case, device, inference=True)
-    report_step(benchmark, f"inference of {case}", contender, results[contender])
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kind = torch.device(metafunc.config.getoption("--device")).type
-    inference = metafunc.function is test_inference
-    # On a GPU all cases of inference are slow.
-    cases = [(case, inference and kind == "cuda") for case in CASES[kind]]
-    cases += [(case, True) for case in MORE.get(kind, ())]
-    parametrize_pairs(metafunc, [(case, contenders_of(case, kind, inference), slow) for case, slow in cases])
+    title = "Convolution, BatchNorm and activation, forward and backward of the layer alone"
+    report.add("conv_abn", title, str(case), results)

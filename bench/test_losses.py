@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,14 +19,12 @@ import fusedseg
 from fusedseg.losses import DC_and_CE_loss
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, segmentation_sums
 
-from .contenders import compiled
-from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Copy, Missing, Result, Timing, compete, once
-from .jobs import LayerJob, Treat, as_it_is
-from .replay import CLOCK, report_step
-from .results import COPY, Section
+from .contenders import Treat, as_it_is, compiled
+from .data import DTYPES, Source, describe
+from .harness import Missing, Timing, compete
+from .jobs import LayerJob
 
-SECONDS = {"cpu": 1.0, "cuda": 1.0}
+SECONDS = 1.0
 # The arguments that nnU-Net's trainer passes.
 DICE = {"batch_dice": False, "smooth": 1e-5, "do_bg": False, "ddp": False}
 
@@ -75,13 +72,8 @@ LOSSES: dict[str, dict[str, tuple[Callable[[], nn.Module], Treat]]] = {
         "compiled": (StockCrossEntropy, compiled),
         "ours": (fusedseg.CrossEntropyLoss, as_it_is),
     },
-    "head": {
-        "eager": (StockDiceCE, as_it_is),
-        "compiled": (StockDiceCE, compiled),
-        "nnunet": (nnunet, as_it_is),
-        "ours": (partial(DC_and_CE_loss, DICE, {}), as_it_is),
-    },
 }
+LOSSES["head"] = LOSSES["dice_ce"]
 HEAD_CLASSES = 118
 
 
@@ -110,11 +102,6 @@ MORE = {
     "cuda": [Case("ce", shape, "fp16") for shape in SHAPES["cuda"]]
     + [Case("dice_ce", shape, "fp16", channels_last=True) for shape in SHAPES["cuda"]],
 }
-
-
-def contenders(kind: str) -> list[str]:
-    """The names of the contenders.  Compiling takes longer on a CPU than the rest, so it is left out there."""
-    return [name for name in LOSSES["dice_ce"] if kind == "cuda" or name != "compiled"]
 
 
 class OfLabels(nn.Module):
@@ -165,8 +152,7 @@ def exact(case: Case, data: dict[str, Tensor], labels: Tensor) -> dict[str, Tens
     return {"z": loss.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
-@once
-def run(case: Case, device: torch.device) -> dict[str, Result]:
+def test_step(case, device, report):
     source = Source(device)
     x = source.normal(*case[1:])
     K = HEAD_CLASSES if case.loss == "head" else x.shape[1]
@@ -186,25 +172,12 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
             return HeadJob(OfFeatures(head.to(x), make(), labels), data, treat)
         return LossJob(OfLabels(make(), labels), data, treat)
 
-    names = [name for name in contenders(device.type) if name in LOSSES[case.loss]]
-    return compete(
+    # Compiling takes longer on a CPU than the rest.
+    names = [name for name in LOSSES[case.loss] if device.type == "cuda" or name != "compiled"]
+    results = compete(
         {name: partial(build, name) for name in names},
         {"": partial(exact, case, data, labels)},
         tolerance,
-        Timing(device, SECONDS[device.type]),
-        probes={COPY: Copy(x)},
+        Timing(device, SECONDS),
     )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("contender", contenders(torch.device(metafunc.config.getoption("--device")).type))
-    parametrize_cases(metafunc, CASES, MORE)
-
-
-@pytest.mark.benchmark(timer=CLOCK)
-def test_step(case, contender, device, report, benchmark):
-    if contender not in LOSSES[case.loss]:
-        pytest.skip(f"{contender} has no such loss")
-    section = report.section("losses", Section("Losses, forward + backward of the loss alone"))
-    results = section.cases[str(case)] = run(case, device)
-    report_step(benchmark, f"step of {case}", contender, results[contender])
+    report.add("losses", "Losses, forward and backward of the loss alone", str(case), results)

@@ -26,7 +26,7 @@ from fusedseg.ops.low_bit.op import unpack_op
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
 
-from .results import aligned
+from .results import markdown
 
 ROUNDINGS = 64
 BITS = (8, 4, 2)
@@ -177,7 +177,7 @@ def table(results: dict[str, tuple[dict[str, Found], Signs]]) -> list[str]:
             of = found[f"{bits} bits"]
             row += [f"{of.error:.4f}", f"{of.error / found['bf16'].error:.2f}", f"{of.bias:+.4f}"]
         rows.append([*row, f"{found['bf16, 4 bits'].error:.4f}", f"{signs.count:,}", str(signs.wrong)])
-    return [f"gradient errors relative to float64, {ROUNDINGS} roundings", *aligned(rows)]
+    return [f"gradient errors relative to float64, {ROUNDINGS} roundings", "", *markdown(rows[0], rows[1:])]
 
 
 @pytest.fixture(scope="module")

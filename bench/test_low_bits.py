@@ -16,7 +16,7 @@ from torch import nn
 from examples.demo import training
 from fusedseg.compiler import backend
 
-from .results import aligned
+from .results import markdown
 
 TASKS = ("slices", "encoders")
 SEEDS = range(5)
@@ -88,7 +88,7 @@ def table(task: str, by_seed: dict[int, dict[str, Outcome]]) -> list[str]:
         )
     steps = len(found[0].losses)
     title = f"{task}: mean IoU of the classes on the held-out part, {len(by_seed)} seeds, {steps} steps"
-    return [title, *aligned(rows)]
+    return [title, "", *markdown(rows[0], rows[1:])]
 
 
 def spread(values: list[float], sign: str = "") -> str:

@@ -3,19 +3,16 @@
 from functools import partial
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import fusedseg
 from tests.reference import GRADIENT_TOLERANCE
 
-from .contenders import compiled
-from .data import DTYPES, Source, describe, parametrize_cases
-from .harness import Copy, Result, Timing, compete, once
-from .jobs import LayerJob, Treat, as_it_is
-from .replay import CLOCK, report_step
-from .results import COPY, Section
+from .contenders import Treat, as_it_is, compiled
+from .data import DTYPES, Source, describe
+from .harness import Timing, compete
+from .jobs import LayerJob
 
 SECONDS = {"cpu": 0.6, "cuda": 1.0}
 STOCK = {4: nn.MaxPool2d, 5: nn.MaxPool3d}
@@ -63,17 +60,11 @@ MORE = {
 }
 
 
-def contenders(kind: str) -> list[str]:
-    """The names of the contenders.  Compiling takes longer on a CPU than the rest, so it is left out there."""
-    return [name for name in CONTENDERS if kind == "cuda" or name != "compiled"]
-
-
 class PoolJob(LayerJob):
     names = ()
 
 
-@once
-def run(case: Case, device: torch.device) -> dict[str, Result]:
+def test_step(case, device, report):
     source = Source(device)
     stock = STOCK[len(case.shape)](*case.window)
     x = source.normal(*case[:3])
@@ -89,23 +80,13 @@ def run(case: Case, device: torch.device) -> dict[str, Result]:
         z = stock(leaf)
         return {"z": z.detach(), "dx": torch.autograd.grad(z, leaf, dz.double())[0]}
 
-    return compete(
-        {name: partial(build, name) for name in contenders(device.type)},
+    # Compiling takes longer on a CPU than the rest.
+    names = [name for name in CONTENDERS if device.type == "cuda" or name != "compiled"]
+    results = compete(
+        {name: partial(build, name) for name in names},
         {"": expected},
         # A maximum is exact.
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
-        probes={COPY: Copy(x)},
     )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("contender", contenders(torch.device(metafunc.config.getoption("--device")).type))
-    parametrize_cases(metafunc, CASES, MORE)
-
-
-@pytest.mark.benchmark(timer=CLOCK)
-def test_step(case, contender, device, report, benchmark):
-    section = report.section("max_pool", Section("Max-pooling, forward + backward of the layer alone"))
-    results = section.cases[str(case)] = run(case, device)
-    report_step(benchmark, f"step of {case}", contender, results[contender])
+    report.add("max_pool", "Max-pooling, forward and backward of the layer alone", str(case), results)

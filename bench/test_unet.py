@@ -9,25 +9,21 @@ Markdown::
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from fusedseg.memory import checkpoint_blocks
 from fusedseg.unet import MultiEncoderUNet, lidar_optical_unet, unet3d_large, unet3d_small
 
-from .contenders import CONTENDERS, unet
-from .data import memory_format_of, parametrize_pairs
-from .harness import Result, Timing, once
-from .jobs import NetJob, Treat, compete_networks
-from .replay import CLOCK, report_step
-from .results import Section
+from .contenders import Treat, aggressive, as_it_is, compiled, instance_norm, leaky
+from .data import memory_format_of
+from .harness import Timing
+from .jobs import NetJob, compete_networks
 
 CLASSES = 4
-CHECKPOINT = "checkpoint"
 SECONDS = {"cpu": 2.0, "cuda": 6.0}
 
 
@@ -37,9 +33,13 @@ def checkpointed(net: nn.Module) -> nn.Module:
     return net
 
 
-# name: (the contender whose modules the network has, how the network is treated)
-WAYS: dict[str, tuple[str, Treat]] = {name: (name, treat) for name, (_, treat) in CONTENDERS.items()}
-WAYS[CHECKPOINT] = ("eager", checkpointed)
+WAYS: dict[str, Treat] = {
+    "eager": as_it_is,
+    "compiled": compiled,
+    "aggressive": aggressive,
+    "ours": as_it_is,
+    "checkpoint": checkpointed,
+}
 
 
 class Images(nn.Module):
@@ -66,8 +66,6 @@ class Case(NamedTuple):
     make: Callable[..., nn.Module] = MultiEncoderUNet
     # The norm, if it is not BatchNorm.
     instance: bool = False
-    # All benches together must end within minutes.
-    slow: bool = False
     both_compilers: bool = True
 
     def __str__(self) -> str:
@@ -75,17 +73,22 @@ class Case(NamedTuple):
         return f"{self.title}, {shape} {self.dtype} {'nhwc' if self.channels_last else 'nchw'}"
 
     def network(self, name: str) -> nn.Module:
-        """The network of a contender before its treatment."""
+        """The network of a contender before its treatment.  All have the same parameters in the same order.
+
+        Ours has the default modules, or in-place instance norms.  The others have stock modules.
+        """
         one = self.make in (unet3d_large, unet3d_small)
         channels: Any = self.channels[0] if one else self.channels
-        norm = "instance" if self.instance else "batch"
-        net = unet(WAYS[name][0], channels, CLASSES, norm, make=self.make, dims=len(self.size), **self.options)
-        return Images(net, self.channels)
+        options = dict(self.options)
+        if name != "ours":
+            norm = {"norm": instance_norm} if self.instance else {}
+            options |= {"norm_act": leaky(len(self.size), **norm), "plain": True}
+        elif self.instance:
+            options |= {"norm_act": "instance"}
+        return Images(self.make(channels, CLASSES, **options), self.channels)
 
     def contenders(self) -> list[str]:
-        """The published package has no InstanceNorm."""
-        absent = [*(["inplace_abn"] if self.instance else []), *([] if self.both_compilers else ["aggressive"])]
-        return [name for name in WAYS if name not in absent]
+        return [name for name in WAYS if self.both_compilers or name != "aggressive"]
 
     def memory_format(self) -> torch.memory_format:
         return memory_format_of(len(self.size) + 2, self.channels_last)
@@ -100,15 +103,8 @@ LIDAR_OPTICAL = {"widths": (16, 32, 64)}
 LARGE = {"widths": (12, 24, 48, 96, 96), "up_widths": (48, 24, 12, 12)}
 SMALL = {"widths": (12, 24, 48, 48), "up_widths": (48, 24, 12)}
 CASES = {
-    "cpu": [
-        # For the compiler's sake: it takes about as long for each level of the U-Net below.
-        Case("small U-Net", (3,), (128, 128), 2, {"widths": (32, 64)}, both_compilers=False),
-        Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}, slow=True),
-        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet, slow=True),
-        # Two volumes, because torch convolves one small volume in a slow loop, which would flatter ours.
-        Case("3D large", (1,), (32, 32, 32), 2, LARGE, make=unet3d_large, slow=True),
-        Case("3D small", (1,), (32, 32, 32), 2, SMALL, make=unet3d_small, slow=True),
-    ],
+    # For the compiler's sake: it takes about as long for each level of the U-Net below.
+    "cpu": [Case("small U-Net", (3,), (128, 128), 2, {"widths": (32, 64)}, both_compilers=False)],
     "cuda": [
         Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", True),
         Case(
@@ -122,24 +118,28 @@ CASES = {
             make=UNET3D,
             instance=True,
         ),
-        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp", slow=True),
-        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "fp32", slow=True),
-        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet, slow=True),
-        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", False, lidar_optical_unet, slow=True),
-        Case("3D large", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_large, slow=True),
-        Case("3D small", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_small, slow=True),
+    ],
+}
+MORE = {
+    "cpu": [
+        Case("U-Net", (3,), (128, 128), 2, {"widths": (32, 64, 128)}),
+        Case("two encoders", (5, 3), (96, 96), 2, LIDAR_OPTICAL, make=lidar_optical_unet),
+        # Two volumes, because torch convolves one small volume in a slow loop, which would flatter ours.
+        Case("3D large", (1,), (32, 32, 32), 2, LARGE, make=unet3d_large),
+        Case("3D small", (1,), (32, 32, 32), 2, SMALL, make=unet3d_small),
+    ],
+    "cuda": [
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}, "amp"),
+        Case("U-Net", (3,), (512, 512), 8, {"widths": WIDTHS}),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", True, lidar_optical_unet),
+        Case("two encoders", (5, 3), (256, 256), 8, {}, "amp", False, lidar_optical_unet),
+        Case("3D large", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_large),
+        Case("3D small", (1,), (320, 150, 26), 2, {}, "amp", False, unet3d_small),
     ],
 }
 
 
-@cache
-def case_named(name: str, kind: str) -> Case:
-    return next(case for case in CASES[kind] if str(case) == name)
-
-
-@once
-def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
-    case = case_named(name_of_case, device.type)
+def test_step(case, device, report):
     torch.manual_seed(0)
     x = torch.randn(case.batch, sum(case.channels), *case.size, device=device)
     x = x.to(memory_format=case.memory_format())
@@ -151,19 +151,8 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
         net.load_state_dict(dict(zip(net.state_dict(), weights, strict=True)))
         # PyTorch's type stubs declare Module.to without memory_format.
         net = net.to(device).to(memory_format=case.memory_format())  # type: ignore[call-overload]
-        return NetJob(WAYS[name][1](net), x, target, case.dtype == "amp")
+        return NetJob(WAYS[name](net), x, target, case.dtype == "amp")
 
     timing = Timing(device, SECONDS[device.type])
-    return compete_networks(case.contenders(), build, case.dtype == "amp", timing)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kind = torch.device(metafunc.config.getoption("--device")).type
-    parametrize_pairs(metafunc, [(str(case), case.contenders(), case.slow) for case in CASES[kind]])
-
-
-@pytest.mark.benchmark(timer=CLOCK)
-def test_step(case, contender, device, report, benchmark):
-    section = report.section("unet", Section("U-Nets, forward + cross entropy + backward"))
-    results = section.cases[case] = run(case, device)
-    report_step(benchmark, f"step of {case}", contender, results[contender])
+    results = compete_networks(case.contenders(), build, case.dtype == "amp", timing)
+    report.add("unet", "U-Nets, forward, cross entropy and backward", str(case), results)

@@ -20,8 +20,6 @@ import pytest
 # use a server of programs (tests/tools/warm.py, ranks.py): one process runs them, which starts each server once.
 FIRST = (
     "bench/test_collection.py",
-    "bench/test_progress.py",
-    "demo/test_distributed.py",
     "hunt/test_hunt.py",
     "integrations/test_two_processes.py",
     "kernels/test_*codegen.py",

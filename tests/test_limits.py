@@ -20,7 +20,6 @@ LONG = {
     ("inference/sliding_window.py", "sliding_window_labels"): "the arguments of MONAI's sliding_window_inference",
     ("ops/segmentation/call.py", "segmentation_sums"): "options of the sums, by keyword only",
     ("integrations/inplace_abn.py", "inplace_abn"): "the arguments of the package inplace_abn",
-    ("integrations/inplace_abn.py", "inplace_abn_sync"): "the arguments of the package inplace_abn",
     ("memory/search.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")

@@ -50,7 +50,6 @@ ALLOWED = {
     "fusedseg/integrations/monai.py": {"leaf": FRAMEWORK},
     "fusedseg/integrations/nnunet/loss.py": {"dice": FRAMEWORK, "dice.apply_nonlin": CALLED, "module": FRAMEWORK},
     "fusedseg/integrations/transformers.py": {"config": FRAMEWORK, "model": FRAMEWORK, "part": FRAMEWORK},
-    "fusedseg/losses/focal.py": {"reduction": MONAI},
     "fusedseg/losses/monai.py": {"reduction": MONAI},
     "fusedseg/memory/buffers.py": {"node.target": GRAPH},
     "fusedseg/memory/compiled.py": {"error": VERSIONS, "node.target": GRAPH},

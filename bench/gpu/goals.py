@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..files import CaseResults, Files
-from ..results import COPY, COPY_PASSES, PASSES
+from ..results import COPY, COPY_PASSES, PASSES, CaseResults, Files
 
 
 class Absent(Exception):
@@ -101,7 +100,7 @@ def goals() -> list[Goal]:
 
     for dtype in ("bf16", "fp16"):
         for layout in ("nchw", "nhwc"):
-            large = "inplace_abn", f"batch 8x64x512x512 {dtype} {layout}"
+            large = "norm_act", f"batch 8x64x512x512 {dtype} {layout}"
             what = "BN + LeakyReLU forward, large"
             add(what, *large, (bandwidth("forward"), 0.90), at_least=True)
             if dtype == "fp16":
@@ -116,10 +115,10 @@ def goals() -> list[Goal]:
             add(what, *large, (tensors_at_the_peak(), 2.1))
     for size in ("8x512x32x32", "8x256x16x16"):
         for layout in ("nchw", "nhwc"):
-            small = "inplace_abn", f"batch {size} bf16 {layout}"
+            small = "norm_act", f"batch {size} bf16 {layout}"
             add("BN + LeakyReLU, small", *small, (time_to_copy("forward"), 1.25), (time_to_copy("backward"), 1.9))
     for layout, bound in (("nchw", 0.40), ("nhwc", 0.30)):
-        volume = "inplace_norm_act", f"instance 2x32x128x128x128 fp16 {layout}"
+        volume = "norm_act", f"instance 2x32x128x128x128 fp16 {layout}"
         add("InstanceNorm + LeakyReLU, 3D", *volume, (time_to("eager"), bound))
 
     for case, bound in (
@@ -142,14 +141,11 @@ def goals() -> list[Goal]:
     times = (time_to("compiled"), 0.95), (time_to("aggressive"), 0.92), (time_to("eager"), 0.75)
     add("3D U-Net, InstanceNorm, bf16", *volume, *times)
     add("ResNet-50, bf16", "convert", "ResNet-50, 128x3x224x224 amp nhwc", (time_to("compiled"), 0.90))
-    for layout in ("nchw", "nhwc"):
-        planes = "launch", f"batch 8x64x16x16 fp16 {layout}"
-        add("host time of a step, planes of 16×16", *planes, (time_to("eager"), 1.0))
     return found
 
 
 def judge(files: Files) -> list[Verdict]:
-    """The verdict on every goal, from the files that ``bench.files.load`` read."""
+    """The verdict on every goal, from the files that ``bench.results.load`` read."""
     verdicts = []
     for goal in goals():
         try:

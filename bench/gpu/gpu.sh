@@ -2,7 +2,7 @@
 # Installs, tests and benches the package on a GPU, in one command that ends within nine minutes and needs no network:
 #
 #   bench/gpu/gpu.sh                    install, doctor, prove, bench, report
-#   bench/gpu/gpu.sh install variants   only the named stages, which are listed below
+#   bench/gpu/gpu.sh install more       only the named stages, which are listed below
 #   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
 #   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
 #
@@ -12,7 +12,6 @@
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
 # more      times the other cases of the benches (pytest bench/ -m slow)
-# variants  times launch constants against each other
 # report    prints the measured figures beside the goals
 #
 # Logs are in bench/out/gpu/.  Exits with 1 if a stage failed or ran out of its time.
@@ -23,12 +22,12 @@ device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 read -ra tests <<<"${TESTS:-tests}"
 # The most important benches come first, because time may run out.
-read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' inplace_abn inplace_norm_act \
-  max_pool conv_abn) bench/gpu/test_conv_kernels.py $(printf 'bench/test_%s.py ' unet convert launch norm_act)}"
+read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' norm_act max_pool conv_abn unet \
+  convert)}"
 stages=("${@:-install doctor prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # Limits in seconds; the default stages take nine minutes together.
-declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [more]=500 [variants]=400 [report]=15)
+declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [more]=500 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -104,14 +103,13 @@ for stage in "${stages[@]}"; do
     prove) prove ;;
     bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
     more) run more more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
-    variants) run variants variants "$python" -m pytest bench -m variants --device "$device" -q -rfE ; settle variants ;;
     report)
       results=$("$python" -c "import torch; from bench.results import default_directory
 print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, more, variants and report" >&2 && exit 2 ;;
+    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, more and report" >&2 && exit 2 ;;
   esac
 done
 
@@ -119,7 +117,7 @@ for name in "${failed[@]}"; do
   printf '\n== %s, the end of its log\n' "$name"
   tail -n 40 "$logs/$name.log"
 done
-for name in doctor bench variants more report; do
+for name in doctor bench more report; do
   if [[ " ${stages[*]} " == *" $name "* && -f $logs/$name.log && " ${failed[*]} " != *" $name "* ]]; then
     printf '\n== %s\n' "$name"
     tail -n 80 "$logs/$name.log"

@@ -2,7 +2,6 @@
 
     python -m bench.gpu.predict                        the norms of whole networks, on an A100, an H100 and an H200
     python -m bench.gpu.predict --shapes --gpu H200    every launch of the shapes that are hard to serve
-    python -m bench.gpu.predict --published            kernels that are not ours, beside their published times
 
 No constant was fitted to our kernels.  Registers, warps and shared memory say how many programs a multiprocessor holds
 at once (``resident``).  The machine code says how many bytes of loads a thread asks for before it needs the first of
@@ -46,8 +45,8 @@ class Device(NamedTuple):
         return 28 * self.clock * self.multiprocessors
 
 
-# The bandwidth of the A100 (80 GB) is that of ``published.py``, that of the H200 is explained in NOTES.md, and that of
-# the H100 (SXM) is the same share of its datasheet's 3.35 TB/s.
+# The bandwidth of the A100 (80 GB) is that of Triton's published vector addition, that of the H200 is explained in
+# NOTES.md, and that of the H100 (SXM) is the same share of its datasheet's 3.35 TB/s.
 DEVICES = {
     "A100": Device("sm_80", 108, 1.41e9, 1.68e12, 20e6),
     "H100": Device("sm_90", 132, 1.75e9, 3.0e12, 25e6),
@@ -185,11 +184,8 @@ def combined(chain: float, busy: float, sharpness: float) -> float:
     return (chain**sharpness + busy**sharpness) ** (1 / sharpness)
 
 
-def predict(launch: Any, device: Device, before: Any = None, tiles: float | None = None) -> Prediction:
-    """``before`` is the launch that has read the same tensors, if there is one.
-
-    ``tiles``: how often a program runs its loop; by default, the argument ``tiles_per_split`` says so.
-    """
+def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
+    """``before`` is the launch that has read the same tensors, if there is one."""
     from tests.tools.codegen import accesses
 
     code = code_of(launch.compiled, device.arch)
@@ -200,7 +196,7 @@ def predict(launch: Any, device: Device, before: Any = None, tiles: float | None
     read = sum(sizes[name] for name, kinds in touched.items() if kinds["load"])
     nbytes = read + sum(sizes[name] for name, kinds in touched.items() if kinds["store"])
     hits = 0.0 if before is None else read * hit_rate(read, device, runs_of(before) == runs_of(launch))
-    tiles = tiles or launch.arguments.get("tiles_per_split", 1)
+    tiles = launch.arguments.get("tiles_per_split", 1)
     share = ((nbytes - hits) / device.bandwidth + hits / device.l2_bandwidth) / (programs * tiles)
     waits = -(-code.loaded // max(1, code.under_way))
     chain = waits * LATENCY + DEPENDENT * code.cycles / device.clock
@@ -304,58 +300,18 @@ def print_networks(devices: Sequence[str]) -> None:
         print(f"| {name} | {'rows' if rows else 'planes'} | {gpu} | {' | '.join(times)} |", flush=True)
 
 
-def print_change(before: dict, after: dict, device: Device) -> None:
-    """The launches that have changed, and both passes of every shape, before -> after."""
-    print("| shape | kernel | registers | resident | waves | KB | us | fraction |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, ways in after.items():
-        for way, launches, old in zip(("forward", "backward"), ways, before[name], strict=True):
-            for of in launches:
-                was = [one for one in old if one["kernel"] == of["kernel"]][:1]
-                print(f"| {name} | {of['kernel']} | {changed(was, of)} |")
-            print(f"| {name} | **{way}** | | | | | {changed([total(old, device)], total(launches, device))} |")
-
-
-def total(launches: Sequence[dict], device: Device) -> dict:
-    seconds, nbytes = sum(of["seconds"] for of in launches), sum(of["nbytes"] for of in launches)
-    return {"seconds": seconds, "fraction": nbytes / device.bandwidth / seconds}
-
-
-SHOWN = {"registers": "d", "resident": "d", "waves": ".2f", "kilobytes": ".0f", "seconds": ".1f", "fraction": ".2f"}
-
-
-def changed(was: Sequence[dict], now: dict) -> str:
-    cells = []
-    for name, form in SHOWN.items():
-        if name in now:
-            texts = [format(of[name] * (1e6 if name == "seconds" else 1), form) for of in (*was, now)]
-            cells.append(texts[-1] if texts[0] == texts[-1] else " → ".join(texts))
-    return " | ".join(cells)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", choices=DEVICES, action="append", help="default: all")
     parser.add_argument("--shapes", nargs="*", help="print the launches of these hard shapes, or of all of them")
     parser.add_argument("--json", action="store_true", help="print the launches of --shapes as JSON, for tests")
-    parser.add_argument("--before", metavar="FILE", help="compare --shapes with such JSON of other kernels")
-    parser.add_argument("--published", action="store_true", help="compare the model with published times")
     given = parser.parse_args()
     gpus = given.gpu or list(DEVICES)
-    if given.published:
-        from . import published
-
-        published.print_table()
-    elif given.shapes is None:
+    if given.shapes is None:
         print_networks(gpus)
-    elif given.json or given.before:
-        device = DEVICES[gpus[0]]
-        found = {name: both_ways(HARD[name], device) for name in given.shapes or HARD}
-        after = {name: [[of._asdict() for of in way] for way in ways] for name, ways in found.items()}
-        if given.before:
-            print_change(json.loads(Path(given.before).read_text()), after, device)
-        else:
-            print(json.dumps(after))
+    elif given.json:
+        found = {name: both_ways(HARD[name], DEVICES[gpus[0]]) for name in given.shapes or HARD}
+        print(json.dumps({name: [[of._asdict() for of in way] for way in ways] for name, ways in found.items()}))
     else:
         for gpu in gpus:
             print(f"\n{gpu}\n")

@@ -1,39 +1,32 @@
 """Measures the machine itself, before our code is judged.
 
-The figures are bandwidth, the vendor's convolutions and norms, the kernels that the compiler generates for a
-convolution with its norm, and how much of a tensor a second pass finds in the L2 cache.
+The figures are bandwidth, the vendor's convolutions, and how much of a tensor a second pass finds in the L2 cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
-import torch._inductor.config
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedseg.ops.layout import layout_of
 
 from .. import harness
-from ..contenders import SLOPE, aggressive, compiled, conv_then, leaky
+from ..contenders import SLOPE
 from ..data import Source, describe
-from ..harness import FLUSH_BYTES, Copy, Missing, Timing, interleave
-from ..results import PASSES, aligned, spread
+from ..harness import FLUSH_BYTES, Copy, Timing, interleave
+from ..results import markdown, spread
 
 SECONDS = {"cpu": 0.2, "cuda": 0.3}
 MIB = 2**20
 SIZES = {"cpu": (1, 16, 64), "cuda": (4, 16, 32, 64, 256, 1024, 4096)}
-# The shape of one activation tensor of a U-Net at full resolution.
-NORM_SHAPE = {"cpu": (2, 32, 64, 64), "cuda": (8, 64, 512, 512)}
 # ((batch, spatial size), channels in and out)
 CONVOLUTIONS = {
     "cpu": [((2, (32, 32)), (32, 64)), ((1, (8, 16, 16)), (32,))],
     "cuda": [((8, (128, 128)), (32, 64, 128, 256, 512)), ((2, (32, 64, 64)), (32, 64, 128, 256, 512))],
 }
-BLOCK = (8, 64, 256, 256)
 # Sizes in MiB of the tensors of `test_second_pass_finds_the_first_in_l2`.
 REUSED = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)
 
@@ -66,7 +59,7 @@ def record(report, device):
 
     def write(name: str, results: Mapping[str, Any], head: list[str], rows: list[list[str]]) -> None:
         measured.setdefault(report.directory, {})[name] = results
-        report.notes.append("\n".join([name, *aligned([head, *rows])]))
+        report.notes.append("\n".join([name, "", *markdown(head, rows)]))
         report.write("machine", measured[report.directory], "What the machine can do")
 
     return write
@@ -131,89 +124,6 @@ def test_vendor_convolutions(device, record):
             results[case] = times
             rows.append([case, *(f"{times[name]['tflops']:.2f}" for name in names)])
     record("vendor convolutions", results, ["TFLOP/s", *names], rows)
-
-
-def test_eager_batch_norm(device, record):
-    """GB/s of the stock norm alone, counted on the passes that a fused norm of a large tensor needs."""
-    results, rows = {}, []
-    for dtype in ("fp16", "bf16"):
-        for channels_last in (False, True):
-            shape = NORM_SHAPE[device.type]
-            source = Source(device)
-            x = source.normal(shape, dtype, channels_last).requires_grad_()
-            dz = source.normal(shape, dtype, channels_last)
-            norm = nn.BatchNorm2d(shape[1], device=device)
-            job = Call(partial(norm, x), lambda z, x=x, dz=dz, norm=norm: torch.autograd.grad(z, (x, norm.weight), dz))
-            case = describe(shape, dtype, channels_last)
-            times = interleave({case: job}, timing(device))[case]
-            results[case] = {part: spread(getattr(times, part)) for part in ("forward", "backward")}
-            for part, time in results[case].items():
-                time["gb_per_s"] = PASSES[part] * x.nbytes / 1e6 / time["median_ms"]
-            rows.append([case, *(f"{time['gb_per_s']:.0f}" for time in results[case].values())])
-    record("eager BatchNorm", results, ["GB/s", "forward", "backward"], rows)
-
-
-def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """(name, microseconds) of each kernel of a step, in the order of their start."""
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize(device)
-    cuda = torch.autograd.DeviceType.CUDA
-    events = [event for event in profiler.events() if event.device_type == cuda]
-    return [(e.name, e.device_time) for e in sorted(events, key=lambda e: e.time_range.start)]
-
-
-@contextmanager
-def without_caches() -> Iterator[None]:
-    """A context in which Inductor compiles every graph anew, because it does not count a graph from a cache.
-
-    pytest's monkeypatch must not set these: it deletes them at the end, and every later `torch.compile` fails.
-    """
-    inductor = torch._inductor.config.patch(fx_graph_cache=False)
-    with inductor, torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
-
-
-def test_what_the_compiler_makes_of_a_block(device, record, monkeypatch):
-    """Bytes that Inductor counts for convolution, BatchNorm and LeakyReLU, forward and backward.
-
-    They are given in passes over the tensor; the convolutions need 6 of them.  The kernels and their times follow.
-    """
-    if device.type != "cuda":
-        pytest.skip("needs --device cuda")
-    from torch._inductor import compile_fx, metrics
-
-    # Inductor counts bytes only if its metrics log is enabled.
-    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
-    shape = BLOCK
-    C, source = shape[1], Source(device)
-    x, dz = (source.normal(shape, "bf16", True) for _ in range(2))
-    x.requires_grad_()
-    results, rows = {}, []
-    for name, treat in (("compiled", compiled), ("aggressive", aggressive)):
-        torch._dynamo.reset()
-        module = conv_then(leaky)(2, C, C, 3, padding=1, bias=False).to(device).to(memory_format=torch.channels_last)
-        layer = treat(module)
-        metrics.reset()
-
-        def step(layer=layer, module=module) -> None:
-            with torch.autocast(device.type, torch.bfloat16):
-                out = layer(x)
-            torch.autograd.grad(out, (x, *module.parameters()), dz)
-
-        try:
-            with without_caches():
-                step()
-        except Missing as reason:
-            pytest.skip(str(reason))
-        kernels = kernels_of(step, device)
-        passes = metrics.num_bytes_accessed / x.nbytes
-        results[name] = {"passes": passes, "kernels_us": kernels}
-        rows.append([name, f"{passes:.1f}", f"{sum(us for _, us in kernels):.1f}"])
-        rows += [["", "", f"{us:.1f} {kernel[:90]}"] for kernel, us in kernels]
-    title = f"convolution, BatchNorm and activation compiled, {describe(shape, 'bf16', True)}"
-    record(title, results, ["step", "passes", "kernels, µs"], rows)
 
 
 def test_second_pass_finds_the_first_in_l2(device, record):

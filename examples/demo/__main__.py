@@ -20,8 +20,7 @@ def parser() -> Parser:
         epilog="examples:\n"
         "  python -m examples.demo slices\n"
         "  python -m examples.demo volume --steps 20 --out volume_demo\n"
-        "  python -m examples.demo slices --bits 4 --out bits_demo\n"
-        "  torchrun --nproc-per-node=2 -m examples.demo slices --distributed",
+        "  python -m examples.demo slices --bits 4 --out bits_demo",
     )
     found.add_argument(
         "name",
@@ -52,18 +51,12 @@ def parser() -> Parser:
         help="fusedseg's network keeps its activations in so many bits a value, with noise in the gradient "
         "(default: exact)",
     )
-    found.add_argument(
-        "--distributed",
-        action="store_true",
-        help="instead, train fusedseg's network alone in the processes of torchrun, with synchronised statistics, and "
-        "compare its losses with those of one process",
-    )
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.distributed, args.bits)
+    return run(args.name, args.device, args.steps, args.out, args.seed, args.overwrite, args.bits)
 
 
 if __name__ == "__main__":

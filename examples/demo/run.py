@@ -12,7 +12,6 @@ import torch
 from fusedseg.memory.export import open_new, write_json
 from fusedseg.progress import Lines
 
-from . import distributed as parallel
 from . import report, training
 
 EXTRAS = ("nilearn", "matplotlib", "tqdm")
@@ -40,43 +39,19 @@ def check(device: str, steps: int | None, paths: list[Path], overwrite: bool) ->
 
 
 def run(
-    name: str,
-    device: str,
-    steps: int | None,
-    out: Path,
-    seed: int,
-    overwrite: bool,
-    distributed: bool = False,
-    bits: int | None = None,
+    name: str, device: str, steps: int | None, out: Path, seed: int, overwrite: bool, bits: int | None = None
 ) -> int:
-    """Runs a demo.  Returns 0; 1 if distributed losses are wrong; 2 if the demo was refused."""
+    """Runs a demo.  Returns 0, or 2 if the demo was refused."""
     picture_path, json_path = out / f"{name}.png", out / f"{name}.json"
-    if distributed:
-        json_path = out / f"{name}-distributed.json"
     try:
-        check(device, steps, [json_path] if distributed else [picture_path, json_path], overwrite)
-        if distributed and bits is not None:
-            raise Refused(
-                "--bits cannot be combined with --distributed, which compares losses of exact gradients: processes "
-                "round differently"
-            )
-        if distributed and not parallel.launched():
-            raise Refused(
-                "--distributed needs processes: torchrun --nproc-per-node=2 -m examples.demo slices --distributed"
-            )
+        check(device, steps, [picture_path, json_path], overwrite)
     except Refused as refusal:
         print(f"demo {name}: {refusal}", file=sys.stderr)
         return 2
-    if distributed:
-        parallel.claim(torch.device(device))
     # PyTorch's profiler counts bytes on a CPU.  It would log lines about itself, at a level above errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     start = time.perf_counter()
     problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
-    if distributed:
-        return parallel.run_distributed(
-            name, problem, torch.device(device), steps or parallel.STEPS, seed, json_path, overwrite
-        )
     networks = training.build(problem, torch.device(device), seed, bits)
     shown = Lines()
     trainings = training.train(problem, networks, steps or problem.size.steps, seed, say=shown.say)

@@ -63,11 +63,6 @@ def build(problem: Problem, device: torch.device, seed: int, bits: int | None = 
     return networks
 
 
-def weigh(labels: Tensor, classes: int) -> Tensor:
-    """The weights of the classes in the loss: 1 / sqrt(voxels), a compromise between rare and frequent classes."""
-    return torch.bincount(labels.flatten(), minlength=classes).clamp_min(1).float().rsqrt()
-
-
 class StockDiceCE(nn.Module):
     """What ``fusedseg.DiceCELoss`` computes, in stock functions: logits (N, K, *spatial), labels (N, 1, *spatial)."""
 
@@ -85,7 +80,9 @@ class StockDiceCE(nn.Module):
 
 def loss_of(plain: bool, problem: Problem) -> nn.Module:
     """Dice and cross-entropy: of stock functions for a network of stock modules (``plain``), and ours for ours."""
-    weight = weigh(problem.split.trained(problem.whole).labels, len(problem.classes))
+    labels = problem.split.trained(problem.whole).labels
+    # The weight of a class is 1 / sqrt(voxels), a compromise between rare and frequent classes.
+    weight = torch.bincount(labels.flatten(), minlength=len(problem.classes)).clamp_min(1).float().rsqrt()
     # Only the ratios of the weights count in the cross-entropy.  In the Dice part, their mean is 1.
     weight = weight / weight.mean()
     if plain:

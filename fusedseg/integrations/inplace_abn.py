@@ -38,17 +38,12 @@ Weights = TypeVar("Weights", bound=MutableMapping[str, Any])
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "equal_weights", "inplace_abn", "inplace_abn_sync", "install"]
 
 
-def _exactly(activation: str, param: float) -> Activation:
-    """The activation of a module that keeps its input; a leaky_relu of slope 0 is a ReLU."""
-    if activation == "leaky_relu" and param == 0:
-        activation = "relu"
-    return parse_activation(OP, activation, param if activation in ("leaky_relu", "elu") else None)
-
-
 def _keep(activation: str, param: float) -> tuple[str, Activation]:
     """What a module or function in place keeps, "output" or "input", and its activation."""
-    exact = _exactly(activation, param)
-    return "output" if is_invertible(exact.name, exact.param) else "input", exact
+    # A leaky_relu of slope 0 is a ReLU.
+    name = "relu" if activation == "leaky_relu" and param == 0 else activation
+    act = parse_activation(OP, name, param if name in ("leaky_relu", "elu") else None)
+    return "output" if is_invertible(act.name, act.param) else "input", act
 
 
 @functools.cache
@@ -67,8 +62,7 @@ class ABN(_InPlaceABN):
     ``state_dict`` is that of ``nn.BatchNorm2d``.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.  A string in the place of
-            ``track_running_stats`` is the activation, because the package had no such argument until version 1.1.
+        num_features, eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
         activation: "relu", "leaky_relu", "elu", "identity", or another name of ``fusedseg.activation.NAMES``.
         activation_param: the slope of leaky_relu or the alpha of elu; other activations ignore it.
 
@@ -89,15 +83,10 @@ class ABN(_InPlaceABN):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
-        track_running_stats: bool | str = True,
-        activation: str | float = "leaky_relu",
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
         activation_param: float = 0.01,
     ) -> None:
-        if isinstance(track_running_stats, str):
-            if not isinstance(activation, str):
-                activation_param = activation
-            track_running_stats, activation = True, track_running_stats
-        activation = str(activation)
         keep, act = _keep(activation, activation_param)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, "identity")
         self.KEEP = keep if self._in_place else "input"
@@ -143,7 +132,7 @@ class InPlaceABNSync(Synchronised, ABN):
     """``InPlaceABN`` with the statistics of all processes of a group; see ``fusedseg.InPlaceABNSync``.
 
     Args:
-        group: a group of ``torch.distributed``; None means all processes.  It is an attribute too.
+        group: a group of ``torch.distributed``; None means all processes.
 
     All other arguments are those of ``InPlaceABN``.
     """
@@ -152,16 +141,7 @@ class InPlaceABNSync(Synchronised, ABN):
     _in_place = True
 
     def __init__(self, *args: Any, group: object = None, **options: Any) -> None:
-        if len(args) > 7:
-            args, group = args[:-1], args[-1]
         super().__init__(*args, **options)
-        self.process_group = group
-
-    @property
-    def group(self) -> Any:
-        return self.process_group
-
-    def set_group(self, group: object) -> None:
         self.process_group = group
 
 
@@ -180,40 +160,26 @@ def inplace_abn(
     eps: float = 1e-5,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
+    *,
+    process_group: str | None = None,
 ) -> Tensor:
     """The function of ``InPlaceABN``, with the arguments of the package; see ``fusedseg.functional.inplace_abn``.
 
-    It writes over ``x``, unless the activation has no inverse.
+    It writes over ``x``, unless the activation has no inverse.  ``process_group`` is the name of a group of processes
+    whose statistics count.
     """
     given = Passed(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     keep, act = _keep(activation, activation_param)
-    return _applied(given, Spec(keep, act, eps=eps, momentum=momentum, own=training))
-
-
-def inplace_abn_sync(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    activation: str = "leaky_relu",
-    activation_param: float = 0.01,
-    group: object = None,
-) -> Tensor:
-    """The function of ``InPlaceABNSync``: ``inplace_abn`` with the statistics of all processes of ``group``."""
-    given = Passed(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    keep, act = _keep(activation, activation_param)
-    others = group_name(group) if training else None
-    return _applied(given, Spec(keep, act, eps=eps, momentum=momentum, own=training, process_group=others))
-
-
-def _applied(given: Passed, spec: Spec) -> Tensor:
+    group = process_group if training else None
+    spec = Spec(keep, act, eps=eps, momentum=momentum, own=training, process_group=group)
     check(spec.name, given, spec)
-    kept = find(given.weight, given.bias, spec.act, given.x.dtype, False) if spec.keep == "output" else None
+    kept = find(weight, bias, act, x.dtype, False) if keep == "output" else None
     return normalise(given, spec, kept)
+
+
+def inplace_abn_sync(*args: Any, group: object = None, **options: Any) -> Tensor:
+    """The function of ``InPlaceABNSync``: ``inplace_abn`` with the statistics of all processes of ``group``."""
+    return inplace_abn(*args, process_group=group_name(group), **options)
 
 
 def equal_weights(state_dict: Weights, model: nn.Module, *classes: type) -> Weights:
@@ -259,10 +225,7 @@ def install() -> types.ModuleType:
             imported has not found it.
     """
     ours = sys.modules[__name__]
-    there = sys.modules.get(NAMES[0])
-    if there is ours:
-        return ours
-    if there is not None:
+    if sys.modules.get(NAMES[0], ours) is not ours:
         raise RuntimeError(
             f"{OP}.install: the package inplace_abn is imported already; call install() before anything imports it"
         )

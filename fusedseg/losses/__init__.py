@@ -5,12 +5,10 @@ stock PyTorch from these sums.  Names, arguments and values are those of the lib
 """
 
 from .cross_entropy import CrossEntropyLoss
-from .deep_supervision import DeepSupervision
 from .focal import DiceFocalLoss, FocalLoss
 from .monai import DiceCELoss, DiceLoss, TverskyLoss
-from .nnunet import DC_and_BCE_loss, DC_and_CE_loss
+from .nnunet import DC_and_BCE_loss, DC_and_CE_loss, DC_and_topk_loss, DeepSupervision, TopKLoss
 from .smp import SMPDiceLoss, SMPTverskyLoss
-from .top_k import DC_and_topk_loss, TopKLoss
 
 __all__ = [
     "CrossEntropyLoss",

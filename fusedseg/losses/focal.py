@@ -1,7 +1,6 @@
 """The focal losses of MONAI (``monai.losses``), with their names and arguments."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from ..ops.check import check_choice
-from ..ops.segmentation.checks import check_hard
-from ..ops.segmentation.conv_logits import ConvLogits, Logits
+from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import NLL, OTHER_NLL, Given
-from .monai import DiceLoss, Form, LossCall, class_weight
+from ..ops.segmentation.spec import NLL, OTHER_NLL
+from .monai import DiceLoss, Form, LossCall, check_not_negative, checked_reduction, class_weight
 
 
 class Focal(NamedTuple):
@@ -22,22 +19,9 @@ class Focal(NamedTuple):
 
     name: str
     include_background: bool
-    alpha: Tensor | float | None
+    alpha: Sequence[float] | float | None
     reduction: str
     softmax: bool = False
-
-    @classmethod
-    def of(
-        cls, name: str, include_background: bool, alpha: Sequence[float] | float | None, reduction: str, softmax: bool
-    ) -> "Focal":
-        single = alpha is None or isinstance(alpha, (int, float))
-        if alpha is not None and single and softmax and not include_background:
-            warnings.warn(
-                f"{name}: a single alpha is ignored with use_softmax=True and include_background=False", stacklevel=3
-            )
-            alpha = None
-        found = alpha if alpha is None or isinstance(alpha, (int, float)) else torch.as_tensor(alpha)
-        return cls(name, include_background, found, reduction, softmax)
 
     def value(self, found: Tensor, call: LossCall, weight: Tensor | None) -> Tensor:
         """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""
@@ -54,20 +38,19 @@ class Focal(NamedTuple):
     def _balanced(self, found: Tensor) -> Tensor:
         """The sums of each sample and class that counts, with alpha."""
         nll, other, alpha = found[NLL], found[OTHER_NLL], self.alpha
-        if not self.softmax and not self.include_background and nll.shape[1] > 1:
+        if not self.include_background and nll.shape[1] > 1:
             nll, other = nll[:, 1:], other[:, 1:]
         K = nll.shape[1]
-        if isinstance(alpha, Tensor):
-            if alpha.shape != (K,):
-                raise ValueError(f"{self.name}: alpha must have {K} values, one for each class, got {alpha.tolist()}")
-            alpha = alpha.to(nll)
-        if self.softmax:
-            if isinstance(alpha, (int, float)):
-                alpha = nll.new_tensor([1 - alpha] + [alpha] * (K - 1))
-            return nll if alpha is None else alpha * nll
         if alpha is None:
-            return nll + other
-        return alpha * nll + (other if isinstance(alpha, Tensor) else (1 - alpha) * other)
+            return nll if self.softmax else nll + other
+        if isinstance(alpha, (int, float)):
+            if self.softmax:
+                return nll.new_tensor([1 - alpha] + [alpha] * (K - 1)) * nll
+            return alpha * nll + (1 - alpha) * other
+        if len(alpha) != K:
+            raise ValueError(f"{self.name}: alpha must have {K} values, one for each class, got {list(alpha)}")
+        of_classes = torch.as_tensor(alpha).to(nll)
+        return of_classes * nll if self.softmax else of_classes * nll + other
 
     def _weighted(self, per_class: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -90,22 +73,6 @@ class Focal(NamedTuple):
 _EPS = torch.finfo(torch.float32).eps
 
 
-def _without_background(call: LossCall) -> LossCall:
-    """The call without the first class.  Positions of the background are ignored, since they add nothing."""
-    x, target, mask = call.given
-    if isinstance(x, ConvLogits):
-        bias = None if x.bias is None else x.bias[1:]
-        rest: Logits = ConvLogits(x.features, x.weight[1:], bias, x.size, x.align_corners)
-    else:
-        rest = x[:, 1:]
-    if call.spec.dense:
-        return LossCall(Given(rest, target[:, 1:], mask), call.spec)
-    labels = target.to(torch.int16 if x.shape[1] < 2**15 else torch.int64) - 1
-    if call.spec.ignore is not None:
-        labels = labels.masked_fill(target == call.spec.ignore, -1)
-    return LossCall(Given(rest, labels), call.spec.ignoring(-1))
-
-
 class FocalLoss(_Loss):
     """Focal loss of logits (N, K, *spatial) that keeps nothing but the logits for backward.
 
@@ -114,7 +81,9 @@ class FocalLoss(_Loss):
     float32, whatever the dtype; here it is computed in float64 for float64 logits.
 
     Args:
-        include_background, to_onehot_y, gamma, weight, use_softmax: as in MONAI.
+        include_background, to_onehot_y, gamma, weight: as in MONAI.
+        use_softmax: as in MONAI; include_background must be True then, because MONAI leaves the logits of the first
+            class out of the softmax.
         ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored, because MONAI
             multiplies the logits by other values; the host waits for the device to know.
         alpha: as in MONAI; with sigmoids, the target must consist of zeros and ones.
@@ -124,12 +93,12 @@ class FocalLoss(_Loss):
     dtype, which are never expanded; otherwise a tensor of the shape of the logits.
 
     Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
-    with channels has an ignore_index.  With use_softmax and without the background, whose logits do not count at all,
-    each pass copies the other logits; their labels are kept in int16.
+    with channels has an ignore_index.
 
     Raises:
-        ValueError: the reduction is "none", which needs a value per position (use ``monai.losses.FocalLoss``); gamma is
-            negative; a shape, a weight or an alpha is wrong; a target is soft in a class that is ignored.
+        ValueError: the reduction is "none", which needs a value per position, or use_softmax is given without the
+            background (use ``monai.losses.FocalLoss``); gamma is negative; a shape, a weight or an alpha is wrong; a
+            target is soft in a class that is ignored.
         RuntimeError: backward itself is differentiated.
 
     Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
@@ -146,23 +115,24 @@ class FocalLoss(_Loss):
         use_softmax: bool = False,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
         name = "fusedseg.losses.FocalLoss"
-        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
-        _check_gamma(name, gamma)
+        super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum"))
+        check_not_negative(name, gamma=gamma)
+        if use_softmax and not include_background:
+            raise ValueError(
+                f"{name}: include_background must be True with use_softmax=True; use monai.losses.FocalLoss, or leave "
+                "the first class out of input and target"
+            )
         self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
         self.gamma = float(gamma)
-        self.focal = Focal.of(name, include_background, alpha, self.reduction, use_softmax)
+        self.focal = Focal(name, include_background, alpha, self.reduction, use_softmax)
         self.register_buffer("class_weight", class_weight(name, weight))
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.form.call(input, target)
-        check_hard(self.form.name, call.given.mask, self.form.ignore_index)
         likelihood = "softmax" if self.focal.softmax else "sigmoid"
-        call = LossCall(call.given, call.spec.using("none", likelihood, self.gamma))
-        apart = self.focal.softmax and not self.focal.include_background and input.shape[1] > 1
-        found = sums(*(_without_background(call) if apart else call))
+        found = sums(call.given, call.spec.using("none", likelihood, self.gamma))
         return self.focal.value(found, call, self.class_weight)
 
 
@@ -204,20 +174,16 @@ class DiceFocalLoss(_Loss):
         lambda_focal: float = 1.0,
         alpha: float | None = None,
     ) -> None:
-        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
         name = "fusedseg.losses.DiceFocalLoss"
-        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
-        _check_gamma(name, gamma)
-        for key, value in (("lambda_dice", lambda_dice), ("lambda_focal", lambda_focal)):
-            if value < 0:
-                raise ValueError(f"{name}: {key} must be at least 0, got {value}")
+        super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum"))
+        check_not_negative(name, gamma=gamma, lambda_dice=lambda_dice, lambda_focal=lambda_focal)
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, weight=class_weight(name, weight),
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.dice.form.check(other_act)
-        self.focal = Focal.of(name, include_background, alpha, self.reduction, False)
+        self.focal = Focal(name, include_background, alpha, self.reduction)
         self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
@@ -231,8 +197,3 @@ class DiceFocalLoss(_Loss):
         if self.lambda_focal:
             loss = loss + self.lambda_focal * self.focal.value(found, call, self.dice.class_weight)
         return loss
-
-
-def _check_gamma(name: str, gamma: float) -> None:
-    if gamma < 0:
-        raise ValueError(f"{name}: gamma must be at least 0, got {gamma}")

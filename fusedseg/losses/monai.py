@@ -13,7 +13,7 @@ from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
-from .likelihood import CrossEntropy, binary_total, positions_of
+from .cross_entropy import CrossEntropy, binary_total, positions_of
 
 
 class LossCall(NamedTuple):
@@ -67,6 +67,7 @@ class Form(NamedTuple):
                 f"got {tuple(target.shape)}"
             )
         mask = None if labels else self._mask(target)
+        check_hard(self.name, mask, self.ignore_index)
         minimum = self.soft_label and not self.squared and not labels
         ignore = self.ignore_index if labels else None
         return LossCall(
@@ -95,22 +96,6 @@ class Form(NamedTuple):
         channel = target[:, ignore : ignore + 1]
         return ~channel if channel.dtype == torch.bool else 1 - channel
 
-    def overlaps(self, x: Logits, target: Tensor) -> Tensor:
-        """The sums of the Dice part alone.
-
-        A soft target with an ignored class ignores a part of a position: m is not only 0 or 1.  As MONAI multiplies
-        both p and y by m, the overlap sums m**2 p y, and squares have the factor m**2.
-        """
-        (x, target, m), spec = self.call(x, target)
-        if m is None or not m.is_floating_point() or spec.minimum:
-            return sums(Given(x, target, m), spec)
-        if spec.squared:
-            return sums(Given(x, target, m * m), spec)
-        part = target * m
-        found = sums(Given(x, part, m), spec)
-        of_target = part.flatten(2).sum(2, dtype=found.dtype)
-        return torch.cat([found[:TARGET], of_target.unsqueeze(0)])
-
     def parts(self, found: Tensor, batch: bool) -> tuple[Tensor, Tensor, Tensor]:
         """True positives, false positives and false negatives of each class."""
         of_classes = found[: TARGET + 1]
@@ -134,7 +119,9 @@ class DiceLoss(_Loss):
     Args:
         include_background, to_onehot_y, squared_pred, jaccard, smooth_nr, smooth_dr, batch, weight: as in MONAI.
         sigmoid, softmax: as in MONAI; without both, the input are the probabilities themselves.
-        soft_label, ignore_index: as in MONAI; with soft_label, probabilities must not be negative.
+        soft_label: as in MONAI; probabilities must not be negative.
+        ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored; the host waits for
+            the device to know.
         other_act: not supported; leave it None.
         reduction: "mean", "sum" or "none".
 
@@ -142,12 +129,12 @@ class DiceLoss(_Loss):
     dtype, which are never expanded; otherwise a tensor of the shape of the logits.
 
     Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
-    with channels has an ignore_index; a copy of the target too if it is floating point and ignore_index is one of its
-    classes.  With 118 classes in half precision MONAI's loss keeps six times the bytes of the logits.  With three
-    classes the peak of a network is elsewhere, and this loss does not lower it.
+    with channels has an ignore_index.  With 118 classes in half precision MONAI's loss keeps six times the bytes of the
+    logits.  With three classes the peak of a network is elsewhere, and this loss does not lower it.
 
     Raises:
-        ValueError: other_act is given; sigmoid and softmax are both True; a shape, a reduction or a weight is wrong.
+        ValueError: other_act is given; sigmoid and softmax are both True; a shape, a reduction or a weight is wrong; a
+            target is soft in a class that is ignored.
         RuntimeError: backward itself is differentiated.
 
     Source: Milletari et al., "V-Net", 3DV 2016; Wang et al., "Jaccard Metric Losses", NeurIPS 2023 (soft_label).
@@ -170,9 +157,8 @@ class DiceLoss(_Loss):
         soft_label: bool = False,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
         name = "fusedseg.DiceLoss"
-        check_choice(name, "reduction", self.reduction, ("mean", "sum", "none"))
+        super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum", "none"))
         self.form = Form(
             name, include_background, to_onehot_y, sigmoid, softmax, squared_pred, soft_label, ignore_index
         )
@@ -183,7 +169,7 @@ class DiceLoss(_Loss):
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        return self.value(self.form.overlaps(input, target), input.dim())
+        return self.value(sums(*self.form.call(input, target)), input.dim())
 
     def value(self, found: Tensor, dims: int) -> Tensor:
         """The loss from its sums, for logits of ``dims`` dimensions."""
@@ -231,16 +217,15 @@ class TverskyLoss(_Loss):
         soft_label: bool = False,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
         name = "fusedseg.losses.TverskyLoss"
-        check_choice(name, "reduction", self.reduction, ("mean", "sum", "none"))
+        super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum", "none"))
         self.form = Form(name, include_background, to_onehot_y, sigmoid, softmax, False, soft_label, ignore_index)
         self.form.check(other_act)
         self.alpha, self.beta, self.batch = alpha, beta, batch
         self.smooth_nr, self.smooth_dr = float(smooth_nr), float(smooth_dr)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        tp, fp, fn = self.form.parts(self.form.overlaps(input, target), self.batch)
+        tp, fp, fn = self.form.parts(sums(*self.form.call(input, target)), self.batch)
         score = 1 - (tp + self.smooth_nr) / (tp + self.alpha * fp + self.beta * fn + self.smooth_dr)
         return _reduced(score, self.reduction)
 
@@ -258,8 +243,7 @@ class DiceCELoss(_Loss):
         batch, weight, lambda_dice, lambda_ce, label_smoothing: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
-        ignore_index: as in ``DiceLoss``, for both parts; MONAI's ``DiceCELoss`` has no such argument.  A target with
-            channels must be 0 or 1 in a class that is ignored; the host waits for the device to know.
+        ignore_index: as in ``DiceLoss``, for both parts; MONAI's ``DiceCELoss`` has no such argument.
 
     Target, errors and source are those of ``DiceLoss``.
 
@@ -289,12 +273,9 @@ class DiceCELoss(_Loss):
         *,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(reduction=str(getattr(reduction, "value", reduction)))
         name = "fusedseg.DiceCELoss"
-        check_choice(name, "reduction", self.reduction, ("mean", "sum"))
-        for key, value in (("lambda_dice", lambda_dice), ("lambda_ce", lambda_ce)):
-            if value < 0:
-                raise ValueError(f"{name}: {key} must be at least 0, got {value}")
+        super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum"))
+        check_not_negative(name, lambda_dice=lambda_dice, lambda_ce=lambda_ce)
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, ignore_index=ignore_index,
@@ -308,7 +289,6 @@ class DiceCELoss(_Loss):
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
-        check_hard(self.dice.form.name, call.given.mask, self.dice.form.ignore_index)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood()
         probability = call.spec.probability if self.lambda_dice else "none"
@@ -333,3 +313,16 @@ def class_weight(name: str, weight: Sequence[float] | float | Tensor | None) -> 
     if found is not None and found.min() < 0:
         raise ValueError(f"{name}: weight must not be negative, got {found.tolist()}")
     return found
+
+
+def checked_reduction(name: str, reduction: str, *choices: str) -> str:
+    """The reduction as a text; MONAI also takes an enumeration."""
+    found = str(getattr(reduction, "value", reduction))
+    check_choice(name, "reduction", found, choices)
+    return found
+
+
+def check_not_negative(name: str, **factors: float) -> None:
+    for key, value in factors.items():
+        if value < 0:
+            raise ValueError(f"{name}: {key} must be at least 0, got {value}")

@@ -1,36 +1,18 @@
-"""``pytest tests bench`` works in one process, in either order, with pytest-benchmark or without it."""
+"""``pytest tests bench`` works in one process."""
 
 import pytest
 
 from tests.tools import warm
 
 
-def run_pytest(*arguments: str) -> str:
+def test_tests_and_benches_run_together():
+    """Both folders define the option ``--device``, and have files of the same names."""
+    # Benches import what the demo needs.
+    pytest.importorskip("nilearn")
     # A process that an xdist worker starts must not act as a worker.
-    env = warm.without(["PYTEST_"])
-    run = warm.run("pytest", *arguments, "-q", "-n", "0", "-p", "no:cacheprovider", env=env)
+    files = ("tests/bench/test_conv_abn.py", "bench/test_conv_abn.py", "bench/gpu/test_machine.py")
+    run = warm.run(
+        "pytest", *files, "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", env=warm.without(["PYTEST_"])
+    )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    return run.stdout
-
-
-# A few tests and benches, which take a third of the time of all: they cover options, fixtures and equal file names.
-TESTS = ("tests/test_layers.py", "tests/bench/test_conv_abn.py")
-BENCHES = ("bench/test_conv_abn.py", "bench/gpu/test_machine.py", "bench/test_launch.py")
-
-
-@pytest.mark.parametrize(
-    "folders",
-    [TESTS + BENCHES, pytest.param(BENCHES + TESTS, marks=pytest.mark.slow)],
-    ids=["tests-bench", "bench-tests"],
-)
-def test_tests_and_benches_run_together(folders):
-    """All are collected, and some find their fixtures.
-
-    Without pytest-benchmark every bench ended with "fixture 'benchmark' not found".
-    """
-    # The benches import what the demo needs.
-    for package in ("matplotlib", "nilearn", "triton"):
-        pytest.importorskip(package)
-    shown = run_pytest(*folders, "--setup-only", "-k", "test_layers or test_launch")
-    # A bench shows nothing where pytest-benchmark is absent; a fixture that is not found is an error in any case.
-    assert "tests/test_layers.py::" in shown
+    assert all(f"{name}::" in run.stdout for name in files)

@@ -6,11 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import test_convert, test_unet
 
-UNETS = [case for case in test_unet.CASES["cuda"] if not case.slow]
-
 
 @pytest.mark.parametrize("name", ["eager", "ours"])
-@pytest.mark.parametrize("case", UNETS, ids=str)
+@pytest.mark.parametrize("case", test_unet.CASES["cuda"], ids=str)
 def test_unets(case, name):
     with FakeTensorMode():
         x = torch.empty(case.batch, sum(case.channels), *case.size).to(memory_format=case.memory_format())
@@ -19,7 +17,7 @@ def test_unets(case, name):
     assert out.shape == (case.batch, test_unet.CLASSES, *case.size)
 
 
-@pytest.mark.parametrize("case", test_convert.CASES["cuda"].values(), ids=list(test_convert.CASES["cuda"]))
+@pytest.mark.parametrize("case", test_convert.CASES["cuda"], ids=str)
 def test_stock_networks(case):
     with FakeTensorMode():
         out = case.make()(torch.empty(case.shape))

@@ -1,15 +1,16 @@
 """The benches' harness: the results that it refuses, the bytes that it counts, and the times that it reports."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from bench import harness
 from bench.contenders import compiled
-from bench.harness import Missing, Result, Timing, compete, disagreement, host_lap, interleave, once
+from bench.harness import Missing, Result, Timing, compete, disagreement
 from bench.jobs import LayerJob
-from bench.replay import Clock
-from bench.results import Section, commit
+from bench.results import PARTS, Report, commit
 
 TOLERANCE = dict.fromkeys(("z", "dx", "dweight", "dbias"), 1e-4)
 
@@ -75,19 +76,6 @@ def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
         compiled(nn.Linear(2, 2))(torch.ones(1, 2))
 
 
-def test_compilers_work_after_a_bench_without_their_caches():
-    """pytest's monkeypatch deleted the options at its end, and the compilers were absent from all later benches."""
-    from bench.gpu.test_machine import without_caches
-
-    def options():
-        return torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
-
-    before = options()
-    with without_caches():
-        assert options() == (False, False)
-    assert options() == before
-
-
 def test_nan_is_refused():
     assert disagreement({"z": float("nan")}, {}, TOLERANCE) == "z off by nan > 1.0e-04"
 
@@ -97,42 +85,30 @@ def test_twice_eagers_own_error_is_allowed():
     assert disagreement({"z": 5e-4}, {"z": 2e-4}, TOLERANCE) == "z off by 5.0e-04 > 4.0e-04"
 
 
-def test_the_clock_replays_the_samples():
-    clock = Clock()
-    clock.load([0.5, 0.25])
-    readings = [clock() for _ in range(4)]
-    assert [readings[1] - readings[0], readings[3] - readings[2]] == [0.5, 0.25]
-
-
-def test_what_fails_once_is_not_tried_again():
-    tried = []
-
-    @once
-    def run(case: str) -> str:
-        tried.append(case)
-        if case == "bad":
-            raise ValueError("cannot")
-        return case.upper()
-
-    assert [run("good"), run("good")] == ["GOOD", "GOOD"]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="cannot"):
-            run("bad")
-    assert tried == ["good", "bad"]
-
-
-def test_json_has_bytes_a_second_of_the_fewest_passes():
+def test_json_has_bytes_a_second_of_the_fewest_passes(tmp_path):
     ours = Result([3e-3] * 5, [5e-3] * 5, [8e-3] * 5, kept=7)
     copy = Result([2e-3] * 5, [0.0] * 5, [2e-3] * 5)
-    section = Section("norms", cases={"a": {"ours": ours, "copy": copy}}, tensor_bytes={"a": 10**9})
-    found = section.to_json()["a"]
+    report = Report(torch.device("cpu"), tmp_path)
+    report.add("norms", "title", "a", {"ours": ours, "copy": copy}, tensor_bytes=10**9)
+    found = json.loads((tmp_path / "norms.json").read_text())["results"]["a"]
     assert found["tensor_bytes"] == 10**9
     ours, copy = (found["contenders"][name] for name in ("ours", "copy"))
-    assert {part: ours[part]["gb_per_s"] for part in section.parts} == pytest.approx(dict.fromkeys(section.parts, 1e3))
+    assert {part: ours[part]["gb_per_s"] for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 1e3))
     assert ours["kept_bytes"] == 7
     # Only a GPU reports the memory that was reserved on the device.
     assert "reserved_bytes" not in ours
     assert copy == {"forward": {"median_ms": 2, "p20_ms": 2, "p80_ms": 2, "gb_per_s": 1e3}, "errors": {}}
+
+
+def test_a_case_with_wrong_results_fails_and_stays_in_the_file(tmp_path):
+    report = Report(torch.device("cpu"), tmp_path)
+    with pytest.raises(pytest.fail.Exception, match="wrong: z off"):
+        report.add("norms", "title", "a", {"eager": Result(step=[1.0] * 5), "wrong": Result(refused="z off")})
+    with pytest.raises(pytest.skip.Exception, match="absent: not installed"):
+        report.add("norms", "title", "b", {"absent": Result(missing="not installed")})
+    found = json.loads((tmp_path / "norms.json").read_text())["results"]
+    assert found["a"]["contenders"]["wrong"]["refused"] == "z off"
+    assert found.keys() == {"a", "b"}
 
 
 def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
@@ -152,34 +128,6 @@ def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
     results = compete(contenders, {"": refuse}, TOLERANCE, Timing(torch.device("cpu"), 1.0))
     assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
     assert len(steps) == 1
-
-
-def test_the_host_is_timed_over_calls_in_a_row():
-    """All forward passes run before all backward passes, and the harness does not wait between them."""
-    calls = []
-
-    class Recording(LayerJob):
-        def prepare(self):
-            calls.append("prepare")
-            return super().prepare()
-
-        def forward(self, prepared):
-            calls.append("forward")
-            return super().forward(prepared)
-
-        def backward(self, out):
-            calls.append("backward")
-            return super().backward(out)
-
-    job, cpu = Recording(layer(0.01), make_data()), torch.device("cpu")
-    forward, backward, step = host_lap(job, cpu, 3)
-    assert calls == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
-    assert step == pytest.approx(forward + backward)
-    calls.clear()
-    result = interleave({"ours": job}, Timing(cpu, 0.0, host_calls=3))["ours"]
-    assert calls[:9] == ["prepare"] * 3 + ["forward"] * 3 + ["backward"] * 3
-    assert len(calls) % 9 == 0
-    assert len(result.step) == len(result.forward) == len(result.backward)
 
 
 def test_a_copy_without_its_history_is_told_its_commit(monkeypatch):

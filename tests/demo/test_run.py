@@ -95,16 +95,6 @@ def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
     assert earlier.read_bytes().startswith(PNG)
 
 
-def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
-    from fusedseg.memory.export import write_json
-
-    path = tmp_path / "slices.json"
-    path.write_text("mine")
-    with pytest.raises(FileExistsError):
-        write_json({}, path, overwrite=False)
-    assert path.read_text() == "mine"
-
-
 def test_missing_packages_are_named_with_what_installs_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "EXTRAS", ("torch", "no_such_package", "nor_this_one"))
     assert main(["volume", "--out", str(tmp_path)]) == 2
@@ -136,12 +126,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused(extras, tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     assert main(["slices", "--out", str(tmp_path / "taken")]) == 2
     assert "--out" in capsys.readouterr().err
-
-
-def test_an_unknown_demo_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["sices"])
-    assert "invalid choice: 'sices'" in capsys.readouterr().err
 
 
 def test_settled_statistics_are_those_of_the_final_weights(tiny):

@@ -80,19 +80,12 @@ def test_a_module_in_place_keeps_one_tensor():
     assert 2 * tensor <= kept[plugin.ABN] < 2.01 * tensor
 
 
-def test_arguments_of_both_versions_of_the_package():
-    new = plugin.InPlaceABN(4, 1e-3, 0.2, False, False, "elu", 0.3)
-    assert (new.eps, new.momentum, new.affine, new.track_running_stats) == (1e-3, 0.2, False, False)
-    assert (new.activation, new.activation_param) == ("elu", 0.3)
-    old = plugin.InPlaceABN(4, 1e-3, 0.2, True, "elu", 0.3)
-    assert (old.activation, old.activation_param, old.track_running_stats) == ("elu", 0.3, True)
-    older = plugin.InPlaceABN(4, 1e-3, 0.2, True, "identity")
-    assert (older.activation, older.activation_param) == ("identity", 0.01)
+def test_arguments_of_the_package():
+    made = plugin.InPlaceABN(4, 1e-3, 0.2, False, False, "elu", 0.3)
+    assert (made.eps, made.momentum, made.affine, made.track_running_stats) == (1e-3, 0.2, False, False)
+    assert (made.activation, made.activation_param) == ("elu", 0.3)
     group = object()
-    assert plugin.InPlaceABNSync(4, 1e-3, 0.2, True, True, "elu", 0.3, group).group is group
-    sync = plugin.InPlaceABNSync(4, group=group)
-    sync.set_group(None)
-    assert sync.group is None
+    assert plugin.InPlaceABNSync(4, group=group).process_group is group
     with pytest.raises(ValueError, match=r"activation must be one of .*, got 'swish'"):
         plugin.InPlaceABN(4, activation="swish")
 

@@ -1,4 +1,4 @@
-"""segmentation_models_pytorch, timm and ML-Decoder import ``inplace_abn``, and get our norms.
+"""segmentation_models_pytorch and timm import ``inplace_abn``, and get our norms.
 
 Each program runs in a process of its own, since the libraries look for the package when they are imported.
 """
@@ -106,52 +106,12 @@ assert norms > 10
 told(ours, stock, torch.randn(2, 3, 64, 64), torch.randint(3, (2,)), sys.argv[1], norms=norms)
 """
 
-# ML-Decoder's own TResNet and head: its file takes InPlaceABN from the package.  The stock network gets a norm of the
-# same keys from another module of that name.  The head is older than PyTorch 2.0, whose decoder passes arguments that
-# its one layer does not take.
-DECODER = """
-class Norm(nn.BatchNorm2d):
-    def __init__(self, num_features, activation="leaky_relu", activation_param=0.01):
-        super().__init__(num_features)
-        self.slope = 1 if activation == "identity" else activation_param
-    def forward(self, x):
-        return F.leaky_relu(super().forward(x), self.slope)
-
-def net():
-    from src_files.ml_decoder.ml_decoder import add_ml_decoder_head
-    from src_files.models.tresnet import tresnet
-    nn.TransformerDecoder.forward = lambda self, x, memory: self.layers[0](x, memory)
-    model = tresnet.TResNet([1, 2, 1, 1], num_classes=5, width_factor=0.25)
-    model = add_ml_decoder_head(model, num_classes=5, num_of_groups=3, decoder_embedding=64)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-    return model
-"""
-DECODER_RUN = """
-from inplace_abn import InPlaceABN
-from src_files.models.tresnet import tresnet
-ours = net()
-norms = [m for m in ours.modules() if isinstance(m, InPlaceABN)]
-tresnet.InPlaceABN = Norm
-told(ours, net(), torch.randn(2, 3, 64, 64), torch.randint(5, (2,)), sys.argv[1], norms=len(norms))
-"""
-DECODER_STOCK = """
-import sys, types
-sys.modules["inplace_abn"] = types.SimpleNamespace(InPlaceABN=Norm, ABN=Norm)
-"""
 PROGRAMS = {
     "smp": (SMP, SMP_RUN, 'net("batchnorm")'),
     "smp, slope 0.01": (SMP, SMP_LEAKY, 'leaky(net("batchnorm"))'),
     "timm": (TIMM, TIMM_RUN, "net()"),
-    "ML-Decoder": (DECODER, DECODER_RUN, "net()"),
 }
-
-
-# ML-Decoder is no package: its repository, Alibaba-MIIL/ML_Decoder, stands on PYTHONPATH.
-FRAMEWORKS = {"smp": "segmentation_models_pytorch", "timm": "timm", "ML-Decoder": "src_files"}
+FRAMEWORKS = {"smp": "segmentation_models_pytorch", "timm": "timm"}
 
 
 def run(code, *arguments):
@@ -180,7 +140,6 @@ def test_training(name, tmp_path):
     assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-3)
     shape = "2, 3, 192, 192" if name.startswith("smp") else "2, 3, 64, 64"
     code = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n" + network
-    code += DECODER_STOCK if name == "ML-Decoder" else ""
     code += f"\nmodel = {stock}\nmodel.load_state_dict(torch.load(sys.argv[1]), strict={name != 'timm'})\n"
     code += f"print(model.eval()(torch.ones({shape})).double().sum().item())"
     assert float(without_fusedseg(code, tmp_path / "ours.pt")) == pytest.approx(found["out"], rel=1e-4)

@@ -112,32 +112,6 @@ def test_training(program, tmp_path):
     assert float(without_fusedseg(code, tmp_path / "ours.ckpt")) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_network_of_configure_model(program):
-    from fusedseg.integrations.lightning import Convert
-
-    stock, ours = program["Lit"](), program["Late"]()
-    ours.net = nn.Identity()
-    convert = Convert("net", example_inputs=torch.zeros(2, 3, 32, 32))
-    program["fit"](stock)
-    program["fit"](ours, convert)
-    assert len(convert.report.replaced) >= 6
-    assert ours.losses == pytest.approx(stock.losses, rel=1e-3)
-
-
-def test_synchronised_norms(program):
-    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-
-    from fusedseg.integrations.lightning import Convert
-
-    ours = program["Lit"]()
-    program["fit"](ours, Convert(sync=True))
-    assert any(isinstance(module, fusedseg.InPlaceABNSync) for module in ours.modules())
-    for model in (ours, program["Lit"]()):
-        fusedseg.convert(model.net, example_inputs=torch.zeros(2, 3, 32, 32))
-        with pytest.raises(RuntimeError, match=r"call fusedseg\.convert_sync"):
-            TorchSyncBatchNorm().apply(model)
-
-
 def test_averaged_weights_and_frozen_norms(program):
     """Lightning's callbacks that look for norms by class find those of a converted network."""
     from fusedseg.integrations.lightning import Convert
@@ -184,17 +158,3 @@ class Silent:
 
     def append(self, value):
         pass
-
-
-def test_compiled_in_bits(program):
-    from fusedseg.integrations.lightning import Compile
-
-    stock, ours = program["Lit"](), program["Lit"]()
-    compiled = Compile(codegen="aten", bits=4)
-    program["fit"](stock)
-    program["fit"](ours, compiled)
-    # The first loss is that of an exact forward; noise comes after it.
-    assert ours.losses[0] == stock.losses[0]
-    assert ours.losses == pytest.approx(stock.losses, rel=0.05)
-    eager, kept = compiled.report.kept
-    assert kept < 0.2 * eager

@@ -100,19 +100,6 @@ class FirstProcess:
     is_world_process_zero = True
 
 
-def test_a_callback_that_is_added_later(tmp_path):
-    from fusedseg.integrations.transformers import Convert
-
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
-    )
-    trainer = transformers.Trainer(model=names["segformer"](), args=args, train_dataset=data())
-    convert = Convert()
-    trainer.add_callback(convert)
-    trainer.train()
-    assert convert.report.replaced
-
-
 @pytest.mark.parametrize("name", FUSED)
 def test_compiled_model(name, tmp_path, caplog):
     """The losses have the bits of eager mode, ``save_model`` writes a stock checkpoint, and the log has the report."""
@@ -130,10 +117,3 @@ def test_compiled_model(name, tmp_path, caplog):
     assert kept < 0.75 * eager
     loaded = type(stock).from_pretrained(str(tmp_path / "ours"))
     assert list(loaded.state_dict()) == list(stock.state_dict())
-
-
-def test_the_trainers_own_option_names_no_other_backend(tmp_path):
-    """The reason for ``Compile``: accelerate has a list of names of its own."""
-    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, torch_compile_backend="fusedseg")
-    with pytest.raises(ValueError, match="'FUSEDSEG' is not a valid DynamoBackend"):
-        transformers.Trainer(model=names["segformer"](), args=args, train_dataset=data())

@@ -62,7 +62,7 @@ RELATED = {
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
 # The arguments that choose the tests marked slow instead of the default ones.
-SLOW = ("-m", "slow and not variants")
+SLOW = ("-m", "slow")
 # Seconds that the tests of one defect may take.
 PATIENCE = 1800
 # The exit statuses of pytest if a test fails, or cannot be collected.

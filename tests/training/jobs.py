@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -229,23 +228,6 @@ def resumable(rank, world, folder, steps, dies_at=None):
             torch.save(state, f"{path}.new")
             os.replace(f"{path}.new", path)
     return losses
-
-
-# The spacing of the demo's images in mm.
-DEMO_RESOLUTION = 4
-
-
-def demo_losses(rank, world, steps, scan):
-    """Losses of a small network on the demo's images, which ``scan`` holds because reading them takes longest."""
-    from examples.demo import distributed, mni152, slices
-    from examples.demo.problem import Size
-
-    size = Size(DEMO_RESOLUTION, (2, 4), batch=3, steps=steps, learning_rate=1e-2, autocast=False)
-    with mock.patch.object(mni152, "load", return_value=scan):
-        problem = slices.problem(torch.device("cpu"), size)
-    torch.manual_seed(0)
-    net = fusedseg.convert_sync(problem.network(False).double())
-    return distributed.train(problem, net, steps, 0, rank, world)
 
 
 def fails(rank, world):

@@ -1,7 +1,7 @@
 """nnU-Net's losses as the losses of this package that equal them."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -35,26 +35,15 @@ def fused_loss(loss: object) -> nn.Module:
     return make(loss)
 
 
-class _Compound(Protocol):
-    """What is read of nnU-Net's sums of two losses."""
-
-    ce: nn.Module
-    dc: nn.Module
-    weight_ce: float
-    weight_dice: float
-    ignore_label: int | None
-    use_ignore_label: bool
-
-
 def _deep_supervision(loss: Any) -> nn.Module:
     return DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
 
 
-def _top_k(loss: object) -> nn.Module:
+def _top_k(loss: Any) -> nn.Module:
     return TopKLoss(**_options(loss, OF_TOP_K))
 
 
-def _dice_and_cross_entropy(loss: _Compound) -> nn.Module:
+def _dice_and_cross_entropy(loss: Any) -> nn.Module:
     options = _options(_part(loss.ce, f"{LOSSES}.robust_ce_loss.RobustCrossEntropyLoss"), OF_CROSS_ENTROPY)
     if loss.ignore_label is not None:
         # nnU-Net passes its ignore label on to the cross-entropy.
@@ -65,13 +54,13 @@ def _dice_and_cross_entropy(loss: _Compound) -> nn.Module:
     )
 
 
-def _dice_and_top_k(loss: _Compound) -> nn.Module:
+def _dice_and_top_k(loss: Any) -> nn.Module:
     options = _options(_part(loss.ce, f"{LOSSES}.robust_ce_loss.TopKLoss"), OF_TOP_K)
     dice, _ = _dice(loss.dc, "softmax_helper_dim1")
     return DC_and_topk_loss(dice, options, loss.weight_ce, loss.weight_dice, ignore_label=loss.ignore_label)
 
 
-def _dice_and_binary_cross_entropy(loss: _Compound) -> nn.Module:
+def _dice_and_binary_cross_entropy(loss: Any) -> nn.Module:
     entropy = _part(loss.ce, "torch.nn.modules.loss.BCEWithLogitsLoss")
     if entropy.weight is not None:
         raise UnknownLoss("a binary cross-entropy with a weight for each element")

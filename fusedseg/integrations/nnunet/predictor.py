@@ -22,8 +22,7 @@ from nnunetv2.utilities.label_handling.label_handling import LabelManager
 from torch import Tensor, nn
 
 from ... import _torch
-from ...inference.sums import Sums, part
-from ...inference.windows import Cell, Windows
+from ...inference.windows import Cell, Sums, Windows, part
 from ...progress import Progress
 from .resampling import SlabLabels, axes_of
 
