@@ -55,7 +55,6 @@ ALLOWED = {
     "fusedseg/memory/buffers.py": {"node.target": GRAPH},
     "fusedseg/memory/compiled.py": {"error": VERSIONS, "node.target": GRAPH},
     "fusedseg/memory/meter.py": {"node": NODE},
-    "fusedseg/nn/conv_bank.py": {"branch": USERS},
     "fusedseg/nn/leaf.py": {"tracer": FRAMEWORK},
     "fusedseg/nn/norm_statistics.py": {"module": "a parameter, which torch.nn.utils.parametrize may compute"},
     "fusedseg/ops/cast.py": {"node.next_functions[0][0]": NODE},

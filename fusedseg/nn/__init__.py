@@ -2,7 +2,6 @@
 
 from ..ops.conv.sources import Interpolated
 from .conv_abn import ConvABN2d, ConvABN3d
-from .conv_bank import ConvBank2d, ConvBank3d
 from .conv_head import ConvHead2d, ConvHead3d
 from .convert_sync import convert_sync
 from .inplace_abn import InPlaceABN
@@ -19,8 +18,6 @@ __all__ = [
     "BatchNormActSync",
     "ConvABN2d",
     "ConvABN3d",
-    "ConvBank2d",
-    "ConvBank3d",
     "ConvHead2d",
     "ConvHead3d",
     "GroupNormAct",

@@ -62,7 +62,6 @@ NETWORKS = {
     "ConvABN2d of several": lambda: Joins(fusedseg.ConvABN2d(8, 4, 3, padding=1)),
     "Interpolated": Enlarges,
     "MaxPool2d": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), fusedseg.MaxPool2d(2)),
-    "ConvBank2d": lambda: nn.Sequential(fusedseg.nn.ConvBank2d(3, 4, 3, branches=2), nn.ReLU()),
     "UNet": lambda: fusedseg.unet.UNet(3, 2, widths=(4, 8)),
 }
 CONVERTED = networks.NETWORKS | {
