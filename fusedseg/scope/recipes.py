@@ -25,12 +25,6 @@ def active() -> Registry | None:
     return found if isinstance(found, Registry) else None
 
 
-def is_source(x: Tensor) -> bool:
-    """Whether recipes read the memory of ``x``."""
-    with _torch.DisableTorchFunction():
-        return any(isinstance(found, Registry) and found.is_source(x) for found in observer.watching())
-
-
 def overwritten(
     registry: Registry,
     func: Callable[..., R],

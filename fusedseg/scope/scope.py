@@ -94,9 +94,8 @@ class recompute(ContextDecorator):
             stack.callback(OPEN.remove, registry)
             registry.converted = self._converted
             stack.callback(registry.close)
-            pack = registry.pack
-            stack.enter_context(saved_tensors_hooks(pack, unpack))
-            stack.enter_context(Watch(registry, pack))
+            stack.enter_context(saved_tensors_hooks(registry.pack, unpack))
+            stack.enter_context(Watch(registry))
         self._entered.append(stack)
 
     @compiled.as_python
