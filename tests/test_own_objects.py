@@ -56,7 +56,6 @@ ALLOWED = {
     "fusedseg/memory/compiled.py": {"error": VERSIONS, "node.target": GRAPH},
     "fusedseg/memory/meter.py": {"node": NODE},
     "fusedseg/nn/leaf.py": {"tracer": FRAMEWORK},
-    "fusedseg/nn/norm_statistics.py": {"module": "a parameter, which torch.nn.utils.parametrize may compute"},
     "fusedseg/ops/cast.py": {"node.next_functions[0][0]": NODE},
     "fusedseg/ops/conv/choice.py": {"backends.cudnn": VERSIONS},
     "fusedseg/ops/conv/sources.py": {"aten": NAMED, "t": "the dtype or the device of a tensor"},

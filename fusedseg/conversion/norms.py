@@ -19,8 +19,8 @@ from ..nn import (
     InPlaceInstanceNormAct,
     InstanceNormAct,
 )
-from ..nn.convert_sync import SYNCHRONISED
 from ..nn.leaf import as_leaf
+from ..nn.sync import SYNCHRONISED
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
 MARK = "_fusedseg_normalised"

@@ -14,7 +14,7 @@ from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.join_conv import prepared
 from ..ops.conv.sources import Source, concatenated
 from ..ops.norm.spec import Passed, Spec
-from .inplace_abn import InPlaceABN
+from .inplace_norm_act import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, geometry_of, sources_of_input
 from .leaf import Unscriptable, as_leaf, proxy_in
 
