@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     def ours(self, model: nn.Module) -> nn.Module:
         if self.fused is None:
-            fusedseg.convert(model)
+            fusedseg.convert(model, example_inputs=torch.empty(self.shape, device=next(model.parameters()).device))
             return model
         net = self.fused().to(next(model.parameters()).device)
         net.load_stock_state_dict(model.state_dict())

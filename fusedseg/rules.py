@@ -111,7 +111,7 @@ _ACTIVATIONS = (
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
     Row(
-        "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), "call", kinks=(0.0,),
+        "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), "prelu", kinks=(0.0,),
         pieces=lambda x, w: torch.where(x > 0, x, w * x),
     ),
     Row(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
@@ -17,17 +16,16 @@ from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from ..ops.norm.unfused import norm_act
 from ..ops.observer import unwatched
-from .leaf import Unscriptable, as_leaf
 from .norm_statistics import COUNTED, Using
+from .unscriptable import Unscriptable
 
 IDENTITY = Activation("identity", 0.0)
 
 
 class Aside:
-    """Whether norms and activations of a converted model step aside in this forward (``conversion/aside.py``).
+    """Whether norms and activations of a converted model step aside in this forward (``conversion/wiring.py``).
 
-    Those that belong together share one such object.  It knows no modules, so that a copy of a part of a model does not
-    copy the rest.
+    They share one such object.  It knows no modules, so that a copy of a part of a model does not copy the rest.
     """
 
     now = False
@@ -72,8 +70,6 @@ class StockNorm(Unscriptable, nn.Module):
         super().__init__(*stock, dtype=dtype, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
         if self._aside.now:
             return self._without_activation(x)
         z = self._normalised(x, residual)

@@ -178,6 +178,28 @@ def _convolution(registry: Registry, func: Function, args: Args, kwargs: Kwargs)
         return func(*args, **kwargs)
 
 
+def _prelu(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The rule of prelu.
+
+    Under autocast the recipe gets the slopes that the call has used, which may be older than the parameter (see
+    ``is_cast``).
+    """
+    again, tensors = replay(func, args, kwargs)
+    slopes = tensors[1]
+    if not Autocast.of(slopes).enabled:
+        return _call(registry, func, args, kwargs, tensors, again, None)
+
+    def used(t: Tensor) -> None:
+        if t.numel() == slopes.numel() and t.dtype != slopes.dtype:
+            tensors[1] = t.detach().flatten()
+
+    with recipes.claimed(registry, used):
+        out = func(*args, **kwargs)
+    if tensors[1] is not slopes or not slopes.requires_grad:
+        _offer(registry, out, again, tensors)
+    return out
+
+
 def _of_batch_norm(
     input,  # noqa: A002
     running_mean,
@@ -273,6 +295,7 @@ Rule = Callable[[Registry, Function, Any, Any], Any]
 OWN: dict[str, Rule] = {
     "norm": _norm,
     "convolution": _convolution,
+    "prelu": _prelu,
     "dropout": _dropout,
     "max_pool2d": functools.partial(_max_pool, dims=2),
     "max_pool3d": functools.partial(_max_pool, dims=3),

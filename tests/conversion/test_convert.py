@@ -167,7 +167,7 @@ def test_a_forward_that_looks_at_values(image, counted):
         def forward(self, x):
             return super().forward(x if x.abs().sum().item() > 0 else x + 1)
 
-    model, report = converted(Looks, image, example_inputs=image)
+    model, report = converted(Looks, image)
     assert len(report.replaced) == 8
     assert report.before is report.after is None
     assert "\nA training step on the example is not counted: without values, DataDependent" in str(report)
@@ -222,12 +222,12 @@ def test_mode_and_flags_are_kept():
     model.down.train()
     model.dec.requires_grad_(False)
     flags = [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
-    fusedseg.convert(model)
+    fusedseg.convert(model, example_inputs=torch.randn(2, 3, 16, 16))
     assert flags == [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
 
 
 def test_wrappers_are_seen_through(image):
-    _, report = converted(lambda: nn.DataParallel(networks.double_conv(3, 8)), image, example_inputs=image)
+    _, report = converted(lambda: nn.DataParallel(networks.double_conv(3, 8)), image)
     assert replaced(report) == {"module.1": "BatchNormAct(relu)"}
 
 
@@ -302,7 +302,7 @@ def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
 def test_part_of_a_model_and_then_all_of_it(image):
     stock = networks.UNet().double()
     model = copy.deepcopy(stock)
-    fusedseg.convert(model.down)
+    fusedseg.convert(model.down, example_inputs=torch.randn(2, 8, 8, 8, dtype=torch.float64))
     fusedseg.convert(model, example_inputs=image)
     assert_same(model, stock, image)
     assert not model.down._forward_hooks

@@ -1,8 +1,5 @@
 """Compares the modules with the stock norm and activation: function, state and behaviour."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -113,18 +110,6 @@ def test_prelu_learns_its_slope(norm, slopes):
         torch.testing.assert_close(ours.slope, prelu.weight)
     ours.reset_parameters()
     assert (ours.slope == 0.3).all()
-
-
-@pytest.mark.parametrize("norm", MODULES)
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_independent(norm, clone):
-    ours = MODULES[norm](activation="gelu", activation_param="tanh")
-    other = clone(ours)
-    x = torch.randn(2, 4, 5, 5)
-    assert torch.equal(other(x), ours(x))
-    assert repr(other) == repr(ours)
-    other.weight.data.zero_()
-    assert (ours.weight == 1).all()
 
 
 def test_repr_names_the_activation():

@@ -68,7 +68,7 @@ WARPS_CHOSEN = "train and (" + " or ".join(
 def run(arch: str, *arguments: str) -> str:
     # The options of this run are removed, because they may divide the tests among processes.  The plugins that are left
     # out cost seconds.
-    options = ["-o", "addopts=--import-mode=importlib", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
+    options = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
     done = warm.run("pytest", *options, "-q", "-rs", "--tb=short", "--ptx", arch, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in done.stdout.splitlines():
