@@ -114,7 +114,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
 else:
     OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
-OpOverloadPacket = _for_scope("torch._ops.OpOverloadPacket", SimpleNamespace)
 # Functions that keep the compiler from compiling the scope where plain Python enters it; they exist since 2.7.
 _skips = [
     _for_scope(f"torch._C._dynamo.eval_frame.{name}")

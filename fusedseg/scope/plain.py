@@ -23,13 +23,6 @@ def plain(t: Tensor) -> bool:
     return strided and not (t.is_conj() or t.is_neg() or t.is_quantized)
 
 
-def unwrapped(t: Tensor) -> Tensor:
-    """The tensor inside the wrappers of ``torch.func`` transforms."""
-    while _is_wrapped(t):
-        t = _torch.get_unwrapped(t)
-    return t
-
-
 def is_trained_leaf(t: Tensor) -> bool:
     """Whether ``t`` is a parameter, or an input whose gradient is wanted."""
     try:

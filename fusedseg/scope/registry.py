@@ -15,7 +15,7 @@ from .. import _torch
 from ..ops.observer import LARGER, MAX_STEPS, SMALL, Observer, OpCall
 from .memory import Memories, Memory
 from .offers import Held, Input, Linked, Offer
-from .plain import Place, is_trained_leaf, plain, unwrapped
+from .plain import Place, is_trained_leaf, plain
 from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
 # The largest number of values of a vector with one value per channel.
@@ -189,30 +189,27 @@ class Registry(Memories, Observer):
 
         Returns the memory if ``x`` is plain and the registry knows it, so that ``x`` may have a recipe.
         """
-        t = x
-        if not plain(t):
-            t = unwrapped(t)
-            if not plain(t):
-                return None
-        storage = t.untyped_storage()
+        if not plain(x):
+            return None
+        storage = x.untyped_storage()
         memory = self._find(storage)
-        # After the change, the version of t no longer shows that t's node in the graph has allocated its memory.
-        if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
-            self._memory(storage).made = True
+        # After the change, the version of x no longer shows that x's node in the graph has allocated its memory.
+        if (memory is None or not memory.made) and self._is_computed(x, storage, memory):
+            memory = self._memory(storage)
+            memory.made = True
         if memory is None:
             return None
-        # Versions are not compared with the version of t, which may be another name of the memory with its own count.
+        # Versions are not compared with the version of x, which may be another name of the memory with its own count.
         for kept in memory.keepers():
             if kept.in_recipe:
                 kept.copy_before_change(storage)
-        return memory if t is x else None
+        return memory
 
     def expose(self, t: Tensor) -> None:
         """Notes that from now on something may write to the memory of ``t`` without raising a version.
 
         What recipes read from this memory is copied now, and no recipe will read from it.
         """
-        t = unwrapped(t)
         if not plain(t):
             return
         memory = self._memory(t.untyped_storage())

@@ -30,26 +30,11 @@ def _writes(func: Function) -> bool:
     return name in INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
-@functools.cache
-def _schemas(func: Function) -> tuple[tuple[int, str], ...]:
-    """The position and name of each argument that a function of ``torch.ops`` changes according to its schemas."""
-    if isinstance(func, _torch.OpOverload):
-        schemas = [func._schema]
-    elif isinstance(func, _torch.OpOverloadPacket):
-        schemas = list(func._schemas.values())
-    else:
-        return ()
-    changed = ((i, arg) for schema in schemas for i, arg in enumerate(schema.arguments))
-    return tuple({(i, arg.name) for i, arg in changed if arg.alias_info is not None and arg.alias_info.is_write})
-
-
 def _written(func: Function, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to."""
     written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
     if _writes(func) or kwargs.get("inplace"):
         written += args[:1] or [kwargs.get("input", kwargs.get("tensor"))]
-    for i, name in _schemas(func):
-        written.append(args[i] if i < len(args) else kwargs.get(name))
     flat = [part for tree in written for part in (tree if isinstance(tree, (tuple, list)) else [tree])]
     return [part for part in flat if isinstance(part, Tensor)]
 

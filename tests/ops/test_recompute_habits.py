@@ -52,17 +52,6 @@ def test_vmap_of_index_tensors_for_a_mask(scope):
     return grads(conv)
 
 
-@same_in_the_scope
-def test_vmap_writes_to_what_is_rebuilt_from(scope):
-    c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-    with scope():
-        x = c(torch.randn(2, 3, 8, 8))
-        out = d(F.pad(x, (1,) * 4))
-        torch.vmap(lambda t: t.mul_(2))(x.detach())
-    out.square().sum().backward()
-    return grads(c, d)
-
-
 USES = {
     "cat": lambda f, p: torch.cat([f, p], 1),
     "interpolate": lambda f, p: F.interpolate(f, scale_factor=2) * p.mean(),
