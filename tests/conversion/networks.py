@@ -1,4 +1,4 @@
-"""Small networks with the structures of published libraries, and random networks."""
+"""Small networks with the structures of published libraries."""
 
 import functools
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.conversion import scope, twins
+from fusedseg.memory.meter import measure
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, pair, reasons, replaced, results
@@ -134,8 +135,21 @@ def test_only_modules_are_converted():
         fusedseg.convert(lambda x: x)
     with pytest.raises(TypeError, match=r"by its name, such as fusedseg\.convert\(model, example_inputs=.* got Tensor"):
         fusedseg.convert(networks.UNet(), torch.randn(1, 3, 16, 16))
+    with pytest.raises(TypeError, match=r"model must not be a torch\.fx\.GraphModule; convert the module that"):
+        fusedseg.convert(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
     with pytest.raises(TypeError, match=r"fusedseg\.revert: model must be an nn\.Module, got int"):
         fusedseg.revert(3)
+
+
+def test_without_an_example_the_model_gets_the_scope_alone(image):
+    model = networks.UNet().double()
+    stock = copy.deepcopy(model)
+    report = fusedseg.convert(model)
+    assert report.replaced == []
+    assert "pass example_inputs to have modules replaced" in report.how
+    assert reasons(report)["pool"] == "no call was observed: pass example_inputs to have it replaced"
+    assert measure(model, image).saved < 0.6 * measure(stock, image).saved
+    assert_same(model, stock, image)
 
 
 def test_looking_at_a_model_leaves_no_trace(image, counted):

@@ -119,13 +119,6 @@ def test_repr_names_the_activation():
     assert "activation=relu" in repr(BatchNormAct(3, activation="relu"))
 
 
-def test_device_and_dtype_arguments():
-    module = BatchNormAct(3, activation="prelu", device="meta", dtype=torch.float16)
-    assert module.weight.is_meta
-    assert module.slope.is_meta
-    assert module.running_mean.dtype == module.slope.dtype == torch.float16
-
-
 @pytest.mark.parametrize("norm", MODULES)
 def test_autocast_and_half(norm):
     """Parameters and statistics stay in fp32; the result has the dtype of the convolution's output."""
