@@ -92,9 +92,6 @@ def later(path: str, feature: str) -> Any:
 top_saved_tensors_default_hooks = _for_scope(
     "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
 )
-# They switch the innermost saved-tensor hooks off and on.  Without them, all tensors pass through hooks.
-pop_hooks = _or("torch._C._autograd._pop_saved_tensors_default_hooks", None)
-push_hooks = _or("torch._C._autograd._push_saved_tensors_default_hooks", None)
 below_autograd = _or("torch._C._AutoDispatchBelowAutograd", torch.no_grad)  # it is entered faster than ``no_grad``
 # A context in which no function mode sees calls.
 DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
@@ -104,11 +101,10 @@ current_graph_task_id = _for_scope("torch._C._current_graph_task_id", lambda: -1
 # The function modes of this thread.
 len_torch_function_stack = _for_scope("torch._C._len_torch_function_stack", lambda: 0)
 get_current_function_mode_stack = _for_scope("torch.overrides._get_current_function_mode_stack", tuple)
-# The transforms of torch.func, their wrapped tensors, and the dispatch keys, which tell a plain tensor from others.
+# The transforms of torch.func, and their wrapped tensors.
 peek_interpreter_stack = _for_scope("torch._C._functorch.peek_interpreter_stack", lambda: None)
 is_functorch_wrapped_tensor = _for_scope("torch._C._functorch.is_functorch_wrapped_tensor", lambda t: False)
 get_unwrapped = _for_scope("torch._C._functorch.get_unwrapped", lambda t: t)
-dispatch_keys = _for_scope("torch._C._dispatch_keys")
 # The number of the newest node of autograd's graph.  The memory profiler reads it too.
 get_sequence_nr = _for_scope(
     "torch.autograd._get_sequence_nr", lambda: _raise("torch.autograd._get_sequence_nr", "the memory profiler")
@@ -118,7 +114,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
 else:
     OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
-OpOverloadPacket = _for_scope("torch._ops.OpOverloadPacket", SimpleNamespace)
 # Functions that keep the compiler from compiling the scope where plain Python enters it; they exist since 2.7.
 _skips = [
     _for_scope(f"torch._C._dynamo.eval_frame.{name}")
@@ -129,14 +124,6 @@ queue_callback = _for_scope("torch.autograd.Variable._execution_engine.queue_cal
 # Attributes of tensors and storages, which callers read from the object.
 for _path in ("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata"):
     _for_scope(_path)
-# The classes of scripted functions, whose calls no function mode sees.  Without them, a change of a kept tensor in such
-# a function raises an error in backward.
-script_classes = [
-    found for name in ("ScriptFunction", "ScriptMethod") if (found := _or(f"torch._C.{name}", None)) is not None
-]
-# Hides the innermost function mode.  Without it, attention modules in eval mode take another path in a scope, with
-# other last bits.
-pop_mode_temporarily = _or("torch.overrides._pop_mode_temporarily", None)
 # PyTorch's hooks of all modules.  Without a name, such a hook sees the tensors of fused modules.
 global_module_hooks: tuple[dict[int, Any], ...] = tuple(
     _or(f"torch.nn.modules.module._global_{name}_hooks", {})

@@ -20,8 +20,8 @@ HOOKS = "torch._C._autograd._top_saved_tensors_default_hooks"
 FOR_SCOPE = (
     HOOKS, "torch._C.DisableTorchFunction", "torch._C._current_graph_task_id", "torch._C._len_torch_function_stack",
     "torch.overrides._get_current_function_mode_stack", "torch._C._functorch.peek_interpreter_stack",
-    "torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped", "torch._C._dispatch_keys",
-    "torch.autograd._get_sequence_nr", "torch._ops.OpOverload", "torch._ops.OpOverloadPacket",
+    "torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped",
+    "torch.autograd._get_sequence_nr", "torch._ops.OpOverload",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame._FrameAction", "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata",
@@ -99,7 +99,7 @@ def without(*names: str) -> dict:
 
 
 # The rest are of the same kind.
-SHOWN = {HOOKS, "torch._C._dispatch_keys", "torch._C.DisableTorchFunction", "torch.Tensor._version"}
+SHOWN = {HOOKS, "torch._C.DisableTorchFunction", "torch.Tensor._version"}
 
 
 @pytest.mark.parametrize(

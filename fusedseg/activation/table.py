@@ -73,7 +73,6 @@ class Row:
     inverse: the functions that need only z; None if y cannot be found from z.
     identity: z equals y, so the gradient of y is dz, and a parameter has no effect.
     idempotent: applying it twice gives the same result as applying it once.
-    grad_of_output: (dz, z, out) writes dz * phi'(y) to ``out``, with the bits of ``grad``; None if phi'(y) needs y.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they support.
     selected_by: for a row that a word selects, the public name and the word.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
@@ -90,7 +89,6 @@ class Row:
     inverse: Inverse | None = None
     identity: bool = False
     idempotent: bool = False
-    grad_of_output: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
     learned: bool = False
@@ -222,7 +220,6 @@ _ROWS = (
         grad=lambda dz, y, p, out: aten.threshold_backward.grad_input(dz, y, 0, grad_input=out),
         node="Relu",
         idempotent=True,
-        grad_of_output=lambda dz, z, out: aten.threshold_backward.grad_input(dz, z, 0, grad_input=out),
     ),
     Row(
         "silu",
@@ -275,7 +272,6 @@ _ROWS = (
         grad=lambda dz, y, p, out: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=out),
         node="Hardtanh",
         idempotent=True,
-        grad_of_output=lambda dz, z, out: aten.hardtanh_backward.grad_input(dz, z, 0.0, 6.0, grad_input=out),
     ),
     Row(
         "softplus",

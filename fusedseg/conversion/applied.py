@@ -8,10 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from ..activation import OF_MODULE
-from ..nn.leaf import as_leaf
 from ..nn.stock_norm import Aside
 from ..ops.unfused import assume_constant_result
 
@@ -66,8 +64,6 @@ class Applied(_DoneByNorm):
     """Stands in for an activation that fused norms apply before every call of it; returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
         self._check_parameter()
         return super().forward(input) if self._fusedseg_aside.now else input
 
@@ -79,8 +75,6 @@ class AppliedOnce(_DoneByNorm):
     """Stands in for an activation that fused norms apply before some of its calls; returns a marked input unchanged."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
         self._check_parameter()
         if getattr(input, "_fusedseg_applied", False):
             input._fusedseg_applied = False  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from .._moved import refuse
 from ..activation import parse_invertible
 from ..memory import Footprint
 from ..memory.meter import measure
@@ -14,15 +13,12 @@ from ..nn.stock_norm import Aside
 from ..ops.layout import check_format
 from . import scope
 from .applied import applied, mark_applied
-from .aside import share
 from .flow import Flow, listed
 from .formats import lay_out
-from .inputs import parse_inputs
-from .observe import observe, on_fake_tensors, set_training
+from .observe import observe, on_fake_tensors, parse_inputs, set_training
 from .plan import Changes, Planner, is_lazy
 from .report import ConversionReport, Row, guarantee_of
 from .revert import revert
-from .trace import trace
 from .twins import become
 from .unchanged import all_or_nothing
 from .wiring import Fused, Wiring
@@ -40,9 +36,6 @@ def convert(
     slope: float = 0.01,
     inplace: bool = True,
     memory_format: torch.memory_format | None = None,
-    bits: None = None,
-    budget: None = None,
-    extra_flops: None = None,
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -67,7 +60,7 @@ def convert(
 
     To find out which calls follow each other, ``convert`` runs the model on the example once in training and once in
     eval mode, on tensors without values if the model allows it.  Without an example, or if a lazy module has not run
-    yet, ``torch.fx`` traces the model.  A model that ``fx`` cannot trace gets only the scope, and the report says why.
+    yet, the model gets only the scope.
 
     The flow may change later, for example when a flag is set.  Part of the flow must stay as it was on the example;
     otherwise the model returns wrong numbers without an error:
@@ -93,11 +86,10 @@ def convert(
             dimensions of an image, and in each call of the model the inputs.  Convolutions pass the format on.  None
             leaves every tensor as it is.  In both cases instance norms and average pools of volumes, and group norms on
             a GPU, keep the format of their input, where PyTorch's copy it to contiguous planes.
-        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
-        TypeError: ``model`` is no module; the example has another type, or is not given by keyword; ``inplace`` is no
-            bool; ``bits``, ``budget`` or ``extra_flops`` is given.
+        TypeError: ``model`` is no module, or a ``torch.fx.GraphModule``; the example has another type, or is not given
+            by keyword; ``inplace`` is no bool.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
             ``memory_format`` is another format.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
@@ -112,8 +104,8 @@ def convert(
     again after it.  A convolution may be exchanged for another convolution.  A module that has no part in a fused norm
     may be changed freely.
 
-    Hooks of a converted model: a fused norm steps aside in each forward in which a hook would see another tensor than
-    in the stock model, and the stock norm and activation run.  This holds for hooks of the norm, its activation, the
+    Hooks of a converted model: all fused norms step aside in each forward in which a hook would see another tensor than
+    in the stock model, and the stock norms and activations run.  This holds for hooks of the norm, its activation, the
     convolution before a norm in place and the modules between them, for global module hooks, and for a ``forward`` that
     was replaced.  Statistics move once, in a checkpoint too.
 
@@ -137,9 +129,13 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
-    refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
     check_format(f"{OP}: memory_format", memory_format)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
+    if isinstance(model, torch.fx.GraphModule):
+        raise TypeError(
+            f"{OP}: model must not be a torch.fx.GraphModule; convert the module that it was traced from, or call "
+            'torch.compile(model, backend="fusedseg")'
+        )
     if any(is_lazy(module) for module in model.modules()):
         # A forward would create the parameters of lazy modules permanently.
         inputs = None
@@ -155,13 +151,10 @@ def convert(
         if mode == "leaky":
             _make_leaky(flows, float(slope))
         changes = Planner(model, flows, marks_anything=mode == "leaky", inplace=inplace).changes()
-        asides = share([(fusion.norm, *fusion.acts) for fusion in changes.fusions])
-        _apply(changes, asides)
-        fused = [
-            Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by, asides[fusion.norm])
-            for fusion in changes.fusions
-        ]
-        wiring = Wiring(model, fused, changes.paths)
+        aside = Aside()
+        _apply(changes, aside)
+        fused = [Fused(fusion.norm, tuple(fusion.acts), fusion.over, fusion.seen_by) for fusion in changes.fusions]
+        wiring = Wiring(model, fused, changes.paths, aside)
         scope.install(model, wiring)
         after = None if before is None else _converted_footprint(model, inputs)
         # Nothing raises an error from here on: what is laid out would stay so.
@@ -186,19 +179,19 @@ def convert(
 
 def _flows(model: nn.Module, inputs: tuple[tuple, dict] | None) -> tuple[list[Flow], str]:
     """The flows in training and eval mode, and how they were found; an empty list and the reason if they were not."""
+    if inputs is None:
+        return [], "not observed, so the model gets only the scope; pass example_inputs to have modules replaced"
     flows, errors = [], []
     for training in (True, False):
         try:
-            flows.append(trace(model, training) if inputs is None else observe(model, inputs, training))
-        # A model may raise any error; the ValueError below or the report shows it.
+            flows.append(observe(model, inputs, training))
+        # A model may raise any error; the ValueError below shows it.
         except Exception as error:
             errors.append(error)
-    if inputs is not None and not flows:
+    if not flows:
         raise ValueError(
             f"{OP}: the model cannot be called with the example: {type(errors[0]).__name__}: {errors[0]}"
         ) from errors[0]
-    if inputs is None and errors:
-        return [], f"torch.fx cannot trace it ({_first_line(errors[0])}); pass example_inputs to have modules replaced"
     # The result is, for example, "observed in training and eval mode".
     hows = [flow.how for flow in flows]
     return flows, hows[0] if len(hows) == 1 else f"{hows[0].removesuffix(' mode')} and eval mode"
@@ -214,12 +207,12 @@ def _make_leaky(flows: list[Flow], slope: float) -> None:
                 call.module.__dict__["negative_slope"] = slope
 
 
-def _apply(changes: Changes, asides: dict[nn.Module, Aside]) -> None:
+def _apply(changes: Changes, aside: Aside) -> None:
     for fusion in changes.fusions:
-        fusion.twin.__dict__.update(_aside=asides[fusion.norm], _marked=mark_applied if fusion.marks else None)
+        fusion.twin.__dict__.update(_aside=aside, _marked=mark_applied if fusion.marks else None)
         become(fusion.norm, fusion.twin)
     for act in (*changes.applied, *changes.shared):
-        become(act, applied(act, changes.paths[act], asides[act], once=act in changes.shared))
+        become(act, applied(act, changes.paths[act], aside, once=act in changes.shared))
     for module, twin in (*changes.pools, *changes.convs):
         become(module, twin)
 

@@ -18,12 +18,10 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .._module_hooks import is_called_unseen
 from ..nn.conv_abn import convolved_and_normalised
 from ..nn.join_conv import geometry_of
-from ..nn.leaf import as_leaf
 from ..nn.stock_norm import StockNorm
 from ..ops.conv import join_conv
 from ..ops.conv.convolution import looped
@@ -49,8 +47,6 @@ class _LeanConv(nn.Module):
     norm: StockNorm | None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
         # Code that replaces ``_conv_forward``, such as for another padding, is called by the stock forward.
         if not torch.compiler.is_compiling() and "_conv_forward" not in self.__dict__:
             sources = sources_of(input)

@@ -84,10 +84,10 @@ class Call:
 class Flow:
     """The calls of one forward, with indices of the values.
 
-    how: "traced by torch.fx" or "observed on the example", with the mode.
+    how: "observed in training mode", for example.
     returned: values that leave the model, or that something outside this forward still holds.
     passed: values that went through a call that changes nothing, such as dropout in eval mode.
-    overwritten: values over which a later call writes, or may write as far as ``torch.fx`` can tell.
+    overwritten: values over which a later call writes.
     seen_by: for each value, the modules that get or return it, containers too: their hooks see it.
     """
 

@@ -7,7 +7,6 @@ decay, finds them.  They print under the name of the public class; pickle finds 
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from ..nn import (
     BatchNormAct,
@@ -19,8 +18,7 @@ from ..nn import (
     InPlaceInstanceNormAct,
     InstanceNormAct,
 )
-from ..nn.convert_sync import SYNCHRONISED
-from ..nn.leaf import as_leaf
+from ..nn.sync import SYNCHRONISED
 from .flow import BATCH_NORMS, INSTANCE_NORMS
 
 MARK = "_fusedseg_normalised"
@@ -30,8 +28,6 @@ class NormOfConv(InPlaceABN):
     """The norm after a ``LeanConv``.  It returns its input if the convolution has marked it as normalised."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Proxy) or isinstance(residual, Proxy):
-            return as_leaf(self, x, residual)
         if getattr(x, MARK, False):
             setattr(x, MARK, False)
             return x if self._marked is None else self._marked(x)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,6 +30,23 @@ METADATA = {
     "element_size", "is_floating_point", "is_complex", "data_ptr", "type", "is_pinned", "is_shared", "__len__",
     "device", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 }  # fmt: skip
+
+
+def parse_inputs(op: str, example: object) -> tuple[tuple, dict]:
+    """Arguments and keyword arguments of an example: a tensor, a sequence of arguments, or a mapping of keywords."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, Sequence) and not isinstance(example, str):
+        if example and all(type(part) is int for part in example):
+            shape = ", ".join(map(str, example))
+            raise TypeError(f"{op}: the example must be a tensor, got the numbers ({shape}); pass torch.randn({shape})")
+        return tuple(example), {}
+    raise TypeError(
+        f"{op}: the example must be a tensor, a sequence of arguments or a mapping of keywords, "
+        f"got {type(example).__name__}"
+    )
 
 
 def tensors_in(tree: object) -> list[Tensor]:

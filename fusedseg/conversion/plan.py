@@ -105,10 +105,13 @@ class Planner:
     def _calls(self, module: nn.Module) -> list[tuple[Flow, Call]]:
         return [(flow, call) for flow in self._flows for call in flow.of(module)]
 
+    def _not_called(self) -> str:
+        return "it is not called" if self._flows else "no call was observed: pass example_inputs to have it replaced"
+
     def _fusion(self, norm: nn.Module) -> Fusion:
         calls = self._calls(norm)
         if not calls:
-            raise Refused("it is not called")
+            raise Refused(self._not_called())
         check_hooks(norm)
         acts = list(dict.fromkeys(self._activation_after(flow, call) for flow, call in calls))
         activations = list(dict.fromkeys(activation_of(act) for act in acts))
@@ -185,7 +188,7 @@ class Planner:
 
     def _pool(self, pool: nn.Module) -> nn.Module:
         if not self._calls(pool):
-            raise Refused("it is not called")
+            raise Refused(self._not_called())
         if pool.return_indices:
             raise Refused("it returns indices")
         try:

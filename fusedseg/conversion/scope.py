@@ -6,12 +6,11 @@ scope open forever.  A ``forward`` among the root's own attributes cannot do it 
 the forward of the original.
 """
 
-import copy
 import types
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
-from torch import fx, nn
+from torch import nn
 
 from ..ops import unfused
 from ..ops.unfused import assume_constant_result
@@ -39,7 +38,8 @@ class Scoped:
         if self._fusedseg_wiring is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         self._check_wiring()
-        if _apart(args, kwargs):
+        # An exported or traced program needs no scope.
+        if unfused.wanted():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
         with recompute.of_converted():
@@ -71,56 +71,6 @@ class Scoped:
         return (_made_again, (make, args, self._fusedseg_wiring is not None), *rest)
 
 
-class _ScopedGraph(Scoped):
-    """``Scoped`` for a ``GraphModule``, which writes its code to its own class and has its own way to copy itself."""
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        # GraphModule.recompile() replaces __call__ and forward of type(self), so this calls the methods below them.
-        call: Callable[..., object] = self._fusedseg_stock_class._wrapped_call  # type: ignore[attr-defined]
-        if self._fusedseg_wiring is None:
-            return call(self, *args, **kwargs)
-        self._check_wiring()
-        if _apart(args, kwargs):
-            return call(self, *args, **kwargs)
-        args, kwargs = self._fusedseg_wiring.laid_out(args, kwargs)
-        with recompute.of_converted():
-            return call(self, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if STOCK_CLASS not in type(self).__dict__:
-            return super().__reduce_ex__(protocol)
-        state = {WIRING: self.__dict__[WIRING]} if WIRING in self.__dict__ else {}
-        return (_made_again, (*self._without_scope().__reduce__(), bool(state)), state)
-
-    def _without_scope(self) -> Any:
-        """A view of the root in its stock class without the wiring.
-
-        A GraphModule copies itself from its attributes, and the wiring refers back to the root.
-        """
-        view = _as_stock(self)
-        object.__setattr__(view, "__dict__", {name: v for name, v in self.__dict__.items() if name != WIRING})
-        return view
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = copy.deepcopy(self._without_scope(), memo)
-        if self._fusedseg_wiring is not None:
-            install(made, copy.deepcopy(self._fusedseg_wiring, memo))
-        return made
-
-    def __copy__(self) -> Any:
-        made = copy.copy(self._without_scope())
-        if self._fusedseg_wiring is not None:
-            install(made, self._fusedseg_wiring.of(made))
-        return made
-
-
-def _apart(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the call needs no scope, because the model is traced or exported."""
-    if unfused.wanted():
-        return True
-    return any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values()))
-
-
 def _as_stock(root: Any) -> Any:
     """An object of the class that the root had, which shares the root's attributes."""
     view = object.__new__(type(root)._fusedseg_stock_class)
@@ -141,7 +91,6 @@ def _change_class(root: object) -> None:
     # Python refers to subclasses weakly, so that looking among them keeps no class alive.
     cls = next((sub for sub in stock.__subclasses__() if sub.__dict__.get(STOCK_CLASS) is stock), None)
     if cls is None:
-        base = _ScopedGraph if isinstance(root, fx.GraphModule) else Scoped
         # The names that the model prints, and by which its source is found.
         names: dict[str, Any] = {
             "__module__": stock.__module__,
@@ -150,7 +99,7 @@ def _change_class(root: object) -> None:
         }
         names[STOCK_CLASS] = stock
         # `new_class` finds the right metaclass.
-        cls = types.new_class(stock.__name__, (base, stock), exec_body=lambda body: body.update(names))
+        cls = types.new_class(stock.__name__, (Scoped, stock), exec_body=lambda body: body.update(names))
     root.__class__ = cls
 
 
@@ -172,6 +121,3 @@ def remove(module: nn.Module) -> None:
     stock = type(module).__dict__.get(STOCK_CLASS)
     if stock is not None:
         module.__class__ = stock
-        if isinstance(module, fx.GraphModule):
-            # The graph may have changed under the scope.
-            module.recompile()

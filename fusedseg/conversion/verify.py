@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_map_only
-from .inputs import parse_inputs
-from .observe import set_training, tensors_in
+from .observe import parse_inputs, set_training, tensors_in
 from .revert import revert
 
 

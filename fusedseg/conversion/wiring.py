@@ -3,19 +3,22 @@
 A fused norm applies the activation of another module, and writes over the output of the convolution before it.  If the
 activation, the norm or the convolution is replaced or removed later, the model would silently compute another function.
 The check raises an error at the next forward instead.
+
+All fused norms step aside in a forward in which a hook, or a forward that was replaced, would see another tensor than
+in the stock model.  The output of a fused norm is activated already, and a norm in place writes over the output of the
+convolution.  So if a module that gets or returns one of these tensors has a hook, norms and activations run as the
+stock modules do.
 """
 
-import copy
 import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from .._module_hooks import has_global_hooks
+from .._module_hooks import has_global_hooks, has_hooks
 from ..nn.stock_norm import Aside
 from .applied import Applied
-from .aside import is_watched_now
 from .flow import CONVS
 from .formats import inputs_in
 from .twins import STOCK
@@ -25,14 +28,12 @@ class Fused(NamedTuple):
     """A fused norm, the activation modules whose work it does, and the convolutions whose output it writes over.
 
     seen_by: the modules whose hooks would see another tensor than in the stock model.
-    aside: what norm and activations ask whether they run as stock modules.
     """
 
     norm: nn.Module
     acts: tuple[nn.Module, ...]
     convs: tuple[nn.Module, ...]
     seen_by: tuple[nn.Module, ...]
-    aside: Aside
 
 
 class Wiring:
@@ -42,10 +43,11 @@ class Wiring:
         root: the converted model.
         fused: its fused norms.
         paths: a path of each of their modules.
+        aside: what norms and activations ask whether they run as stock modules.
     """
 
-    def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str]) -> None:
-        self.root, self._fused, self._paths = root, fused, paths
+    def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str], aside: Aside) -> None:
+        self.root, self._fused, self._paths, self._aside = root, fused, paths, aside
         # For each module in `fused`: (parent, name) of every place where it is registered.
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._find_places()
@@ -53,7 +55,7 @@ class Wiring:
         self._known = weakref.WeakSet(root.modules())
         self._forwards = {m: m.__dict__["forward"] for f in fused for m in f.seen_by if "forward" in m.__dict__}
         # The modules whose hooks are looked for before every forward, each with its own forward or None.
-        self._watched: list[tuple[Aside, list[tuple[nn.Module, Any]]]] = []
+        self._watched: dict[nn.Module, Any] = {}
         # The children of every module at the last examination.
         self._children: list[tuple[dict[str, Any], tuple[Any, ...]]] | None = None
         # The format of inputs that are images; None leaves them as they are.
@@ -79,21 +81,16 @@ class Wiring:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _known=weakref.WeakSet(state["_known"]))
 
-    def of(self, root: nn.Module) -> "Wiring":
-        """The wiring of another root with the same children."""
-        other = copy.copy(self)
-        other.root = root
-        return other
-
     def check(self) -> None:
         """Raises RuntimeError if a module of a fused norm was moved, replaced or removed since the conversion.
 
-        It runs before every forward.  It also decides which fused norms step aside in this forward (``aside.py``).
+        It runs before every forward.  It also decides whether the fused norms step aside in the whole forward, because
+        a hook may remove itself between a norm and its activation.
         """
         self._check_places()
-        everywhere = has_global_hooks()
-        for aside, watched in self._watched:
-            aside.now = everywhere or is_watched_now(watched)
+        self._aside.now = has_global_hooks() or any(
+            has_hooks(module) or module.__dict__.get("forward") != forward for module, forward in self._watched.items()
+        )
 
     def _check_places(self) -> None:
         """Compares the children of each module with the last examination; examines fused norms only if one differs."""
@@ -124,7 +121,7 @@ class Wiring:
 
     def _is_whole(self, fused: Fused, present: set[nn.Module]) -> bool:
         """Whether a fused norm is still in the model.  Raises RuntimeError if only a part of the fusion is."""
-        norm, acts, convs, _, _ = fused
+        norm, acts, convs, _ = fused
         name = self._path(norm)
         if norm not in present:
             for act in acts:
@@ -154,13 +151,11 @@ class Wiring:
                 parents.setdefault(child, []).append(parent)
         new = present.difference(self._known)
         self._forwards = {module: forward for module, forward in self._forwards.items() if module in present}
-        watched: dict[Aside, dict[nn.Module, Any]] = {}
-        for norm, acts, convs, seen_by, aside in self._fused:
+        self._watched = {}
+        for norm, acts, convs, seen_by in self._fused:
             above = [_above(module, parents) for module in (norm, *acts, *convs)]
             later = [m for m in new if len({m in modules for modules in above}) == 2]
-            found = watched.setdefault(aside, {})
-            found.update((module, self._forwards.get(module)) for module in (*seen_by, *convs, *later))
-        self._watched = [(aside, [*found.items()]) for aside, found in watched.items()]
+            self._watched.update((module, self._forwards.get(module)) for module in (*seen_by, *convs, *later))
 
     def _in_place(self, module: nn.Module, present: set[nn.Module], or_one_of: tuple[type, ...] = ()) -> bool:
         """Whether the module is still at all its places, or inside a wrapper there."""

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation, is_invertible, parse_activation
 from ..nn import InPlaceABN as _InPlaceABN
-from ..nn.convert_sync import SYNCHRONISED
-from ..nn.synchronised import Synchronised, group_name
+from ..nn.sync import SYNCHRONISED, Synchronised, group_name
 from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept, find
 from ..ops.norm.op import normalise
@@ -94,11 +93,6 @@ class ABN(_InPlaceABN):
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         return super()._kept_now(weight, bias, dtype, residual) if self.KEEP == "output" else None
-
-    def _kept_eagerly(
-        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool
-    ) -> Kept | None:
-        return super()._kept_eagerly(weight, bias, dtype, residual) if self.KEEP == "output" else None
 
     def refresh_kept(self) -> None:
         if self.KEEP == "output":

@@ -2,25 +2,18 @@
 
 from ..ops.conv.sources import Interpolated
 from .conv_abn import ConvABN2d, ConvABN3d
-from .conv_bank import ConvBank2d, ConvBank3d
 from .conv_head import ConvHead2d, ConvHead3d
-from .convert_sync import convert_sync
-from .inplace_abn import InPlaceABN
-from .inplace_abn_sync import InPlaceABNSync
-from .inplace_group_norm_act import InPlaceGroupNormAct
-from .inplace_instance_norm_act import InPlaceInstanceNormAct
+from .inplace_norm_act import InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct
 from .join_conv import JoinConv2d, JoinConv3d
 from .max_pool import MaxPool2d, MaxPool3d
 from .norm_act import BatchNormAct, GroupNormAct, InstanceNormAct
-from .norm_act_sync import BatchNormActSync
+from .sync import BatchNormActSync, InPlaceABNSync, convert_sync
 
 __all__ = [
     "BatchNormAct",
     "BatchNormActSync",
     "ConvABN2d",
     "ConvABN3d",
-    "ConvBank2d",
-    "ConvBank3d",
     "ConvHead2d",
     "ConvHead3d",
     "GroupNormAct",

@@ -14,9 +14,9 @@ from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.join_conv import prepared
 from ..ops.conv.sources import Source, concatenated
 from ..ops.norm.spec import Passed, Spec
-from .inplace_abn import InPlaceABN
+from .inplace_norm_act import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, geometry_of, sources_of_input
-from .leaf import Unscriptable, as_leaf, proxy_in
+from .unscriptable import Unscriptable
 
 
 def activation_module(act: Activation) -> nn.Module:
@@ -91,8 +91,6 @@ class _ConvABN(Unscriptable, nn.Module):
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
-        if proxy_in(x) is not None:
-            return as_leaf(self, x)
         name, conv, norm = self._name(), self.conv, self.norm
         sources = sources_of_input(name, x, self.dims)
         if not is_called_unseen(conv, norm):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops.check import check_positive, check_tensor
 from ..ops.segmentation.conv_logits import ConvLogits
 from ..ops.segmentation.labels import argmax_labels
-from .leaf import Unscriptable, as_leaf, proxy_in
+from .unscriptable import Unscriptable
 
 DOC = """The last convolution, 1x1, of a segmentation network; in training its logits are not formed.
 
@@ -111,8 +111,6 @@ class _ConvHead(Unscriptable):
     def forward(
         self: Any, features: Tensor, size: Sequence[int] | None = None, labels: bool = False
     ) -> Tensor | ConvLogits:
-        if proxy_in(features) is not None:
-            return as_leaf(self, features, size, labels)
         check_tensor(self._name(), features, "features")
         dims, spatial = len(self.kernel_size), features.shape[2:]
         if len(spatial) != dims:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..ops.conv import join_conv as op
 from ..ops.conv.convolution import RawGeometry
 from ..ops.conv.sources import Source, parse_sources, shape_of
-from .leaf import Unscriptable, as_leaf, proxy_in
+from .unscriptable import Unscriptable
 
 
 def geometry_of(conv: nn.Conv2d | nn.Conv3d) -> RawGeometry:
@@ -28,8 +28,6 @@ def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tupl
 
 
 def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
-    if proxy_in(x) is not None:
-        return as_leaf(module, x)
     name = f"fusedseg.nn.JoinConv{dims}d"
     sources = sources_of_input(name, x, dims)
     call = op.prepared(name, sources, module.weight, module.bias, geometry_of(module))

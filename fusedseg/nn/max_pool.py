@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from ..ops.max_pool import op
-from .leaf import Unscriptable, as_leaf
+from .unscriptable import Unscriptable
 
 
 class _MaxPool(Unscriptable, nn.Module):
@@ -45,8 +44,6 @@ class _MaxPool(Unscriptable, nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
         # The attributes of a stock module may be set, so every call parses them.
         return op.pooled(f"fusedseg.MaxPool{self.dims}d", input, self._parsed())
 

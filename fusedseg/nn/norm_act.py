@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -16,8 +16,6 @@ class _NormAct(StockNorm):
     """The base class of the three modules: it has the activation and its slope."""
 
     KEEP = "input"
-    VECTORS = "weight", "bias", "slope"
-
     slope: nn.Parameter | None
 
     def __init__(
@@ -46,6 +44,9 @@ class _NormAct(StockNorm):
         self.register_parameter("slope", None)
         if learned:
             self.slope = nn.Parameter(torch.full((num_slopes,), act.param, device=device, dtype=dtype))
+
+    def _slope(self) -> Tensor | None:
+        return self.slope
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]

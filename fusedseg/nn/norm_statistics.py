@@ -5,7 +5,6 @@ classes beside its stock norm, which brings the attributes.  Each class also say
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,31 +28,7 @@ class Using(NamedTuple):
     groups: int = 0
 
 
-# A function that finds attributes of a module: ``attributes``, or ``looked_up`` outside of compiled code.
-LookUp = Callable[[Any, str, tuple[str, ...]], list[Any]]
-
-
-def attributes(module: object, where: str, names: tuple[str, ...]) -> list[Any]:
-    """The parameters or buffers with these names; ``where`` is "_parameters" or "_buffers"."""
-    return [getattr(module, name) for name in names]
-
-
-def looked_up(module: object, where: str, names: tuple[str, ...]) -> list[Any]:
-    """The result of ``attributes``, outside of compiled code.
-
-    ``nn.Module`` searches for such an attribute in Python, after all other places.  This function reads the module's
-    dictionary directly, which is faster.  An attribute that the dictionary does not have, such as a weight that
-    ``torch.nn.utils.parametrize`` computes, is looked up as usual.
-    """
-    found = module.__dict__[where]
-    try:
-        return [*map(found.__getitem__, names)]
-    except KeyError:
-        return [found[name] if name in found else getattr(module, name) for name in names]
-
-
-RUNNING = "running_mean", "running_var"
-COUNTED = *RUNNING, "num_batches_tracked"
+COUNTED = "running_mean", "running_var", "num_batches_tracked"
 
 
 class BatchStatistics:
@@ -72,6 +47,9 @@ class BatchStatistics:
 
     training: bool
     num_features: int
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
     track_running_stats: bool
     momentum: float | None
 
@@ -79,19 +57,15 @@ class BatchStatistics:
     def _channels(self) -> int:
         return self.num_features
 
-    def _statistics(self, look_up: LookUp = attributes) -> Using:
+    def _statistics(self) -> Using:
         training, momentum = self.training, self.momentum
         # A forward pass that is computed again moves no running statistics.
         if training and (not self.track_running_stats or recomputing()):
             return Using(True)
-        batches = None
-        if training:
-            running_mean, running_var, batches = look_up(self, "_buffers", COUNTED)
-        else:
-            running_mean, running_var = look_up(self, "_buffers", RUNNING)
+        batches = self.num_batches_tracked if training else None
         if momentum is None:
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-        return Using(training or running_mean is None, running_mean, running_var, momentum, batches)
+        return Using(training or self.running_mean is None, self.running_mean, self.running_var, momentum, batches)
 
     @property
     def qconfig(self) -> Any:
@@ -134,6 +108,7 @@ class InstanceStatistics:
     affine: bool
     num_features: int
     running_mean: Tensor | None
+    running_var: Tensor | None
     track_running_stats: bool
     momentum: float | None
 
@@ -146,13 +121,13 @@ class InstanceStatistics:
         """Whether parameters or running statistics belong to the channels.  Otherwise any number of them will do."""
         return self.affine or self.running_mean is not None
 
-    def _statistics(self, look_up: LookUp = attributes) -> Using:
+    def _statistics(self) -> Using:
         # As in the stock module, running statistics are used in eval mode only, and a momentum of None means 0.
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
-        moved = not (self.training and recomputing())
-        mean, var = look_up(self, "_buffers", RUNNING) if moved else (None, None)
-        return Using(own, mean, var, momentum)
+        if self.training and recomputing():
+            return Using(own, None, None, momentum)
+        return Using(own, self.running_mean, self.running_var, momentum)
 
 
 class GroupStatistics:
@@ -171,5 +146,5 @@ class GroupStatistics:
     def _channels(self) -> int:
         return self.num_channels
 
-    def _statistics(self, look_up: LookUp = attributes) -> Using:
+    def _statistics(self) -> Using:
         return Using(True, groups=self.num_groups)

@@ -6,29 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from .. import _torch
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.checks import check
-from ..ops.norm.eager import normalise_eagerly
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from ..ops.norm.unfused import norm_act
-from .leaf import Unscriptable, as_leaf
-from .norm_statistics import COUNTED, LookUp, Using, attributes, looked_up
+from ..ops.observer import unwatched
+from .norm_statistics import COUNTED, Using
+from .unscriptable import Unscriptable
 
 IDENTITY = Activation("identity", 0.0)
 
 
 class Aside:
-    """Whether norms and activations of a converted model step aside in this forward (``conversion/aside.py``).
+    """Whether norms and activations of a converted model step aside in this forward (``conversion/wiring.py``).
 
-    Those that belong together share one such object.  It knows no modules, so that a copy of a part of a model does not
-    copy the rest.
+    They share one such object.  It knows no modules, so that a copy of a part of a model does not copy the rest.
     """
 
     now = False
@@ -51,8 +48,6 @@ class StockNorm(Unscriptable, nn.Module):
     DIMS: tuple[int, int]
     SPATIAL: str
     channels_matter: bool
-    # The names of the parameters in the order of ``Passed``; a subclass adds ``slope``.
-    VECTORS: tuple[str, ...] = "weight", "bias"
     # The classes of the stock norms.  If there are several, they are in the order of their spatial dimensions.
     stock: Any
 
@@ -75,34 +70,23 @@ class StockNorm(Unscriptable, nn.Module):
         super().__init__(*stock, dtype=dtype, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._aside.now and not isinstance(x, Proxy):
-            self._check_shape(x)
+        if self._aside.now:
             return self._without_activation(x)
-        if torch.compiler.is_compiling():
-            self._check_shape(x)
-            z = self._in_program(x, residual)
-            return z if self._marked is None else self._marked(z)
-        # The recompute scope does not watch the calls inside a fused op.
-        with _torch.DisableTorchFunction():
-            if isinstance(x, Proxy) or isinstance(residual, Proxy):
-                return as_leaf(self, x, residual)
-            self._check_shape(x)
-            if self.KEEP == "output" and x._is_view() and has_backward_hooks(self):
-                # Nobody may write over a view that a backward hook has made.
-                x = x.clone()
-            # An export counts as a compilation, so only TorchScript's tracer is left to ask for.
-            if torch.jit.is_tracing():
-                z = self._in_program(x, residual)
-            else:
-                passed, spec = self._call(x, residual, looked_up)
-                check(self.OP, passed, spec)
-                kept = self._kept_eagerly(passed.weight, passed.bias, x.dtype, residual is not None)
-                z = normalise_eagerly(passed, spec, kept)
+        z = self._normalised(x, residual)
         return z if self._marked is None else self._marked(z)
+
+    @unwatched
+    def _normalised(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        passed, spec = self._call(x, residual)
+        if spec.keep == "output" and not torch.compiler.is_compiling() and x._is_view() and has_backward_hooks(self):
+            # Nobody may write over a view that a backward hook has made.
+            passed = passed.with_x(x.clone())
+        check(self.OP, passed, spec)
+        return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
 
     def _without_activation(self, x: Tensor) -> Tensor:
         """The result of the stock norm, by the stock function if there is one."""
-        passed, spec = self._call(x, None, attributes)
+        passed, spec = self._call(x, None)
         momentum, running_mean = spec.momentum, self._buffers.get("running_mean")
         if passed.running_mean is None and running_mean is not None:
             # In a forward that is computed again nothing moves, but autograd must save as many tensors as before.
@@ -114,19 +98,16 @@ class StockNorm(Unscriptable, nn.Module):
             passed.batches.add_(1)
         return norm_act(passed, spec)
 
-    def _in_program(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """``forward`` while the call is compiled, exported or traced."""
-        passed, spec = self._call(x, residual, attributes)
-        check(self.OP, passed, spec)
-        return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
-
-    def _call(self, x: Tensor, residual: Tensor | None, look_up: LookUp) -> tuple[Passed, Spec]:
-        own, running_mean, running_var, momentum, batches, groups = self._statistics(look_up)
-        weight, bias, *slope = look_up(self, "_parameters", self.VECTORS)
-        # Python passes arguments by position faster than by name.
-        passed = Passed(x, weight, bias, residual, slope[0] if slope else None, running_mean, running_var, batches)
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Passed, Spec]:
+        self._check_shape(x)
+        own, running_mean, running_var, momentum, batches, groups = self._statistics()
+        passed = Passed(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var, batches)
         spec = Spec(self.KEEP, self._act, self.eps, momentum, own, self.KIND, groups, self._others())
         return passed, spec
+
+    def _slope(self) -> Tensor | None:
+        """The slope of prelu."""
+        return None
 
     def _others(self) -> str | None:
         """The name of the process group whose members share the statistics, or None."""
@@ -136,25 +117,17 @@ class StockNorm(Unscriptable, nn.Module):
         """The kept channels of an output of this dtype; None for a module that keeps its input."""
         return None
 
-    def _kept_eagerly(
-        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool
-    ) -> Kept | None:
-        """``_kept_now`` for a call that is neither compiled, nor exported, nor traced."""
-        return None
-
     def _check_shape(self, x: Tensor) -> None:
-        channels = self._channels
-        if not isinstance(x, Tensor) or not self.DIMS[0] <= x.dim() <= self.DIMS[1] or x.shape[1] != channels:
-            self._wrong_shape(x, channels)
-
-    def _wrong_shape(self, x: Tensor, channels: int) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
-        text = f"{self.OP}: x must have shape (N, {channels}) {self.SPATIAL}, got {tuple(x.shape)}"
-        if not self.DIMS[0] <= x.dim() <= self.DIMS[1] or self.channels_matter:
+        fits = self.DIMS[0] <= x.dim() <= self.DIMS[1]
+        if fits and x.shape[1] == self._channels:
+            return
+        text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
+        if not fits or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is six frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=6)
+        # The caller of the module is eight frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=8)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

@@ -71,7 +71,6 @@ class OpCall:
 
     inputs: the tensors from which the output can be rebuilt; none if it has no recipe.
     overwritten: the tensor that the call writes to.  Before it does, the scopes copy what recipes read there.
-    saves_one: whether the call saves the first one of ``inputs`` and no other activation.
     """
 
     __slots__ = ()
@@ -84,10 +83,6 @@ class OpCall:
     def overwritten(self) -> Tensor | None:
         return None
 
-    @property
-    def saves_one(self) -> bool:
-        return False
-
     def run(self) -> Tensor:
         """Makes the call."""
         raise NotImplementedError
@@ -95,10 +90,6 @@ class OpCall:
     def rebuild(self) -> Callable[..., Tensor]:
         """After the call: the function that computes the output again from ``inputs``."""
         raise NotImplementedError
-
-    def reader(self, z: Tensor) -> Any:
-        """The node of the output ``z`` if its backward can use a rebuilt z, which it finds in ``node.reader``."""
-        return None
 
 
 class Observer:

@@ -2,7 +2,7 @@
 
 scope.py       fusedseg.recompute, the context manager
 watch.py       the function mode that sees each call of a function, and the tensors that the call writes to
-stock.py       the rules for PyTorch's functions (stock_norm.py has those for batch and instance norm)
+stock.py       the rules for PyTorch's functions (stock_conv.py has that of convolutions)
 recipes.py     how these rules record recipes; ops/observer.py has the contract with the ops of this package
 registry.py    the live tensors: which are kept, and which have a recipe (memory.py, offers.py, plain.py)
 saved.py       the objects that the graph holds in place of tensors, and the way back to the tensors

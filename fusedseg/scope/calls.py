@@ -8,8 +8,6 @@ from torch import Tensor
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-# The types of arguments that may hold tensors.
-_TREES = (Tensor, tuple, list, dict)
 
 
 class _Slot:
@@ -22,10 +20,7 @@ class _Slot:
 
 
 class Replay:
-    """A call whose tensors were taken out.  Calling a ``Replay`` with other tensors makes the call with them.
-
-    ``args`` is None if the positional arguments are the tensors, in their order, and ``kwargs`` holds no tensor.
-    """
+    """A call whose tensors were taken out.  Calling a ``Replay`` with other tensors makes the call with them."""
 
     __slots__ = ("args", "func", "kwargs")
 
@@ -33,8 +28,6 @@ class Replay:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        if self.args is None:
-            return self.func(*tensors, **self.kwargs)
         return self.func(*_with(self.args, tensors), **_with(self.kwargs, tensors))
 
     def by(self, func: Function, **kwargs: object) -> "Replay":
@@ -67,8 +60,5 @@ def _with(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 def replay(func: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Replay, list[Tensor]]:
     """Returns the call without its tensors, and the list of these tensors."""
-    tensors: list[Tensor] = [arg for arg in args if isinstance(arg, Tensor)]
-    if len(tensors) == len(args) and not [v for v in kwargs.values() if isinstance(v, _TREES)]:
-        return Replay(func, None, kwargs), tensors
-    tensors = []
+    tensors: list[Tensor] = []
     return Replay(func, _without(args, tensors), _without(kwargs, tensors)), tensors

@@ -20,11 +20,10 @@ class Memory(weakref.ref):
     kept: saved tensors in this storage.
     made: the scope saw torch allocate the storage for a result.
     exposed: something may write to the storage without raising a version.
-    named: a detached tensor gives the storage another name, and the scope may not see the calls that use this name.
     """
 
     key: int
-    made = exposed = named = False
+    made = exposed = False
     # Most storages have one offer and one saved tensor at most, so that each has a new tuple with every one.
     offers: "tuple[Offer, ...]" = ()
     kept: "tuple[weakref.ref[Data], ...]" = ()
@@ -41,18 +40,15 @@ class Memory(weakref.ref):
             kept = ref()
             if kept is None or kept.version != version or kept.copied or kept.changed():
                 continue
-            if kept.at is at or kept.at.holds(at):
+            if kept.at.holds(at):
                 return kept
         return None
 
     def offer_of(self, at: Place, version: int) -> Offer | None:
         for offer in self.offers:
-            if offer.version == version and (offer.at is at or offer.at.holds(at)):
+            if offer.version == version and offer.at.holds(at):
                 return offer
         return None
-
-
-Seen = tuple[weakref.ref[Tensor], Place, Memory]
 
 
 class Memories:
@@ -62,9 +58,6 @@ class Memories:
     _in_checkpoint = False
 
     def __init__(self) -> None:
-        # The activation that the last rule has returned, its place and its memory, so that the next call need not look
-        # at it again; None after calls that may change more than its values.
-        self.seen: Seen | None = None
         self._memories: dict[int, Memory] = {}
         memories = self._memories
 
@@ -85,16 +78,6 @@ class Memories:
             memory = self._memories[key] = Memory(storage, self._gone)
             memory.key = key
         return memory
-
-    def last(self, t: Tensor) -> Seen | None:
-        """``seen``, if ``t`` is that tensor."""
-        seen = self.seen
-        # A tensor that was given another storage is not the same any more.
-        return seen if seen is not None and seen[0]() is t and seen[2]() is not None else None
-
-    def is_source(self, t: Tensor) -> bool:
-        memory = self._find(t.untyped_storage()) if plain(t) else None
-        return memory is not None and any(kept.in_recipe for kept in memory.keepers())
 
     def is_exposed(self, t: Tensor) -> bool:
         memory = self._find(t.untyped_storage())
@@ -119,8 +102,8 @@ class Memories:
         # Memory that belongs to numpy or another library, or that was given to one, is not resizable.
         if not storage.resizable():
             return False
-        if memory is not None and (memory.made or memory.exposed or memory.named):
-            return not (memory.exposed or memory.named)
+        if memory is not None and (memory.made or memory.exposed):
+            return not memory.exposed
         if self._in_checkpoint or _torch.current_graph_task_id() != -1:
             # A checkpoint keeps its inputs.  The graph of a forward that it computes again ends with that backward.
             return True

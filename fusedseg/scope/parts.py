@@ -1,10 +1,10 @@
-"""Recipes of several calls: two calls of which the second overwrites the result of the first, and concatenations.
+"""Recipes of concatenations.
 
 A large concatenation is rebuilt part by part, so that only one source lies beside the result at a time.  A part is a
 source, or a slab of samples of a source that was enlarged by ``interpolate``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,25 +16,6 @@ from ..ops.conv.slabs import slabs
 from .calls import Function, Replay
 from .plain import Place
 from .saved import InParts, Recipe
-
-
-class Chain:
-    """Calls ``first`` with the first ``count`` tensors, and then ``then`` with the result and the other tensors.
-
-    at: the place of the result of ``first`` in forward, whose strides ``then`` gets.
-    """
-
-    __slots__ = ("at", "count", "first", "then")
-
-    def __init__(self, first: Callable[..., Tensor], count: int, at: Place, then: Callable[..., Tensor]) -> None:
-        self.first, self.count, self.at, self.then = first, count, at, then
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        count, at = self.count, self.at
-        x = self.first(*tensors[:count])
-        if x.stride() != at.stride:
-            x = torch.empty_strided(at.size, at.stride, dtype=at.dtype, device=x.device).copy_(x)
-        return self.then(x, *tensors[count:])
 
 
 class Joined(Replay, InParts):

@@ -4,7 +4,8 @@ While a scope is active (``fusedseg.recompute()``, see ``scope.py``), saved tens
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -25,10 +26,17 @@ def active() -> Registry | None:
     return found if isinstance(found, Registry) else None
 
 
-def is_source(x: Tensor) -> bool:
-    """Whether recipes read the memory of ``x``."""
-    with _torch.DisableTorchFunction():
-        return any(isinstance(found, Registry) and found.is_source(x) for found in observer.watching())
+@contextmanager
+def claimed(registry: Registry, claim: Callable[[Tensor], Data | Handle | None] | None) -> Iterator[None]:
+    """Surrounds one call that saves tensors which the call itself makes.
+
+    ``claim(t)`` returns what to save for such a tensor ``t``, or None if it does not know ``t``.
+    """
+    before, registry.claim = registry.claim, claim
+    try:
+        yield
+    finally:
+        registry.claim = before
 
 
 def overwritten(
@@ -48,12 +56,10 @@ def overwritten(
     x = tensors[0]
     with _torch.DisableTorchFunction():
         before, offered = registry.overwriting(x, rebuild, tensors[1:], overwrite)
-    claim = registry.claim
-    registry.claim = None if before is None else functools.partial(_copy_of, registry, before, tensors)
     try:
-        return func(*args, **kwargs)
+        with claimed(registry, None if before is None else functools.partial(_copy_of, registry, before, tensors)):
+            return func(*args, **kwargs)
     finally:
-        registry.claim = claim
         if offered is not None and x._version != offered.version:
             registry.withdraw(x, offered)
 
@@ -69,21 +75,3 @@ def _copy_of(registry: Registry, before: Offer, tensors: Sequence[Tensor], t: Te
     at = Place.of(x)
     recipe = before.source(registry) if Place.of(t).layout() == at.layout() else None
     return None if recipe is None else Handle(recipe, at)
-
-
-class claimed:
-    """Surrounds one call that saves tensors which the call itself makes.
-
-    ``claim(t)`` returns what to save for such a tensor ``t``, or None if it does not know ``t``.
-    """
-
-    __slots__ = ("_before", "_claim", "_registry")
-
-    def __init__(self, registry: Registry, claim: Callable[[Tensor], Data | Handle | None]) -> None:
-        self._registry, self._claim = registry, claim
-
-    def __enter__(self) -> None:
-        self._before, self._registry.claim = self._registry.claim, self._claim
-
-    def __exit__(self, *exception: object) -> None:
-        self._registry.claim = self._before

@@ -5,8 +5,7 @@ A tensor's memory is identified by its storage, which is held weakly; an address
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,14 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch
 from ..ops.observer import LARGER, MAX_STEPS, SMALL, Observer, OpCall
-from .memory import Memories, Memory, Seen
-from .offers import Held, Input, Linked, Offer, Reader
-from .plain import Place, is_trained_leaf, plain, unwrapped
-from .saved import OFF, AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
+from .memory import Memories, Memory
+from .offers import Held, Input, Linked, Offer
+from .plain import Place, is_trained_leaf, plain
+from .saved import AsItIs, Autocast, Data, Handle, Hooks, Recipe, as_it_is
 
-_hooks, _push_hooks, _pop_hooks = _torch.top_saved_tensors_default_hooks, _torch.push_hooks, _torch.pop_hooks
-_autocasts = _torch.is_any_autocast_enabled
-NOTHING: Mapping[str, Any] = {}
 # The largest number of values of a vector with one value per channel.
 VECTOR = 2**12
 
@@ -35,12 +31,6 @@ class Registry(Memories, Observer):
         self._in_checkpoint = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         # Set during a call that makes tensors which it saves: it decides what to save for such a tensor.
         self.claim: Callable[[Tensor], Data | Handle | None] | None = None
-        # Set during a call of a norm: the parameters and statistics that the call saves.
-        self.vectors: list[Tensor] | None = None
-        # For ``call_bare``: whether it can be called, its activation, and what was saved for this activation.
-        self.can_be_bare = outer is None and None not in (_push_hooks, _pop_hooks)
-        self.bare: Seen | None = None
-        self.saved: Data | Handle | None = None
         # True during a call that saves tensors which eager mode would not have kept.
         self.saves_sources = False
         # Whether a converted model runs, whose convolutions read notes and whose functions keep channels_last.
@@ -51,63 +41,20 @@ class Registry(Memories, Observer):
     def pack(self, t: Tensor) -> AsItIs | Data | Handle:
         """The hook that autograd calls in forward.  In backward it calls ``saved.unpack``."""
         with _torch.DisableTorchFunction():
-            seen = self.bare
-            if seen is not None and seen[0]() is t:
-                _pop_hooks()
-                self.bare = None
-                self.saved = self._pack(t, *seen)
-                return self.saved
-            seen = self.last(t)
             # Parameters and vectors of statistics are saved unchanged, because recipes have copies of them.
-            if seen is None and ((t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t)):
-                as_is = as_it_is(t, self.outer)
-                if self.vectors is not None:
-                    self.vectors.append(as_is[0] if type(as_is) is tuple else t.detach())
-                return as_is
+            if (t.dim() < 2 and t.numel() <= VECTOR) or is_trained_leaf(t) or not plain(t):
+                return as_it_is(t, self.outer)
             if self.claim is not None:
                 claimed = self.claim(t)
                 if claimed is not None:
                     return self._counted(claimed)
-            return self._pack(t, *(seen or self.look(t)))
-
-    def look(self, t: Tensor) -> Seen:
-        """The place and the memory of a plain tensor."""
-        return weakref.ref(t), Place.of(t), self._memory(t.untyped_storage())
-
-    def _pack(self, t: Tensor, _: object, at: Place, memory: Memory) -> Data | Handle:
-        """What is saved for an activation that is plain and that no call claims."""
-        if memory.offers:
-            version = t._version
+            at, memory, version = Place.of(t), self._memory(t.untyped_storage()), t._version
             offer = memory.offer_of(at, version)
-            if offer is not None and (not memory.kept or memory.kept_at(at, version) is None):
+            if offer is not None and memory.kept_at(at, version) is None:
                 recipe = offer.source(self)
                 if recipe is not None:
-                    handle = Handle(recipe, at)
-                    return self._counted(handle) if self._in_checkpoint else handle
-        return self._keep(t, at, memory)
-
-    def bares(self, x: Tensor) -> Seen | None:
-        """The place and the memory of ``x`` if ``call_bare`` may be called with them, otherwise None."""
-        if not self.can_be_bare:
-            return None
-        return self.last(x) or (None if is_trained_leaf(x) or not plain(x) else self.look(x))
-
-    def call_bare(
-        self, activation: Seen, func: Callable[..., Any], args: tuple[object, ...], kwargs: Any = NOTHING
-    ) -> tuple[Any, Data | Handle | None]:
-        """Calls a function so that autograd itself holds all that the call saves after ``activation``.
-
-        Each tensor that passes through the hooks takes microseconds, and parameters and statistics need no recipe.
-        Returns the result and what was saved for the activation; None if it was not saved.
-        """
-        hooks, self.bare = _hooks(True), activation
-        try:
-            out = func(*args, **kwargs)
-        finally:
-            if self.bare is None:
-                _push_hooks(*hooks)
-            saved, self.bare, self.saved = self.saved, None, None
-        return out, saved
+                    return self._counted(Handle(recipe, at))
+            return self._keep(t, at, memory)
 
     def _counted(self, saved: Data | Handle) -> Data | Handle:
         """Lets a checkpoint around the scope count a saved tensor that has a recipe.
@@ -127,26 +74,18 @@ class Registry(Memories, Observer):
         if memory.exposed:
             kept.exposed = True
         if self.saves_sources:
-            kept.in_recipe, kept.in_graph = True, False
-        others = [ref for ref in memory.kept if ref() is not None] if memory.kept else ()
+            kept.in_recipe = True
+        others = [ref for ref in memory.kept if ref() is not None]
         # The newest one is found first.
         memory.kept = (weakref.ref(kept), *others)
         return kept
 
     def observe(self, call: OpCall) -> Tensor:
         """Makes the call of an op of this package, and records how to rebuild its output."""
-        inputs = call.inputs
-        if not inputs:
-            return call.run()
-        bare = self.bares(inputs[0]) if call.saves_one else None
-        z = call.run() if bare is None else self.call_bare(bare, call.run, ())[0]
-        reader, node = None, call.reader(z)
-        if node is not None:
-            node.reader = reader = Reader()
-        with _torch.DisableTorchFunction():
-            offer = self.offer(z, call.rebuild(), inputs)
-            if offer is not None:
-                offer.reader = reader
+        z, inputs = call.run(), call.inputs
+        if inputs:
+            with _torch.DisableTorchFunction():
+                self.offer(z, call.rebuild(), inputs)
         return z
 
     def offer(
@@ -164,10 +103,9 @@ class Registry(Memories, Observer):
             # If an argument lies in the same memory, another call has allocated it.
             if isinstance(t, Tensor) and not (plain(t) and t.untyped_storage() is not own):
                 return None
-        seen = _, at, memory = weakref.ref(output), Place.of(output), self._memory(own)
+        memory = self._memory(own)
         memory.made = True
-        self.seen = seen if len(at.size) > 1 else None
-        return self._record(output, at, memory, None, rebuild, inputs, overwrite)
+        return self._record(output, Place.of(output), memory, None, rebuild, inputs, overwrite)
 
     def overwriting(
         self,
@@ -180,22 +118,15 @@ class Registry(Memories, Observer):
 
         Returns the offers of the present values of ``x`` and of the new values.
         """
-        seen = self.last(x)
-        if seen is not None:
-            _, at, memory = seen
-            if memory.kept:
-                self.before_change(x)
-        else:
-            found = self.before_change(x)
-            if found is None:
-                return None, None
-            memory, at = found, Place.of(x)
-            self.seen = (weakref.ref(x), at, memory) if len(at.size) > 1 else None
+        memory = self.before_change(x)
+        if memory is None:
+            return None, None
+        at = Place.of(x)
         version = x._version
         before = memory.offer_of(at, version)
         if before is None or not (x.is_floating_point() and all(map(plain, others))):
             return before, None
-        if memory.exposed or (memory.kept and memory.kept_at(at, version) is not None):
+        if memory.exposed or memory.kept_at(at, version) is not None:
             # The data of x is kept, and is about to be overwritten.
             return before, None
         return before, self._record(x, at, memory, before, rebuild, others, overwrite)
@@ -213,26 +144,23 @@ class Registry(Memories, Observer):
         """Records a recipe, unless an input is not certain, or the recipe does not pay.
 
         If the call is about to overwrite ``output``, then ``output`` is its own first input, and ``before`` is the
-        offer of its present values.  Nobody can ask for them later, so one recipe makes both calls.
+        offer of its present values.
         """
         links = self._links(inputs, output)
         if links is None:
             return None
-        version, autocast = output._version, Autocast.of(output) if _autocasts() else OFF
-        if before is None:
-            if overwrite is not None and (not links or links[0][1].layout() != at.layout()):
-                # The result would differ if it were written over an input of another size, layout or dtype.
-                overwrite = None
-            offer = Offer(at, version, output.device, rebuild, overwrite, autocast, links)
-        elif before.is_alone(at, autocast):
-            offer = before.followed(overwrite or rebuild, links)
-        else:
+        version = output._version
+        if before is not None:
             links.insert(0, (before, at))
-            offer = Offer(at, version + 1, output.device, rebuild, overwrite, autocast, links)
+        elif overwrite is not None and (not links or links[0][1].layout() != at.layout()):
+            # The result would differ if it were written over an input of another size, layout or dtype.
+            overwrite = None
+        new = version if before is None else version + 1
+        offer = Offer(at, new, output.device, rebuild, overwrite, Autocast.of(output), links)
         if memory.exposed or offer.steps > MAX_STEPS or (offer.extra and offer.extra >= output.nbytes):
             return None
         # The newest one comes first, because it is the one that is asked for.
-        others = [other for other in memory.offers if other.version >= version] if memory.offers else ()
+        others = [other for other in memory.offers if other.version >= version]
         memory.offers = (offer, *others)
         return offer
 
@@ -261,65 +189,39 @@ class Registry(Memories, Observer):
 
         Returns the memory if ``x`` is plain and the registry knows it, so that ``x`` may have a recipe.
         """
-        t = x
-        if not plain(t):
-            t = unwrapped(t)
-            if not plain(t):
-                return None
-        storage = t.untyped_storage()
+        if not plain(x):
+            return None
+        storage = x.untyped_storage()
         memory = self._find(storage)
-        # After the change, the version of t no longer shows that t's node in the graph has allocated its memory.
-        if (memory is None or not memory.made) and self._is_computed(t, storage, memory):
-            self._memory(storage).made = True
+        # After the change, the version of x no longer shows that x's node in the graph has allocated its memory.
+        if (memory is None or not memory.made) and self._is_computed(x, storage, memory):
+            memory = self._memory(storage)
+            memory.made = True
         if memory is None:
             return None
-        if memory.kept:
-            # Versions are not compared with the version of t, which may be another name of the memory with its own
-            # count.
-            for kept in memory.keepers():
-                if kept.in_recipe:
-                    kept.copy_before_change(storage)
-        return memory if t is x else None
+        # Versions are not compared with the version of x, which may be another name of the memory with its own count.
+        for kept in memory.keepers():
+            if kept.in_recipe:
+                kept.copy_before_change(storage)
+        return memory
 
     def expose(self, t: Tensor) -> None:
         """Notes that from now on something may write to the memory of ``t`` without raising a version.
 
-        The values that recipes read from this memory are copied now.  Saved tensors show such a write, as in eager
-        mode; therefore data replaces a recipe of ``t`` itself.
+        What recipes read from this memory is copied now, and no recipe will read from it.
         """
-        t = unwrapped(t)
         if not plain(t):
             return
         memory = self._memory(t.untyped_storage())
         if memory.exposed:
             return
         for kept in memory.keepers():
-            if not kept.in_recipe:
-                kept.exposed = True
-            elif kept.in_graph:
-                kept.copy_for_recipes(t.untyped_storage())
-            else:
+            if kept.in_recipe:
                 kept.copy_before_change(t.untyped_storage())
-        for offer in memory.offers:
-            recipe = offer.recipe()
-            # In eager mode too, saved tensors of an older version have the values of that version, or raise an error.
-            if recipe is not None and recipe.orders and offer.version == t._version and offer.at.dtype == t.dtype:
-                recipe.data = Data(t.detach().as_strided(*offer.at[:3]), self.outer, offer.at)
+            else:
+                kept.exposed = True
         memory.offers = ()
         memory.exposed = True
-
-    def secure(self, t: Tensor) -> None:
-        """Notes that ``t`` gets another name, through which calls that the scope does not see could change it.
-
-        Parts of its memory that are kept only for recipes are copied, and from now on no recipe keeps a part of it.
-        """
-        if not plain(t):
-            return
-        memory = self._memory(t.untyped_storage())
-        memory.named = True
-        for kept in memory.keepers():
-            if kept.in_recipe and not kept.in_graph:
-                kept.copy_before_change(t.untyped_storage())
 
     def certain(self, t: Tensor) -> bool:
         """Whether ``t`` may be saved in place of a tensor that is computed from it."""
@@ -334,7 +236,6 @@ class Registry(Memories, Observer):
     def close(self) -> None:
         self._memories.clear()
         self.notes.clear()
-        self.seen = None
 
     def _link(self, t: Tensor, output: Tensor) -> "tuple[Input | None, Place]":
         """The source of the value of ``t`` in backward, or None if that is not certain; and the place in the source."""
@@ -344,10 +245,10 @@ class Registry(Memories, Observer):
             storage = t.untyped_storage()
             memory = self._find(storage)
             if memory is not None and not memory.exposed:
-                kept = memory.kept_at(at, t._version) if memory.kept else None
+                kept = memory.kept_at(at, t._version)
                 if kept is not None:
                     return Linked(kept), at
-                offer = memory.offer_of(at, t._version) if memory.offers else None
+                offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
             if not small and self._is_computed(t, storage, memory):

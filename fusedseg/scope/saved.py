@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import _torch
 from .plain import NOWHERE, Place, is_trained_leaf, seen_as
-from .turns import turns
 
 # Handles are numbered in the order in which forward makes them.  When backward loads a handle, the rebuilt tensor is
 # held for further handles of the same recipe if their numbers are smaller by at most this.
@@ -58,18 +57,14 @@ class Data:
     """A saved tensor that is kept: the tensor itself, or the result of the hooks around the scope (``outer``).
 
     in_recipe: recipes read it.
-    in_graph: a saved tensor of the graph reads it; False for data that is kept for recipes alone.
     copied: it no longer shares the memory that it was saved from.
     exposed: something may write to its memory without raising a version, so that it can be no recipe's source.
     held: the tensor that the hooks around the scope have returned, while it is needed again soon.
     steps, needs: no call rebuilds it, and no rebuilt tensor lives meanwhile.
-    recipes_copy: the values for recipes if the memory may be written to without raising a version.
     """
 
     in_recipe = copied = exposed = False
-    in_graph = True
     held: Tensor | None = None
-    recipes_copy: "Data | None" = None
     steps, needs = 0, 0
 
     def __init__(self, t: Tensor, outer: Hooks | None, at: Place = NOWHERE) -> None:
@@ -100,21 +95,11 @@ class Data:
             return copy.as_strided(at.size, at.stride, 0)
 
     def copy_before_change(self, storage: torch.UntypedStorage) -> None:
-        """Copies the values for all readers, before something writes to ``storage``, the tensor's memory."""
+        """Copies the values before something writes to ``storage``, the tensor's memory."""
         self._take(self._copy(storage))
         self.copied = True
 
-    def copy_for_recipes(self, storage: torch.UntypedStorage) -> None:
-        """Copies the values for recipes, before something may write to ``storage``, the tensor's memory.
-
-        Saved tensors still read the memory itself, as in eager mode.
-        """
-        if self.recipes_copy is None:
-            self.recipes_copy = Data(self._copy(storage), self.outer, self.at)
-
     def load_for_recipe(self) -> Tensor:
-        if self.recipes_copy is not None:
-            return self.recipes_copy.load()
         if self.outer is not None and _version_of(self.stored) != self.version_stored:
             # The hooks around the scope have not copied the tensor.
             raise modified(self.stored, self.version)
@@ -132,7 +117,7 @@ class Data:
             return t
         return self.held
 
-    def near(self, order: float) -> bool:
+    def near(self, order: int) -> bool:
         return True  # What hooks have returned is held until the backward pass ends.
 
 
@@ -168,6 +153,25 @@ class Autocast(NamedTuple):
 OFF = Autocast(False, None)
 
 
+def turns(needs: Sequence[int], overwrites: bool) -> tuple[Sequence[int], int]:
+    """The order in which to rebuild the inputs of a recipe, and the most tensors that live at once then.
+
+    ``needs`` has the tensors that live at once while each input is rebuilt; 0 for data.  The input that needs most is
+    the first, because inputs that are rebuilt before another one lie beside it.
+
+    Source: Sethi and Ullman, "The Generation of Optimal Code for Arithmetic Expressions", 1970.
+    """
+    count = len(needs) - needs.count(0)
+    # The sort keeps the order of equal inputs.
+    order = sorted(range(len(needs)), key=needs.__getitem__, reverse=True)
+    most = count + (not (overwrites and count))
+    before = 0
+    for i in order:
+        most = max(most, needs[i] + before)
+        before += needs[i] > 0
+    return order, most
+
+
 class InParts:
     """The base class of a function of a recipe that can write its result part by part."""
 
@@ -197,13 +201,8 @@ class Recipe:
         overwrite: a function that computes the same over its first input; None if there is no such function.
         autocast: the autocast state of the call.
         inputs: for each input, its source and its place in that source.
-
-    ``data`` is the tensor itself if it came to be kept after the recipe was made (see ``Registry.expose``).  Saved
-    tensors then read ``data``; other recipes still rebuild the values of the call.
     """
 
-    data: Data | None = None
-    own: float | None = None  # the number of the ``Reader`` (``offers.py``), if there is one
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
     steps = 1  # its calls
 
@@ -223,12 +222,10 @@ class Recipe:
                 # Each rebuild reads it, and hooks around the scope, such as a checkpoint's, may return it only once.
                 source.in_recipe = True
         # The order in which inputs are rebuilt, and the tensors that live at once then.
-        self.turns, self.needs = turns(inputs, overwrite is not None)
+        self.turns, self.needs = turns([source.needs for source, _ in inputs], overwrite is not None)
         self.orders: list[int] = []  # the numbers of the recipe's handles, in ascending order
 
-    def near(self, order: float) -> bool:
-        if self.own is not None and order - NEAR <= self.own < order:
-            return True
+    def near(self, order: int) -> bool:
         i = bisect_left(self.orders, order)
         return i > 0 and self.orders[i - 1] >= order - NEAR
 
@@ -286,16 +283,13 @@ class Handle:
     __slots__ = ("at", "order", "recipe")
 
     def __init__(self, recipe: Recipe, at: Place) -> None:
-        global _latest
         self.recipe, self.at = recipe, at
-        self.order = _latest = next(_orders)
+        self.order = next(_orders)
         recipe.orders.append(self.order)
 
     def load(self) -> Tensor:
-        held, recipe = _thread.held, self.recipe
-        if held and (len(held) > 1 or held[0]() is not recipe):
-            _let_go(held, self.order)
-        return seen_as(recipe.load(self.order)[0] if recipe.data is None else recipe.data.load(), recipe.at, self.at)
+        _let_go(_thread.held, self.order)
+        return seen_as(self.recipe.load(self.order)[0], self.recipe.at, self.at)
 
 
 class _Thread(threading.local):
@@ -309,11 +303,6 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _orders = itertools.count()
-_latest = -1  # the number of the newest handle
-
-
-def latest() -> int:
-    return _latest
 
 
 def _hold(source: Data | Recipe) -> bool:

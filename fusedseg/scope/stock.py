@@ -20,10 +20,12 @@ first.  All other functions run as they are; ``watch.py`` tells the registry abo
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import _torch
 from ..ops.avg_pool import avg_pool3d
@@ -40,7 +42,6 @@ from .plain import Place, plain
 from .registry import Registry
 from .saved import OFF, Autocast, Data, Handle, Recipe
 from .stock_conv import convolution
-from .stock_norm import norm
 
 Function = Callable[..., Any]
 
@@ -84,9 +85,8 @@ def _overwriting(registry: Registry, func: Function, args: Args, kwargs: Kwargs,
     """The rule of functions that overwrite their first argument; ``pure`` computes the same into new memory."""
     x = args[0] if args else kwargs["input"]
     if not x.is_floating_point():
-        # The argument is no activation.  A counter of batches, which no recipe reads, needs no preparation.
-        if x.dtype != torch.int64 or not plain(x) or registry._find(x.untyped_storage()) is not None:
-            registry.before_change(x)
+        # The argument is no activation.
+        registry.before_change(x)
         return func(*args, **kwargs)
     again, tensors = replay(func, args, kwargs)
     return recipes.overwritten(registry, func, args, kwargs, tensors, Rounded(again.by(pure)), again)
@@ -106,22 +106,11 @@ class Rounded:
 
 def _flagged(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of functions of ``torch.nn.functional`` that have the option ``inplace``."""
-    apart: Function
-    tensors: Sequence[Tensor]
-    if len(args) == 1 and len(kwargs) == ("inplace" in kwargs):
-        (apart, overwrite), tensors = _forms(func), args
-    else:
-        again, tensors = replay(func, args, kwargs)
-        apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
+    again, tensors = replay(func, args, kwargs)
+    apart, overwrite = again.by(func, inplace=False), again.by(func, inplace=True)
     if not kwargs.get("inplace"):
         return _call(registry, func, args, kwargs, tensors, apart, overwrite)
     return recipes.overwritten(registry, func, args, kwargs, tensors, apart, overwrite)
-
-
-@functools.cache
-def _forms(func: Function) -> tuple[Function, Function]:
-    """A function of one tensor that has the option ``inplace``, without and with the option."""
-    return func, functools.partial(func, inplace=True)
 
 
 def _cat(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -211,6 +200,60 @@ def _prelu(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> An
     return out
 
 
+def _of_batch_norm(
+    input,  # noqa: A002
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
+
+
+def _of_instance_norm(
+    input,  # noqa: A002
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+):
+    return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+
+
+# For each function, a function with the same signature that returns the arguments in their order: x, running mean and
+# variance, weight and bias, whether the statistics of x are used, momentum and eps.
+ARGUMENTS: dict[Function, Function] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
+
+
+def _norm(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The rule of batch and instance norm.  Rebuilding an output moves no running statistics."""
+    x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
+
+    def laid_anew(t: Tensor) -> Handle | None:
+        """Keeps ``x`` in place of ``t``, the contiguous copy of ``x`` that instance norm saves."""
+        if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
+            return None
+        if not registry.certain(x):
+            return None
+        size, kept = t.size(), registry.keep(x)
+        source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])
+        return Handle(source, source.at)
+
+    with recipes.claimed(registry, laid_anew) if func is F.instance_norm else nullcontext():
+        out = func(*args, **kwargs)
+    # These are copies, because aten moves running statistics without a new version.
+    mean, var = [None if own or v is None else v.detach().clone() for v in (mean, var)]
+    again, tensors = replay(func, (x, mean, var, weight, bias, own, *numbers), {})
+    registry.offer(out, again, tensors)
+    return out
+
+
 def _dropout(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of dropout, of elements or of channels.  The function itself draws the mask, once."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
@@ -250,7 +293,7 @@ def _masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 Rule = Callable[[Registry, Function, Any, Any], Any]
 # The rules of functions that need more than a call of the same function (``Row.again``).
 OWN: dict[str, Rule] = {
-    "norm": norm,
+    "norm": _norm,
     "convolution": _convolution,
     "prelu": _prelu,
     "dropout": _dropout,

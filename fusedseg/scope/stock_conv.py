@@ -17,7 +17,7 @@ from ..ops import reuse
 from ..ops.conv.convolution import shape_only
 from ..ops.double_backward import is_batch
 from .calls import Args, Kwargs
-from .plain import Place, is_trained_leaf, plain
+from .plain import Place, plain
 from .registry import Registry
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -65,9 +65,7 @@ def convolution(registry: Registry, func: Callable[..., Any], args: Args, kwargs
     if dims is None or not isinstance(x, Tensor):
         return func(*args, **kwargs)
     if x.nbytes < reuse.LEAST_BYTES or not _is_rebuilt(registry, x):
-        # A weight that is trained has no recipe.
-        bare = registry.bares(x) if len(args) > 1 and is_trained_leaf(args[1]) else None
-        return func(*args, **kwargs) if bare is None else registry.call_bare(bare, func, args, kwargs)[0]
+        return func(*args, **kwargs)
     named = dict(zip(_NAMES, args, strict=False)) | kwargs
     w, bias, padding = named.get("weight"), named.get("bias"), named.get("padding", 0)
     tensors = [t for t in (x, w, bias) if t is not None]

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..nn.handed import Handed, handing
-from ..nn.leaf import proxy_in
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 
@@ -128,9 +127,6 @@ class MultiEncoderUNet(nn.Module):
         name = type(self).__name__
         if len(images) != len(self.in_channels):
             raise ValueError(f"fusedseg.unet.{name}: expected {len(self.in_channels)} images, got {len(images)}")
-        if proxy_in(images) is not None:
-            # torch.fx traces the forward, so there are no shapes to check.
-            return
         for x, channels in zip(images, self.in_channels, strict=True):
             if x.dim() != self.dims + 2 or x.shape[1] != channels:
                 raise ValueError(

@@ -49,7 +49,6 @@ def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float =
         expected_gradient = expected_gradients[name]
         error = (gradient - expected_gradient).norm().item() / max(expected_gradient.norm().item(), floor)
         assert error < tolerance, (name, error)
-    # Buffers are compared by name, because torch.fx registers modules in the order of their calls.
     buffers, expected_buffers = dict(ours.named_buffers()), dict(stock.named_buffers())
     assert buffers.keys() == expected_buffers.keys()
     for name, buffer in buffers.items():
@@ -63,7 +62,7 @@ def converted(
     stock = make().to(x.dtype)
     ours = copy.deepcopy(stock)
     keys, parameters = list(ours.state_dict()), dict(ours.named_parameters(remove_duplicate=False))
-    report = fusedseg.convert(ours, **options)
+    report = fusedseg.convert(ours, **{"example_inputs": x} | options)
     assert list(ours.state_dict()) == keys
     for name, parameter in ours.named_parameters(remove_duplicate=False):
         assert parameter is parameters[name]

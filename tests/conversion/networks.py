@@ -1,10 +1,9 @@
-"""Small networks with the structures of published libraries, and random networks."""
+"""Small networks with the structures of published libraries."""
 
 import functools
-import random
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 LEAKY = functools.partial(nn.LeakyReLU, 0.1)
@@ -222,100 +221,6 @@ class Flagged(nn.Module):
         if self.flag:
             return z + y
         return z
-
-
-class Random(nn.Module):
-    """A random network: chains, branches, residuals, shared modules, functions, dropout and unusual orders."""
-
-    NORMS = (nn.BatchNorm2d, nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True), lambda c: nn.GroupNorm(2, c))
-    ACTS = (
-        lambda: nn.ReLU(inplace=True), nn.ReLU, lambda: nn.LeakyReLU(0.1, inplace=True), nn.LeakyReLU, nn.ELU, nn.SiLU,
-        nn.GELU, nn.Mish, nn.Hardswish, nn.ReLU6, nn.Tanh, nn.PReLU, lambda: nn.LeakyReLU(0.0),
-    )  # fmt: skip
-    FUNCTIONS = (
-        F.relu, lambda x: F.relu(x, inplace=True), lambda x: F.leaky_relu(x, 0.2), torch.relu_, F.silu, torch.sigmoid,
-    )  # fmt: skip
-
-    def __init__(self, seed: int, width: int = 4) -> None:
-        super().__init__()
-        self.random, self.width = random.Random(seed), width
-        self.parts = nn.ModuleList()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.shared_act = self.random.choice(self.ACTS)()
-        self.shared_norm = nn.BatchNorm2d(width)
-        self.steps = [self._step() for _ in range(self.random.randint(3, 6))]
-
-    def _make(self, module: nn.Module) -> nn.Module:
-        self.parts.append(module)
-        return module
-
-    def _conv(self) -> nn.Module:
-        c, bias = self.width, self.random.random() < 0.5
-        return self._make(nn.Conv2d(c, c, self.random.choice((1, 3)), padding="same", bias=bias))
-
-    def _norm(self) -> nn.Module:
-        return (
-            self.shared_norm if self.random.random() < 0.15 else self._make(self.random.choice(self.NORMS)(self.width))
-        )
-
-    def _act(self):
-        roll = self.random.random()
-        if roll < 0.2:
-            return self.random.choice(self.FUNCTIONS)
-        return self.shared_act if roll < 0.4 else self._make(self.random.choice(self.ACTS)())
-
-    def _between(self) -> list:
-        roll = self.random.random()
-        if roll < 0.15:
-            return [self._make(nn.Dropout(0.0))]
-        if roll < 0.25:
-            return [self._make(nn.Identity())]
-        return [self._make(nn.Dropout(0.3))] if roll < 0.35 else []
-
-    def _block(self) -> list:
-        conv, norm, act = self._conv(), self._norm(), self._act()
-        kind = self.random.choice(("usual", "usual", "usual", "act first", "pre-activation", "no act", "no norm"))
-        return {
-            "usual": [conv, norm, *self._between(), act],
-            "act first": [conv, act, norm],
-            "pre-activation": [norm, *self._between(), act, conv],
-            "no act": [conv, norm],
-            "no norm": [conv, act],
-        }[kind]
-
-    def _step(self) -> tuple:
-        kind = self.random.choice(("chain", "chain", "residual", "residual act", "branches", "cat", "pool", "reread"))
-        act = self._act() if kind in ("residual act", "reread") else None
-        mix = self._conv() if kind != "cat" else self._make(nn.Conv2d(2 * self.width, self.width, 1))
-        pool = self._make(nn.MaxPool2d(self.random.choice((2, 3)), 1, 1))
-        return kind, self._block(), self._block(), act, mix, pool
-
-    @staticmethod
-    def _run(block: list, x: Tensor) -> Tensor:
-        for part in block:
-            x = part(x)
-        return x
-
-    def forward(self, x):
-        x = self.stem(x)
-        for kind, first, second, act, mix, pool in self.steps:
-            if kind == "chain":
-                x = self._run(second, self._run(first, x))
-            elif kind in ("residual", "residual act"):
-                y = self._run(first, x)
-                # Eager mode keeps the output of an activation, so nothing may write to it.
-                y = y.add_(x) if isinstance(first[-1], nn.Conv2d) else y + x
-                x = act(y) if act else y
-            elif kind == "branches":
-                x = self._run(first, x) + self._run(second, x)
-            elif kind == "cat":
-                x = mix(torch.cat([self._run(first, x), x], 1))
-            elif kind == "pool":
-                x = pool(self._run(first, x))
-            else:
-                y = self._run(first, x)
-                x = act(y * 1.0) * torch.sigmoid(y)
-        return x
 
 
 NETWORKS = {"unet": UNet, "leaky unet": lambda: UNet(nn.LeakyReLU), "resnet": ResNet, "nnunet": NNUNet}

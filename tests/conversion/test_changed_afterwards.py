@@ -198,7 +198,7 @@ def test_an_activation_module_of_many_calls_is_replaced(image):
 
 def test_the_activation_says_that_it_does_nothing_by_itself():
     model = nn.Sequential(*networks.double_conv(3, 8, nn.LeakyReLU(0.5)))
-    fusedseg.convert(model)
+    fusedseg.convert(model, example_inputs=torch.randn(2, 3, 8, 8))
     assert repr(model[2]) == "Applied(LeakyReLU, done by the norm before it)"
     x = torch.randn(3)
     assert model[2](x) is x

@@ -12,6 +12,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.conversion import scope, twins
+from fusedseg.memory.meter import measure
 from fusedseg.ops.observer import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, pair, reasons, replaced, results
@@ -134,8 +135,21 @@ def test_only_modules_are_converted():
         fusedseg.convert(lambda x: x)
     with pytest.raises(TypeError, match=r"by its name, such as fusedseg\.convert\(model, example_inputs=.* got Tensor"):
         fusedseg.convert(networks.UNet(), torch.randn(1, 3, 16, 16))
+    with pytest.raises(TypeError, match=r"model must not be a torch\.fx\.GraphModule; convert the module that"):
+        fusedseg.convert(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())))
     with pytest.raises(TypeError, match=r"fusedseg\.revert: model must be an nn\.Module, got int"):
         fusedseg.revert(3)
+
+
+def test_without_an_example_the_model_gets_the_scope_alone(image):
+    model = networks.UNet().double()
+    stock = copy.deepcopy(model)
+    report = fusedseg.convert(model)
+    assert report.replaced == []
+    assert "pass example_inputs to have modules replaced" in report.how
+    assert reasons(report)["pool"] == "no call was observed: pass example_inputs to have it replaced"
+    assert measure(model, image).saved < 0.6 * measure(stock, image).saved
+    assert_same(model, stock, image)
 
 
 def test_looking_at_a_model_leaves_no_trace(image, counted):
@@ -167,7 +181,7 @@ def test_a_forward_that_looks_at_values(image, counted):
         def forward(self, x):
             return super().forward(x if x.abs().sum().item() > 0 else x + 1)
 
-    model, report = converted(Looks, image, example_inputs=image)
+    model, report = converted(Looks, image)
     assert len(report.replaced) == 8
     assert report.before is report.after is None
     assert "\nA training step on the example is not counted: without values, DataDependent" in str(report)
@@ -222,12 +236,12 @@ def test_mode_and_flags_are_kept():
     model.down.train()
     model.dec.requires_grad_(False)
     flags = [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
-    fusedseg.convert(model)
+    fusedseg.convert(model, example_inputs=torch.randn(2, 3, 16, 16))
     assert flags == [(m.training, [p.requires_grad for p in m.parameters(recurse=False)]) for m in model.modules()]
 
 
 def test_wrappers_are_seen_through(image):
-    _, report = converted(lambda: nn.DataParallel(networks.double_conv(3, 8)), image, example_inputs=image)
+    _, report = converted(lambda: nn.DataParallel(networks.double_conv(3, 8)), image)
     assert replaced(report) == {"module.1": "BatchNormAct(relu)"}
 
 
@@ -302,7 +316,7 @@ def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
 def test_part_of_a_model_and_then_all_of_it(image):
     stock = networks.UNet().double()
     model = copy.deepcopy(stock)
-    fusedseg.convert(model.down)
+    fusedseg.convert(model.down, example_inputs=torch.randn(2, 8, 8, 8, dtype=torch.float64))
     fusedseg.convert(model, example_inputs=image)
     assert_same(model, stock, image)
     assert not model.down._forward_hooks

@@ -69,7 +69,7 @@ ENLARGE = {
 @pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU])
 @pytest.mark.parametrize("enlarge", ENLARGE)
 def test_neither_the_concatenation_nor_the_enlarged_tensor_is_needed(image, apart, seen, enlarge, act):
-    _, report = converted(lambda: Joins(ENLARGE[enlarge], act), image, example_inputs=image)
+    _, report = converted(lambda: Joins(ENLARGE[enlarge], act), image)
     assert any(row.what.startswith("cat() + Conv2d") and row.paths[0] == "conv" for row in report.replaced)
     skip, up = seen[0]
     assert type(skip) is torch.Tensor
@@ -91,14 +91,14 @@ class Reduces(nn.Module):
 
 @pytest.mark.parametrize("enlarge", ENLARGE)
 def test_the_gradients_of_a_pointwise_convolution_come_from_the_small_tensor(image, seen, enlarge):
-    _, report = converted(lambda: Reduces(ENLARGE[enlarge]), image, example_inputs=image)
+    _, report = converted(lambda: Reduces(ENLARGE[enlarge]), image)
     assert [row.what for row in report.replaced if row.paths[0] == "conv"] == ["interpolate() + Conv2d"]
     assert seen
     assert all(source.x.shape == (3, 6, 8, 8) for sources in seen for source in sources)
 
 
 def test_a_convolution_that_adds_channels_to_an_enlarged_tensor_is_left(image, seen):
-    _, report = converted(lambda: Reduces(ENLARGE["bilinear"], 7), image, example_inputs=image)
+    _, report = converted(lambda: Reduces(ENLARGE["bilinear"], 7), image)
     assert "conv" not in replaced(report)
     assert not seen
 
@@ -114,7 +114,7 @@ def test_a_convolution_that_adds_channels_to_an_enlarged_tensor_is_left(image, s
     ids=["antialias", "factor", "transposed convolution"],
 )
 def test_what_cannot_be_enlarged_later_is_a_source_as_it_is(image, apart, seen, enlarge):
-    converted(lambda: Joins(enlarge), image, example_inputs=image)
+    converted(lambda: Joins(enlarge), image)
     assert all(type(source) is torch.Tensor for source in seen[0])
 
 
@@ -136,13 +136,13 @@ class Changes(Joins):
 
 @pytest.mark.parametrize("cls", [Overwrites, Changes])
 def test_what_was_changed_is_not_taken_for_what_it_was(image, apart, seen, cls):
-    converted(lambda: cls(ENLARGE["bilinear"]), image, example_inputs=image)
+    converted(lambda: cls(ENLARGE["bilinear"]), image)
     assert not seen
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"padding_mode": "reflect"}], ids=str)
 def test_convolutions_whose_sources_cannot_be_told_apart(image, options):
-    _, report = converted(lambda: Joins(ENLARGE["bilinear"], **options), image, example_inputs=image)
+    _, report = converted(lambda: Joins(ENLARGE["bilinear"], **options), image)
     assert "conv" not in replaced(report)
 
 
@@ -151,7 +151,7 @@ def test_concatenations_that_are_not_of_channels(image, apart, seen):
         def join(self, skip, up):
             return torch.cat([torch.cat([skip, up], 1)] * 2)
 
-    converted(lambda: Batch(ENLARGE["bilinear"]), image, example_inputs=image)
+    converted(lambda: Batch(ENLARGE["bilinear"]), image)
     assert not seen
 
 
@@ -216,7 +216,7 @@ def leaky_unet() -> nn.Module:
     ids=["unet", "elu", "biased"],
 )  # fmt: skip
 def test_one_op_is_the_same_function(image, one_op, make):
-    model, report = converted(make, image, example_inputs=image)
+    model, report = converted(make, image)
     # A convolution of a concatenation keeps the sources instead.
     fused = {row.paths[0] for row in report.replaced if row.what.startswith("Conv2d + BatchNorm2d + ")}
     assert fused == {path for path, module in model.named_modules() if any(module is conv for conv in one_op)}
@@ -275,7 +275,7 @@ def test_norms_that_other_convolutions_feed_too_stay_on_their_own(image, one_op)
         def forward(self, x):
             return self.act(self.bn(self.a(x))) + self.act(self.bn(self.b(x)))
 
-    _, report = converted(Shares, image, example_inputs=image)
+    _, report = converted(Shares, image)
     assert replaced(report) == {"bn": "InPlaceABN(leaky_relu(0.01))"}
     assert not one_op
 

@@ -23,7 +23,7 @@ def test_hooks_go_on_seeing_what_they_saw(image, where):
         model[1 if where == "norm" else 2].register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
         return model
 
-    model, report = converted(make, image, example_inputs=image)
+    model, report = converted(make, image)
     assert replaced(report) == {}
     name = {"norm": "BatchNorm2d", "act": "LeakyReLU"}[where]
     assert reasons(report)["1"] == f"{name} has hooks, which would see other tensors"
@@ -60,7 +60,7 @@ def test_spectral_norm_of_the_convolution(image, norm, act, name):
         norm(model[0])
         return model
 
-    model, report = converted(make, image, example_inputs=image)
+    model, report = converted(make, image)
     assert replaced(report) == {"1": f"BatchNormAct({name})"}
     assert type(model[0].weight) in (nn.Parameter, torch.Tensor)
 
@@ -88,8 +88,8 @@ def test_synchronised_norms_are_left():
     assert reasons(report)["1"].startswith("its statistics are shared by several processes: convert BatchNorms, then")
 
 
-@pytest.mark.parametrize("example", [None, torch.randn(2, 3, 8, 8)], ids=["traced", "example"])
-def test_lazy_modules_are_left_until_they_have_run(example):
+def test_lazy_modules_are_left_until_they_have_run():
+    example = torch.randn(2, 3, 8, 8)
     model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.LazyConv2d(4, 3), nn.BatchNorm2d(4))
     report = fusedseg.convert(model, example_inputs=example)
     assert "lazy" in reasons(report)["1"]
@@ -126,5 +126,5 @@ def test_max_pooling_that_returns_indices_is_left(image):
         def forward(self, x):
             return self.unpool(*self.pool(self.conv(x)))
 
-    _, report = converted(Indices, image, example_inputs=image)
+    _, report = converted(Indices, image)
     assert reasons(report)["pool"] == "it returns indices"

@@ -55,7 +55,8 @@ def test_package(name):
 @pytest.mark.slow
 def test_names_of_nnunet():
     """The network has 136 keys for 48 parameters."""
-    model = NETWORKS["nnU-Net PlainConvUNet 2D"].make()
+    network = NETWORKS["nnU-Net PlainConvUNet 2D"]
+    model = network.make()
     assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)
-    fusedseg.convert(model)
+    fusedseg.convert(model, example_inputs=torch.randn(network.shape))
     assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)

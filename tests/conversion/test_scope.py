@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
@@ -203,40 +203,3 @@ def test_compiled_as_one_graph(image, whole):
     out = compiled(image)
     out.sum().backward()
     assert torch.allclose(out, stock(image))
-
-
-@pytest.fixture
-def graph(image):
-    """A GraphModule.  Each GraphModule has a class of its own and writes its code to it."""
-    graph = fx.symbolic_trace(nn.Sequential(networks.double_conv(3, 4), nn.Conv2d(4, 4, 1))).double()
-    fusedseg.convert(graph, example_inputs=image)
-    return graph
-
-
-@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
-def test_a_graph_module_is_copied(graph, image, made):
-    seen = []
-    other = made(graph)
-    other.get_submodule("1").register_forward_hook(lambda *_: seen.append(innermost() is not None))
-    expected = graph(image)
-    seen.clear()
-    assert torch.equal(other(image), expected)
-    assert seen == [True]
-    assert other._fusedseg_wiring.root is other
-    other.get_submodule("0")._modules["2"] = nn.Identity()
-    with pytest.raises(RuntimeError, match=r"0\.2 was moved, replaced or removed, but 0\.1 still does its work"):
-        other(image)
-
-
-def test_a_graph_module_is_edited(graph, image):
-    (last,) = (node for node in graph.graph.nodes if node.target == "1")
-    with graph.graph.inserting_after(last):
-        new = graph.graph.call_function(torch.neg, (last,))
-    last.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    before = graph(image)
-    graph.recompile()
-    assert torch.equal(graph(image), -before)
-    assert torch.equal(copy.deepcopy(graph)(image), -before)
-    fusedseg.revert(graph)
-    assert torch.equal(graph(image), -before)
-    assert not isinstance(graph, Scoped)

@@ -16,22 +16,16 @@ from tests.conversion.compare import converted, reasons, replaced
 pytestmark = pytest.mark.usefixtures("uncounted")
 
 
-@pytest.fixture(params=[True, False], ids=["observed", "traced"])
-def how(request, image):
-    """The arguments of ``convert`` for both ways to find the flow."""
-    return {"example_inputs": image} if request.param else {}
-
-
-def test_unet(image, how):
-    _, report = converted(networks.UNet, image, **how)
+def test_unet(image):
+    _, report = converted(networks.UNet, image)
     relu = "BatchNormAct(relu)"
     assert list(replaced(report).values()) == [relu] * 2 + ["MaxPool2d"] + [relu] * 2 + ["JoinConv2d"] + [relu] * 2
     assert [row.what for row in report.recomputed] == ["Upsample", "pad()", "cat()"]
     assert not report.skipped
 
 
-def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(image, how):
-    model, report = converted(lambda: networks.UNet(lambda: nn.LeakyReLU(0.2)), image, **how)
+def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(image):
+    model, report = converted(lambda: networks.UNet(lambda: nn.LeakyReLU(0.2)), image)
     assert [(row.what, row.to) for row in report.replaced if row.paths != ("pool",)] == [
         ("cat() + " * joined + "Conv2d + BatchNorm2d + LeakyReLU", "ConvABN2d(leaky_relu(0.2))")
         for joined in (0, 0, 0, 0, 1, 0)
@@ -41,7 +35,7 @@ def test_an_activation_that_can_be_inverted_is_written_over_the_convolution(imag
 
 
 def test_blocks_of_fusedseg_are_seen_through(image):
-    _, report = converted(lambda: UNet(3, 4, widths=(4, 8), plain=True), image, example_inputs=image)
+    _, report = converted(lambda: UNet(3, 4, widths=(4, 8), plain=True), image)
     two = ["ConvABN2d(leaky_relu(0.01))"] * 2
     # The joined convolution reads an enlarged tensor.
     assert list(replaced(report).values()) == [*two, "MaxPool2d", *two, "JoinConv2d", *two]
@@ -122,30 +116,29 @@ STRUCTURES = {
 
 
 @pytest.mark.parametrize(("make", "to", "why"), STRUCTURES.values(), ids=STRUCTURES)
-def test_structures(image, how, make, to, why):
-    _, report = converted(make, image, **how)
+def test_structures(image, make, to, why):
+    _, report = converted(make, image)
     assert replaced(report) == to
     assert reasons(report).items() >= why.items()
 
 
-def test_resnet(image, how):
-    _, report = converted(networks.ResNet, image, **how)
+def test_resnet(image):
+    _, report = converted(networks.ResNet, image)
     assert sum(to == "BatchNormAct(relu)" for to in replaced(report).values()) == 5
     assert sum(why.startswith("followed by add") for why in reasons(report).values()) == 5
     assert replaced(report)["maxpool"] == "MaxPool2d"
     assert not report.skipped
 
 
-def test_one_activation_for_two_norms_registered_before_them(how):
+def test_one_activation_for_two_norms_registered_before_them():
     x = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64)
-    how = {"example_inputs": x} if how else {}
-    _, report = converted(lambda: networks.DynUNetBlock(4), x, **how)
+    _, report = converted(lambda: networks.DynUNetBlock(4), x)
     to = "InPlaceInstanceNormAct(leaky_relu(0.01))"
     assert replaced(report) == {"norm1": to, "norm2": to}
 
 
-def test_norms_of_four_names(image, how):
-    model, report = converted(networks.NNUNet, image, **how)
+def test_norms_of_four_names(image):
+    model, report = converted(networks.NNUNet, image)
     encoders, names = ("encoder", "decoder.encoder"), ("norm", "all_modules.1")
     assert [row.paths for row in report.replaced] == [
         (*(f"{encoder}.{i}.{name}" for encoder in encoders for name in names), f"encoder.{i}.nonlin") for i in range(2)
@@ -156,8 +149,9 @@ def test_norms_of_four_names(image, how):
     assert block.norm is model.encoder[0].norm
 
 
-def test_norm_and_activation_in_one_module(image, how):
-    _, report = converted(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.BatchNormAct2d(8)), image, **how)
+def test_norm_and_activation_in_one_module(image):
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), networks.BatchNormAct2d(8))  # noqa: E731
+    _, report = converted(make, image)
     assert replaced(report) == {}
     assert [row.what for row in report.recomputed] == ["batch_norm()", "ReLU"]
     assert not report.skipped
@@ -198,7 +192,7 @@ def test_values_that_someone_keeps_are_not_overwritten(image):
             self.feature = self.conv(x)
             return self.act(self.bn(self.feature))
 
-    _, report = converted(lambda: Stores(nn.LeakyReLU()), image, example_inputs=image)
+    _, report = converted(lambda: Stores(nn.LeakyReLU()), image)
     assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
 
 
@@ -222,7 +216,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, how, write):
+def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, write):
     """Network 195 of the hunt: backward of the converted network raised an error, and that of the stock one did not.
 
     With ``torch._foreach_mul_`` in a checkpoint, and with ``.data``, gradients were wrong without an error.
@@ -236,7 +230,7 @@ def test_an_output_that_the_model_changes_is_not_kept_for_backward(image, how, w
         def forward(self, x):
             return self.write(self.act(self.bn(self.conv(x))))
 
-    _, report = converted(lambda: Changes(nn.LeakyReLU()), image, **how)
+    _, report = converted(lambda: Changes(nn.LeakyReLU()), image)
     assert replaced(report) == {"bn": "BatchNormAct(leaky_relu(0.01))"}
 
 
@@ -246,18 +240,6 @@ def test_scripted_children_are_left(image):
     report = fusedseg.convert(model, example_inputs=image.float())
     assert replaced(report) == {"1.1": "BatchNormAct(relu)"}
     assert "scripted" in reasons(report)["0"]
-
-
-def test_control_flow_that_fx_cannot_trace(image):
-    class Branches(networks.Functional):
-        def forward(self, x):
-            return super().forward(x) if x.mean() < 100 else x
-
-    _, report = converted(Branches, image)
-    assert "torch.fx cannot trace it" in report.how
-    assert "pass example_inputs" in report.how
-    _, report = converted(Branches, image, example_inputs=image)
-    assert "observed" in report.how
 
 
 class Counting(nn.Module):
@@ -276,10 +258,9 @@ class Counting(nn.Module):
 
 
 def test_buffers_that_forward_changes_are_as_before():
-    """The trace called the methods of buffers themselves, so that a counter of steps moved by two."""
     net = Counting()
     steps, calls = net.steps, net.calls
-    fusedseg.convert(net)
+    fusedseg.convert(net, example_inputs=torch.randn(2, 3, 8, 8))
     assert (net.steps, net.calls) == (steps, calls) == (0, 0)
     assert isinstance(net.norm, fusedseg.InPlaceABN)
     net(torch.randn(2, 3, 8, 8)).sum().backward()

@@ -75,7 +75,7 @@ USUAL: list[tuple[int, Maker]] = [
     (1, habits.changed_then_hidden), (1, habits.foreign_memory), (1, habits.parameter_change), (2, habits.mixed_sum),
     (1, habits.shared_memory), (2, habits.broadcast_sum), (1, habits.decorated),
 ]  # fmt: skip
-ODD: list[tuple[int, Maker]] = [(4, habits.odd), (1, habits.max_norm), (2, habits.inference_features)]
+ODD: list[tuple[int, Maker]] = [(4, habits.odd), (2, habits.inference_features)]
 
 
 def chosen(g: Grower) -> Maker:

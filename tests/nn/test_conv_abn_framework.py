@@ -5,13 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fusedseg
-from fusedseg import ConvABN2d, ConvABN3d
-from fusedseg.memory.meter import measure
+from fusedseg import ConvABN2d
 from tests.nn.test_conv_abn import assert_same, assert_same_state, data, pair, step
 from tests.tools.compiling import check_compiled_follows
 
@@ -206,27 +204,3 @@ def test_channels_last_as_stock(dims, fmt, of):
     assert_same(stock, ours, x)
     with torch.no_grad():
         assert ours(x).is_contiguous(memory_format=fmt)
-
-
-@pytest.mark.parametrize(("dims", "fmt"), [(2, "contiguous"), (3, "contiguous"), (3, "channels_last")])
-def test_memory_of_large_networks(dims, fmt):
-    """At full size, on fake tensors, each layer keeps one tensor besides the input; stock modules keep two for each."""
-    C, layers = 32, 3
-    shape = (4, C, 512, 512) if dims == 2 else (1, C, 64, 128, 128)
-    memory_format = torch.contiguous_format
-    if fmt == "channels_last":
-        memory_format = {2: torch.channels_last, 3: torch.channels_last_3d}[dims]
-    ours, conv, bn = {
-        2: (ConvABN2d, nn.Conv2d, nn.BatchNorm2d),
-        3: (ConvABN3d, nn.Conv3d, nn.BatchNorm3d),
-    }[dims]
-    with FakeTensorMode():
-        x = torch.empty(shape).contiguous(memory_format=memory_format)
-        net = nn.Sequential(*(ours(C, C, 3, padding=1) for _ in range(layers)))
-        stock = [nn.Sequential(conv(C, C, 3, padding=1), bn(C), nn.LeakyReLU(inplace=True)) for _ in range(layers)]
-        mine, theirs = measure(net, x), measure(nn.Sequential(*stock), x)
-    # rstd and other vectors are less than a thousandth.
-    assert mine.saved / x.nbytes == pytest.approx(1 + layers, rel=1e-3)
-    assert theirs.saved / x.nbytes == pytest.approx(1 + 2 * layers, rel=1e-3)
-    # The peak is in the last layer's backward, where the aten path of channels_last has one tensor more.
-    assert mine.peak < theirs.peak - x.nbytes * (0.9 if fmt == "channels_last" else layers - 1)

@@ -61,23 +61,6 @@ def test_a_compiled_network_returns_it():
     torch.testing.assert_close(found, expected)
 
 
-def test_traced_as_one_call():
-    net = nn.Sequential(nn.Conv2d(2, 6, 1), fusedseg.ConvHead2d(6, 4)).eval()
-    x = torch.randn(1, 2, 3, 3)
-    assert torch.equal(torch.fx.symbolic_trace(net)(x), net(x))
-
-    class Labels(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = net[1]
-
-        def forward(self, x):
-            return self.head(x, size=(6, 6), labels=True)
-
-    h = torch.randn(1, 6, 3, 3)
-    assert torch.equal(torch.fx.symbolic_trace(Labels())(h), Labels()(h))
-
-
 def test_distributed_data_parallel_finds_its_tensors(tmp_path):
     """With find_unused_parameters, DDP looks for tensors in the output; parameters it does not find get no gradient."""
     net = nn.Sequential(nn.Conv2d(2, 6, 1), fusedseg.ConvHead2d(6, 4))

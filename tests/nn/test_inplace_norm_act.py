@@ -102,7 +102,7 @@ def test_residual(backend, device, kind, training):
     assert_same_step(stock, ours, x, r)
 
 
-@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+@pytest.mark.parametrize("kind", ["batch", "exact batch", "instance", "group"])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_are_independent(kind, clone):
     stock, ours = pair(kind, affine=True)

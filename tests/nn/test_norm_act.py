@@ -1,8 +1,5 @@
 """Compares the modules with the stock norm and activation: function, state and behaviour."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -115,30 +112,11 @@ def test_prelu_learns_its_slope(norm, slopes):
     assert (ours.slope == 0.3).all()
 
 
-@pytest.mark.parametrize("norm", MODULES)
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_independent(norm, clone):
-    ours = MODULES[norm](activation="gelu", activation_param="tanh")
-    other = clone(ours)
-    x = torch.randn(2, 4, 5, 5)
-    assert torch.equal(other(x), ours(x))
-    assert repr(other) == repr(ours)
-    other.weight.data.zero_()
-    assert (ours.weight == 1).all()
-
-
 def test_repr_names_the_activation():
     assert "activation=leaky_relu(0.01)" in repr(BatchNormAct(3))
     assert "activation=gelu('tanh')" in repr(GroupNormAct(1, 3, activation="gelu", activation_param="tanh"))
     assert "activation=prelu(0.25), num_slopes=3" in repr(InstanceNormAct(3, activation="prelu", num_slopes=3))
     assert "activation=relu" in repr(BatchNormAct(3, activation="relu"))
-
-
-def test_device_and_dtype_arguments():
-    module = BatchNormAct(3, activation="prelu", device="meta", dtype=torch.float16)
-    assert module.weight.is_meta
-    assert module.slope.is_meta
-    assert module.running_mean.dtype == module.slope.dtype == torch.float16
 
 
 @pytest.mark.parametrize("norm", MODULES)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedseg import BatchNormAct, recompute
+from fusedseg import recompute
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
 from fusedseg.memory import SavedBytes
@@ -203,77 +203,3 @@ def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
     # the last one.
     assert within <= 5 * x.nbytes + 1024
     assert without >= 8 * x.nbytes
-
-
-class Block(nn.Module):
-    """A convolution, a norm with an activation and with a shortcut or without, and two readers of its result."""
-
-    def __init__(self, activation, residual):
-        super().__init__()
-        self.before, self.norm = nn.Conv2d(4, 4, 3, padding=1), BatchNormAct(4, activation=activation)
-        self.residual, self.after, self.beside = residual, nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        y = self.before(x)
-        z = self.norm(y, x * 1) if self.residual else self.norm(y)
-        return self.after(z) + self.beside(z)
-
-
-@pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("activation", ["relu", "relu6", "silu"])
-def test_an_output_that_the_scope_has_rebuilt_is_used_again(activation, residual, rows, monkeypatch):
-    """Backward takes the gate of relu from it, with the same bits, and holds no more memory for it."""
-    used, inner = [], aten_input._from_output
-
-    def from_output(*args):
-        g = inner(*args)
-        used.append(g is not None)
-        return g
-
-    monkeypatch.setattr(aten_input, "_from_output", from_output)
-    net = nn.Sequential(Block(activation, residual), Block(activation, residual))
-    x = torch.randn(2, 4, 32, 32)
-    x = channels_last(x) if rows else x
-    parameters = list(net.parameters())
-
-    def gradients(scope, times=1):
-        with recompute() if scope else contextlib.nullcontext():
-            loss = net(x).square().sum()
-        return [torch.autograd.grad(loss, parameters, retain_graph=i + 1 < times) for i in range(times)]
-
-    (expected,) = gradients(False)
-    assert used == [False, False]
-    used.clear()
-    for found in gradients(True, times=2):
-        assert all(map(torch.equal, found, expected))
-    # The first pass has let go of the recipe, which lives on with the saved tensors of the convolutions alone.
-    assert used[:2] == [activation != "silu"] * 2
-    peaks = []
-    for reads in (True, False):
-        with monkeypatch.context() as patch:
-            if not reads:
-                patch.setattr(aten_input, "reads_output", lambda *args: False)
-            with LiveBytes() as live:
-                gradients(True)
-            peaks.append(live.peak)
-    assert peaks[0] <= peaks[1]
-
-
-def test_an_output_that_is_too_large_to_hold_is_not_held(monkeypatch):
-    """A large tensor is done in parts, beside which no rebuilt output may stand."""
-    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 2 * 4 * 8 * 8 * 4)
-    norm = BatchNormAct(4, activation="relu")
-    for size, held in ((8, True), (9, False)):
-        with recompute():
-            z = norm(torch.randn(2, 4, size, size, requires_grad=True))
-        assert (getattr(z.grad_fn, "reader", None) is not None) == held
-
-
-def test_a_norm_of_which_nothing_requires_a_gradient_has_no_reader():
-    """As in a frozen encoder under the scope: the output has no node."""
-    norm = BatchNormAct(4, activation="relu").requires_grad_(False)
-    after = nn.Conv2d(4, 2, 1)
-    with recompute():
-        after(norm(torch.randn(2, 4, 8, 8))).sum().backward()
-    assert after.weight.grad is not None

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import fusedseg
 from fusedseg import recompute
 from fusedseg.memory import SavedBytes
 from fusedseg.ops import observer
-from fusedseg.scope import offers, plain
-from fusedseg.scope.parts import Chain
-from fusedseg.scope.saved import Recipe
-from fusedseg.scope.turns import turns_of
+from fusedseg.scope.saved import turns
 from tests.ops.scope_cases import assert_equal, assert_same_gradients
 
 SHAPE = (2, 4, 8, 8)
@@ -257,33 +253,7 @@ def test_small_inputs_that_are_parts_of_larger_memory(made, part):
     ],
 )
 def test_the_input_that_needs_most_is_rebuilt_first(needs, overwrites, order, most):
-    assert turns_of(needs, overwrites) == (order, most)
-
-
-def residual(norms, x):
-    for norm in norms:
-        z = norm(x)
-        z += x
-        x = torch.relu_(z) * 1
-    return x
-
-
-def test_calls_that_overwrite_their_input_are_one_recipe(made, monkeypatch):
-    """Norm, addition and ReLU in one memory took three recipes, and Python's time for each of them."""
-    recipes_made = []
-
-    class Counted(Recipe):
-        def __init__(self, *args):
-            super().__init__(*args)
-            recipes_made.append(self)
-
-    monkeypatch.setattr(offers, "Recipe", Counted)
-    conv, _, x = made
-    norms = [nn.BatchNorm2d(4) for _ in range(2)]
-    assert_same_gradients(lambda: conv(residual(norms, conv(x))), conv, *norms)
-    # For each block the overwritten norm and its product with 1.
-    assert [type(recipe.rebuild) for recipe in recipes_made].count(Chain) == 2
-    assert len(recipes_made) <= 4
+    assert turns(needs, overwrites) == (order, most)
 
 
 def test_a_value_that_was_saved_keeps_a_recipe_of_its_own(made):
@@ -298,56 +268,3 @@ def test_a_value_that_was_saved_keeps_a_recipe_of_its_own(made):
         return conv(z) + saved
 
     assert_same_gradients(fn, conv, norm)
-
-
-def test_the_second_call_of_a_chain_gets_the_strides_of_forward():
-    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    strides = []
-    chain = Chain(torch.Tensor.contiguous, 1, plain.Place.of(x), lambda t, y: strides.append(t.stride()) or t + y)
-    assert torch.equal(chain(x.contiguous(), x), x + x)
-    assert strides == [x.stride()]
-
-
-def test_places_are_shared_and_their_number_is_limited(monkeypatch):
-    monkeypatch.setattr(plain, "_places", {})
-    monkeypatch.setattr(plain, "MOST_PLACES", 2)
-    first = plain.Place.of(torch.empty(1))
-    assert plain.Place.of(torch.zeros(1)) is first
-    for n in (2, 3, 4):
-        plain.Place.of(torch.empty(n))
-        assert len(plain._places) <= 2
-    assert plain.Place.of(torch.empty(1)) == first
-
-
-def test_hooks_see_tensors_again_after_a_norm_has_raised_an_error(made):
-    """The hooks are off while a norm saves its vectors."""
-    conv, _, x = made
-    with recompute():
-        z = conv(x)
-        with pytest.raises(RuntimeError):
-            F.batch_norm(z, None, None, torch.ones(3), None, training=True)
-        assert observer.innermost() is not None
-        F.batch_norm(z, torch.zeros(4), torch.ones(4), training=True)
-        assert observer.innermost() is not None
-    assert observer.innermost() is None
-
-
-class Clears(torch.autograd.Function):
-    """2 x, whose backward overwrites what it has saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dz):
-        ctx.saved_tensors[0].zero_()
-        return dz * 2
-
-
-def test_a_rebuilt_output_that_was_changed_is_not_read():
-    """The norm would read its own output, which was rebuilt for the function after it; that function changes it."""
-    conv, norm = nn.Conv2d(4, 4, 3, padding=1), fusedseg.BatchNormAct(4, activation="relu")
-    x = torch.randn(SHAPE)
-    assert_same_gradients(lambda: Clears.apply(norm(conv(x))), conv, norm)

@@ -52,17 +52,6 @@ def test_vmap_of_index_tensors_for_a_mask(scope):
     return grads(conv)
 
 
-@same_in_the_scope
-def test_vmap_writes_to_what_is_rebuilt_from(scope):
-    c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-    with scope():
-        x = c(torch.randn(2, 3, 8, 8))
-        out = d(F.pad(x, (1,) * 4))
-        torch.vmap(lambda t: t.mul_(2))(x.detach())
-    out.square().sum().backward()
-    return grads(c, d)
-
-
 USES = {
     "cat": lambda f, p: torch.cat([f, p], 1),
     "interpolate": lambda f, p: F.interpolate(f, scale_factor=2) * p.mean(),
@@ -175,56 +164,6 @@ def test_batched_gradients_of_a_converted_model(mode):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-def double_(x):
-    return x.mul_(2.0)
-
-
-class Doubles(nn.Module):
-    def forward(self, x):
-        return x.mul_(2.0)
-
-
-@pytest.mark.parametrize("written", [double_, Doubles()], ids=["function", "module"])
-@same_in_the_scope
-def test_source_is_changed_by_scripted_code(scope, written):
-    """The scope did not see the write, and backward raised an error that eager mode does not raise."""
-    c, d, change = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3), torch.jit.script(written)
-    with scope():
-        x = c(torch.randn(2, 3, 8, 8))
-        out = d(F.pad(x, (1,) * 4))
-        loss = out.square().sum() + change(x).sum()
-    loss.backward()
-    return grads(c, d)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@same_in_the_scope
-def test_another_name_of_a_source_is_given_other_memory(scope, when):
-    c, d = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
-    with scope():
-        x = c(torch.randn(2, 3, 8, 8))
-        if when == "before":
-            name = x.detach()
-        out = d(F.pad(x, (1,) * 4))
-        if when == "after":
-            name = x.detach()
-        name.set_(torch.randn(5))
-    out.square().sum().backward()
-    return grads(c, d)
-
-
-@same_in_the_scope
-def test_embedding_scales_its_weight(scope):
-    table, layer = torch.randn(5, 4, requires_grad=True), nn.Linear(16, 3)
-    with scope():
-        weight = table * 1
-        out = layer(F.pad(weight, (6, 6)))
-        with torch.no_grad():
-            rows = F.embedding(torch.tensor([1, 2]), weight, max_norm=0.5)
-    (out.square().sum() + rows.sum()).backward()
-    return [rows, *grads(table, layer)]
-
-
 class Tracker(TorchDispatchMode):
     """Asks each tensor for its memory, as memory trackers do."""
 
@@ -320,50 +259,3 @@ def test_a_mask_before_a_skip_inside_of_a_checkpoint(first):
         checkpoint(around(model), x, use_reentrant=False).square().sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(*found)
-
-
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x, src_key_padding_mask=None):
-        return self.attention(x, x, x, key_padding_mask=src_key_padding_mask, need_weights=False)[0]
-
-
-ATTENTION = {
-    "attention": Attends,
-    "layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
-}
-
-
-@pytest.mark.parametrize("make", ATTENTION.values(), ids=ATTENTION)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_the_fast_path_of_attention_in_eval_mode(make, padded, converted):
-    """PyTorch leaves it for any function mode, and the other path gave other last bits."""
-    torch.manual_seed(0)
-    model, x = make().eval(), torch.randn(2, 8, 16)
-    mask = torch.arange(8) > torch.tensor([[7], [4]]) if padded else None
-    stock, frozen = model, copy.deepcopy(model).requires_grad_(False)
-    if converted:
-        stock = copy.deepcopy(model)
-        fusedseg.convert(model, example_inputs=x)
-    with torch.no_grad():
-        expected = stock(x, src_key_padding_mask=mask)
-        with recompute():
-            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
-    with recompute():
-        assert torch.equal(frozen(x, src_key_padding_mask=mask), expected)
-        with torch.inference_mode():
-            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
-
-
-def test_attention_that_the_scope_has_met_is_scripted_and_compiled():
-    layer, x = ATTENTION["layer"]().eval().requires_grad_(False), torch.randn(2, 8, 16)
-    with recompute():
-        expected = layer(x)
-    assert torch.equal(torch.jit.script(layer)(x), expected)
-    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)

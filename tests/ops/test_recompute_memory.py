@@ -61,25 +61,10 @@ def saved(memory, t):
     return data
 
 
-def test_a_saved_tensor_is_found(memory, whole):
-    data = saved(memory, whole)
-    assert memory.kept_at(Place.of(whole), whole._version) is data
-
-
-def test_a_part_of_a_saved_tensor_is_found(memory, whole):
-    data = saved(memory, whole)
-    assert memory.kept_at(Place.of(whole[1]), whole._version) is data
-
-
 def test_a_saved_part_is_not_taken_for_the_whole(memory, whole):
     data = saved(memory, whole[1])
     assert memory.kept_at(Place.of(whole), whole._version) is None
     assert memory.kept_at(Place.of(whole[1]), whole._version) is data
-
-
-def test_a_saved_tensor_of_another_version_is_not_found(memory, whole):
-    data = saved(memory, whole)
-    assert memory.kept_at(data.at, whole._version + 1) is None
 
 
 def test_a_saved_tensor_that_was_changed_is_not_found(memory, whole):
@@ -98,11 +83,3 @@ def test_a_saved_tensor_that_was_copied_is_not_found(memory, whole):
     assert data.version == whole._version
     assert memory.kept_at(data.at, whole._version) is None
     assert list(memory.keepers()) == []
-
-
-def test_the_next_saved_tensor_is_found_after_one_that_is_gone(memory, whole):
-    first, second = saved(memory, whole), saved(memory, whole)
-    at = first.at
-    del first
-    assert memory.kept_at(at, whole._version) is second
-    assert list(memory.keepers()) == [second]

@@ -148,16 +148,3 @@ def test_a_source_that_is_overwritten_without_gradients_is_copied_first(write, x
         return out
 
     assert_same_gradients(fn, up, first, last)
-
-
-def test_memory_changed_by_numpy_after_a_convolution_has_kept_it(x):
-    """The convolution sees the change, as in eager mode; what is rebuilt from the same memory does not."""
-    first, second, third = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
-
-    def fn():
-        y = first(x)
-        out = second(y) + third(F.relu(y))
-        y.detach().numpy()[:] *= -1
-        return out
-
-    assert_same_gradients(fn, first, second, third)

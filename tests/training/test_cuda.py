@@ -38,7 +38,6 @@ NETWORKS = {
     "instance": lambda: UNet(2, 3, widths=(8, 16), norm_act="instance"),
     "exact": lambda: UNet(2, 3, widths=(8, 16), norm_act=lambda C: fusedseg.BatchNormAct(C, activation="silu")),
     "converted": converted,
-    "bank": lambda: nn.Sequential(fusedseg.nn.ConvBank2d(2, 3, 3, padding=1, branches=3), fusedseg.MaxPool2d(2)),
 }
 
 

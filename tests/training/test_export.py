@@ -31,7 +31,6 @@ MODULES = {
     "ConvABN2d": lambda: fusedseg.ConvABN2d(4, 4, 3, padding="same", padding_mode="reflect"),
     "JoinConv2d": lambda: fusedseg.nn.JoinConv2d(4, 2, 2, padding="same"),
     "MaxPool2d": lambda: fusedseg.MaxPool2d(3, 2, 1, ceil_mode=True),
-    "ConvBank2d": lambda: fusedseg.nn.ConvBank2d(4, 2, 3, padding=1, branches=3),
 }
 NETWORKS = {
     "2D": (lambda: UNet(2, 3, widths=(4, 8)), [(2, 2, 8, 12)]),

@@ -98,14 +98,6 @@ def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, train
     torch.testing.assert_close(second, first)
 
 
-def test_second_backward_without_retain_graph(backend):
-    ours, _ = pair()
-    z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64))
-    z.sum().backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        z.sum().backward()
-
-
 def test_copied_in_mid_graph(backend):
     """A module is copied between forward and backward, and the copy is independent of the original."""
     x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)

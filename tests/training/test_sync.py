@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.nn import synchronised
+from fusedseg.nn import sync
 from tests.tools.ranks import on_ranks
 from tests.training import jobs
 
@@ -79,7 +79,7 @@ def test_as_one_process(case, way):
 
 @pytest.mark.parametrize("name", ["InPlaceABN", "BatchNormAct"])
 def test_alone_warns_once_and_is_local(name):
-    synchronised._warn_alone.cache_clear()
+    sync._warn_alone.cache_clear()
     made, local = fusedseg.convert_sync(jobs.module(name)), jobs.module(name)
     x = torch.randn(3, jobs.CHANNELS, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match="torch.distributed is not initialised") as warned:

@@ -65,15 +65,3 @@ def test_functional_call_without_transforms(layer):
         z.square().sum().backward()
     assert all(p.grad is not None for p in other.values())
     assert all(p.grad is None for p in layer.parameters())
-
-
-def test_a_module_of_stock_functions_is_supported():
-    """Gradients, vmapped results and tangents equal the results of plain calls."""
-    layer = fusedseg.nn.ConvBank2d(3, 3, 3, branches=2, padding=1).double()
-    x, tangent = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
-    torch.testing.assert_close(torch.func.grad(lambda x: layer(x).square().sum())(x), expected)
-    torch.testing.assert_close(torch.func.vmap(layer)(x[:, None])[:, 0], layer(x))
-    _, out = torch.func.jvp(lambda x: layer(x).square().sum(), (x,), (tangent,))
-    torch.testing.assert_close(out, (expected * tangent).sum())

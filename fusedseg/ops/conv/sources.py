@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -71,11 +70,8 @@ class Interpolated:
     """
 
     def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
-        # A value that torch.fx traces has no shape to check.
-        if not isinstance(x, Proxy):
-            size = self._checked(x, size, mode, align_corners)
         self.x = x
-        self.enlarge = Enlarge(size, mode, align_corners)
+        self.enlarge = Enlarge(self._checked(x, size, mode, align_corners), mode, align_corners)
 
     @staticmethod
     def _checked(x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None) -> tuple[int, ...]:

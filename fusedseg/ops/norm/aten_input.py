@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activation import TABLE, Activation
+from ...activation import TABLE
 from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
 from .aten_chunks import run_of
@@ -225,20 +225,6 @@ def _exchanged(g: Tensor, saved: Saved, spec: Spec, exchange: Exchange) -> Any:
     return dx, s2, s1
 
 
-def reads_output(x: Tensor, act: Activation) -> bool:
-    """Whether ``backward`` uses the rebuilt output, if it is at hand, in place of computing y from ``x``."""
-    return TABLE[act.name].grad_of_output is not None and (x.nbytes <= WHOLE_BYTES or not x.is_contiguous())
-
-
-def _from_output(dz: Tensor, x: Tensor, spec: Spec, wanted: Wanted) -> Tensor | None:
-    """g, computed from the output; None if no output is at hand or its strides are not those of ``x``."""
-    z = wanted.rebuilt.pop() if wanted.rebuilt else None
-    grad = TABLE[spec.act.name].grad_of_output
-    if z is None or grad is None or z.stride() != x.stride():
-        return None
-    return grad(dz, z, torch.empty_like(dz) if wanted.into is None else wanted.into)
-
-
 def _whole(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted, buffer: Tensor | None = None) -> Gradients:
     """The gradients, computed in one piece, with ``buffer`` or new memory for y.
 
@@ -246,10 +232,8 @@ def _whole(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted, buffer: Tensor 
     have one value per channel and sample.
     """
     affine, exchange = wanted.affine, wanted.exchange
-    g, dslope, residual = _from_output(dz, saved.source, spec, wanted), None, saved.residual
-    if g is None and TABLE[spec.act.name].identity:
-        g = dz
-    elif g is None:
+    g, dslope, residual = dz, None, saved.residual
+    if not TABLE[spec.act.name].identity:
         y = _normalise(saved, spec, buffer)
         if residual is not None:
             y.add_(residual)
@@ -275,7 +259,7 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, wanted: Wanted) -> Gradients:
         if spec.kind == "batch":
             return found
     else:
-        found = _in_parts(dz, saved, spec, wanted._replace(rebuilt=None))
+        found = _in_parts(dz, saved, spec, wanted)
     C = x.shape[1]
     # If a norm of samples was computed as a batch norm, these vectors hold one sample after another.
     dweight, dbias = (v if v is None or len(v) <= C else v.view(-1, C).sum(0) for v in (found.dweight, found.dbias))

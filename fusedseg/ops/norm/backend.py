@@ -42,10 +42,6 @@ class Backend(Protocol):
         """z of an op that keeps its input, with the same bits as in the forward pass, in ``out`` or in new memory."""
         ...
 
-    def reads_output(self, x: Tensor, act: Activation) -> bool:
-        """Whether the backward of an op that keeps its input uses ``Wanted.rebuilt``."""
-        ...
-
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         """(count, mean, M2) per channel of each part of the values of ``x``, in one tensor (parts, 3, C)."""
         ...
@@ -82,9 +78,6 @@ class Aten:
 
     def rebuild(self, saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
         return aten_input.rebuild(saved, spec)
-
-    def reads_output(self, x: Tensor, act: Activation) -> bool:
-        return aten_input.reads_output(x, act)
 
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         mean, var = aten_chunks.moments(channel_view(x, layout), layout)

@@ -12,7 +12,7 @@ from .. import reuse
 from ..double_backward import differentiated_once, is_batch
 from ..layout import Layout, dense, laid_out, like
 from ..observer import OPEN, OpCall, observed
-from .backend import Backend, backend_of, directly
+from .backend import Backend, directly
 from .kept import Kept
 from .passes import Again, backward, fits, forward
 from .spec import Gradients, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
@@ -48,10 +48,6 @@ class NormCall(_NormCall, OpCall):
     def overwritten(self) -> Tensor | None:
         return self.passed.x if self.spec.keep == "output" and self.done is None else None
 
-    @property
-    def saves_one(self) -> bool:
-        return self.spec.keep == "input" and self.passed.residual is None and self.passed.slope is None
-
     def run(self) -> Tensor:
         x, weight, bias, residual, slope, _, _, _ = self.passed
         # The work of autograd grows with the number of arguments.
@@ -62,11 +58,6 @@ class NormCall(_NormCall, OpCall):
     def rebuild(self) -> Callable[..., Tensor]:
         assert self.saved
         return Again(self.saved[0], self.spec)
-
-    def reader(self, z: Tensor) -> Any:
-        # This node is the context of ``NormFunction.backward``.  It is None if no tensor requires a gradient.
-        node, (x, *_), act = z.grad_fn, self.passed, self.spec.act
-        return node if node is not None and backend_of(x, act).reads_output(x, act) else None
 
 
 class NormFunction(torch.autograd.Function):
@@ -104,8 +95,6 @@ class NormFunction(torch.autograd.Function):
         ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted()
         saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
-        # A scope sets it (``NormCall.reader``).
-        ctx.reader = None
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
@@ -119,8 +108,6 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, dz):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
-        # The reader must be asked first, because reading the saved tensors may drop the rebuilt output.
-        output = None if ctx.reader is None else ctx.reader.take()
         spec, layout, stride, by, kept, passed_on, reused = ctx.call
         # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
         recorded = torch.is_grad_enabled() or is_batch(dz)
@@ -139,9 +126,7 @@ class NormFunction(torch.autograd.Function):
                 into = dz
             elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
-        rebuilt = None if output is None else [output]
-        del output  # so that the code that takes it off the list frees it
-        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into, None, rebuilt)
+        wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into)
         if recorded:
             # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
             grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)

@@ -134,15 +134,12 @@ class Wanted(NamedTuple):
 
     ``affine`` asks for the gradients of weight and bias, ``residual`` for the gradient of the residual.  ``into`` is
     memory for dx, namely the memory of the kept output or of dz, or None.  ``exchange`` is an ``Exchange``, or None.
-    ``rebuilt`` is a list with the output of an op that keeps its input, if the output is at hand, or None.  The
-    function that uses the output takes it off the list, so that its memory can be freed.
     """
 
     affine: bool
     residual: bool
     into: Tensor | None = None
     exchange: Exchange | None = None
-    rebuilt: list[Tensor] | None = None
 
 
 class Gradients(NamedTuple):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..._backend import launching
-from ...activation import Activation
 from ..layout import Layout, dense
 from .kept import Kept
 from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
@@ -90,10 +89,6 @@ class Triton:
                     residual=saved.residual,
                 )  # fmt: skip
         return z
-
-    def reads_output(self, x: Tensor, act: Activation) -> bool:
-        # The kernels compute y from x while they read x, so they gain nothing from the output.
-        return False
 
     def moments(self, x: Tensor, layout: Layout) -> Tensor:
         from ...kernels.norm_stats import few, norm_stats
