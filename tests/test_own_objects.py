@@ -44,7 +44,6 @@ ALLOWED = {
     "fusedseg/conversion/twins.py": {"act": STOCK},
     "fusedseg/doctor/gpu.py": {"torch": NAMED},
     "fusedseg/doctor/report.py": {"importlib.import_module(name)": VERSIONS},
-    "fusedseg/doctor/worker.py": {"torch": NAMED},
     "fusedseg/integrations/inplace_abn.py": {"module": USERS, "sys.modules[module]": FRAMEWORK},
     "fusedseg/integrations/lightning.py": {"trainer.strategy": FRAMEWORK},
     "fusedseg/integrations/monai.py": {"leaf": FRAMEWORK},
