@@ -30,12 +30,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.memory.compiled import Partition, partitions
+from fusedseg.memory.compiled import Partition, divided
 from tests.resnet import ResNet50
 
 from .contenders import Compiled
@@ -394,8 +396,14 @@ def count(case: str, way: str, device: torch.device) -> Result:
 def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
     network = NETWORKS[name]
+
+    def divides(share: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
+        with functorch_config.patch(activation_memory_budget=share):
+            return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
     with FakeTensorMode():
-        return partitions(network.make(), [torch.empty(network.shape)], SHARES)
+        ways = [partial(divides, share) for share in SHARES]
+        return dict(zip(SHARES, divided(network.make(), [torch.empty(network.shape)], ways), strict=True))
 
 
 def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:

@@ -2,12 +2,9 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .plot import plot
-from .record import size_name
-from .report import MemoryReport
+from .report import MemoryReport, size_name
 from .tables import MEBIBYTE, mib, table, wrapped
 
 # The number of differences that a sentence names.
@@ -50,10 +47,6 @@ class Comparison:
     def explanations(self) -> list[str]:
         """A sentence for each further report: its difference to the first report, by kind and spatial size."""
         return [explain(self.reports[0], other) for other in self.reports[1:]]
-
-    def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Draws one picture with a line for each report; raises as ``MemoryReport.plot``."""
-        plot(self.reports, path, overwrite)
 
     def to_dict(self) -> dict[str, Any]:
         """The explanations, and ``MemoryReport.to_dict()`` of each report."""

@@ -7,7 +7,6 @@ backward computes again.  It works on shapes alone, so a model without values is
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,10 @@ from .meter import key_of, mean_of
 OP = "fusedseg.memory.partitions"
 
 
+class NotOneGraph(RuntimeError):
+    """Raised if a model cannot be compiled as one graph, or needs no gradient."""
+
+
 class Partition(NamedTuple):
     """What one way to divide the graph keeps.
 
@@ -27,31 +30,16 @@ class Partition(NamedTuple):
         kept: bytes that forward keeps for backward, without parameters and buffers.
         peak: the most bytes at once if elementwise functions are fused (``buffers.py``), without inputs and parameters.
         repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
-        flops: this arithmetic of forward, as far as ops of PyTorch do it.
     """
 
     kept: int
     peak: int
     repeated: float
-    flops: int
 
 
 # A function that is called with the graph of forward and backward, its inputs and the keywords of the compiler's
 # partitioner, and divides the graph.
 Way = Callable[[fx.GraphModule, Any, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
-
-
-def partitions(model: nn.Module, inputs: Sequence[Tensor], budgets: Sequence[float] = (1.0,)) -> dict[float, Partition]:
-    """Compiles a model, and partitions its graph for each ``activation_memory_budget`` of the compiler.
-
-    Args:
-        model, inputs: as in ``divided``.
-        budgets: values from 0 to 1; 1 is the compiler's default, which repeats no convolution.
-
-    Raises:
-        RuntimeError: as in ``divided``.
-    """
-    return dict(zip(budgets, divided(model, inputs, [partial(_by_budget, budget) for budget in budgets]), strict=True))
 
 
 def divided(
@@ -69,7 +57,7 @@ def divided(
         autocast: the dtype of autocast around forward.
 
     Raises:
-        RuntimeError: the model cannot be compiled as one graph, or needs no gradient.
+        NotOneGraph: the model cannot be compiled as one graph, or needs no gradient.
     """
     parts = partitioner()
     found: list[Partition] = []
@@ -88,7 +76,6 @@ def divided(
                     _kept(forward, owned, options["num_fwd_outputs"]),
                     peak_if_fused(forward, backward),
                     (first + _flops(backward) - total) / max(first, 1),
-                    first,
                 )
             )
         # The model runs with the last way.
@@ -110,19 +97,12 @@ def divided(
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
         first = next(iter(str(cause).strip().splitlines()), "")
-        raise RuntimeError(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {first}") from error
+        raise NotOneGraph(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {first}") from error
     finally:
         torch.compiler.reset()
     if not found:
-        raise RuntimeError(f"{OP}: no part of the model needs a gradient")
+        raise NotOneGraph(f"{OP}: no part of the model needs a gradient")
     return found
-
-
-def _by_budget(budget: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
-    """Divides a graph as the compiler itself does with this ``activation_memory_budget``; 1 is its default."""
-    parts = partitioner()
-    with parts.config.patch(activation_memory_budget=budget):
-        return parts.min_cut(joint, inputs, compiler="inductor", **options)
 
 
 def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) -> int:

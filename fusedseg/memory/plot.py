@@ -1,12 +1,10 @@
-"""Draws memory over a step, stacked by kind for one report or as a line for each of several reports, and curves."""
+"""Draws memory over a step, stacked by kind for one report or as a line for each of several reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
-from .export import open_new
-from .record import Record
+from .report import MemoryReport
 from .tables import MEBIBYTE
 
 # The colours of the kinds, in the order of stacking.  Tensors that existed before the step are at the bottom.
@@ -28,75 +26,43 @@ COLORS = {
     "optimizer step": "#d9bfae",
 }
 LINES = ("#9b9b9b", "#2a6fdb", "#f08a24", "#39a96b", "#d6453d", "#7b4ea3", "#4d4d4d", "#c2a200")
-# The lines of the ways in the picture of a curve.
-CURVES: dict[str, dict[str, Any]] = {
-    "eager": {"color": "#6b6b6b", "marker": "o", "linestyle": "none", "markersize": 8},
-    "checkpoint": {"color": "#d97706", "marker": "D", "linestyle": "none", "markersize": 8},
-    "fusedseg": {"color": "#2a6fdb", "marker": ".", "markersize": 5},
-    "fusedseg, compiled": {"color": "#7b4ea3", "marker": "s", "linestyle": "--", "markersize": 4},
-    "torch.compile": {"color": "#d6453d", "marker": "^", "markersize": 6},
-}
-# Shares of arithmetic on the horizontal axis, which is straight up to the second one, and logarithmic after it.
-TICKS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 # The width of each phase in the picture.
 WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
 # The number of points along a phase of width 1.
 STEPS = 400
 
 
-def plot(reports: Sequence[Record], path: str | Path, overwrite: bool) -> None:
-    figure, ax = _new_figure(path, "plot")
+def plot(path: str | Path, *reports: MemoryReport) -> None:
+    """Draws memory over the step: stacked by kind for one report, or one line for each of several reports.
+
+    The suffix of the path sets the format: png, svg, pdf, ...
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the suffix is no known format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('fusedseg.memory: plot needs matplotlib: pip install "fusedseg[plot]"') from error
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".") not in known:
+        raise ValueError(f"fusedseg.memory: plot writes {', '.join(sorted(known))}, got the path {str(path)!r}")
+    ax = figure.subplots()
     if len(reports) == 1:
         _stacked(ax, reports[0])
     else:
         _overlaid(ax, reports)
     _phases(ax, reports[0])
     ax.set_ylabel("memory, MiB")
-    _save(figure, path, overwrite)
-
-
-def plot_curve(title: str, ways: Mapping[str, Sequence[Any]], eager: int, path: str | Path, overwrite: bool) -> None:
-    """Draws the points (budget, kept bytes, repeated share) of each way; ``eager`` bytes are 1."""
-    figure, ax = _new_figure(path, "curve")
-    for way, points in ways.items():
-        style = CURVES[way]
-        xs, ys = [point.repeated for point in points], [point.kept / eager for point in points]
-        ax.plot(xs, ys, label=way, linewidth=1.8, **style)
-    ax.set_xscale("symlog", linthresh=TICKS[1], linscale=0.5)
-    ax.set_xticks(TICKS, [f"{tick:.0%}" for tick in TICKS])
-    ax.minorticks_off()
-    ax.set_xlim(-0.1 * TICKS[1], 1.2)
-    ax.set_ylim(0, 1.08)
-    ax.set_xlabel("arithmetic that backward repeats, as a share of the forward's")
-    ax.set_ylabel("kept for backward, relative to eager mode")
-    ax.set_title(f"{title}\neager mode keeps {eager / MEBIBYTE:,.0f} MiB", fontsize=12)
-    ax.legend(frameon=False)
-    _save(figure, path, overwrite)
-
-
-def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'fusedseg.memory: {what} needs matplotlib: pip install "fusedseg[plot]"') from error
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".") not in known:
-        raise ValueError(f"fusedseg.memory: {what} writes {', '.join(sorted(known))}, got the path {str(path)!r}")
-    return figure, figure.subplots()
-
-
-def _save(figure: Any, path: str | Path, overwrite: bool) -> None:
-    (ax,) = figure.axes
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     ax.set_axisbelow(True)
-    path = Path(path)
-    with open_new(path, overwrite) as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
+    figure.savefig(path, dpi=150)
 
 
-def positions(report: Record) -> list[float]:
+def positions(report: MemoryReport) -> list[float]:
     """The horizontal position of each event; phases are as wide as ``WIDTHS`` says.
 
     Within a phase, the stretches between hooks of modules have equal widths.  So the same layer is at about the same
@@ -115,7 +81,7 @@ def positions(report: Record) -> list[float]:
     return xs
 
 
-def curves(report: Record) -> tuple[list[float], dict[str, list[float]]]:
+def curves(report: MemoryReport) -> tuple[list[float], dict[str, list[float]]]:
     """Positions along the step, and the MiB of each kind at each position.
 
     If several events have the same position, the event with the most memory counts, so that no peak is lost.
@@ -149,7 +115,7 @@ def _point(xs: list[float], ys: dict[str, list[float]], x: float, alive: dict[st
         of.append(alive[kind] / MEBIBYTE)
 
 
-def _stacked(ax, report: Record) -> None:
+def _stacked(ax, report: MemoryReport) -> None:
     xs, ys = curves(report)
     kinds = [kind for kind in COLORS if any(ys[kind])]
     layers = [ys[kind] for kind in kinds]
@@ -168,7 +134,7 @@ def _stacked(ax, report: Record) -> None:
     ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="kind")
 
 
-def _overlaid(ax, reports: Sequence[Record]) -> None:
+def _overlaid(ax, reports: Sequence[MemoryReport]) -> None:
     order = sorted(range(len(reports)), key=lambda i: -reports[i].total)
     for i in order:
         report, color = reports[i], LINES[i % len(LINES)]
@@ -191,7 +157,7 @@ def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str
         ax.annotate(text, (xs[at], total[at]), (8, 4), textcoords="offset points", fontsize=10)
 
 
-def _phases(ax, report: Record) -> None:
+def _phases(ax, report: MemoryReport) -> None:
     """Labels the horizontal axis with the names of the phases, because its numbers mean nothing."""
     edges = [0.0, *accumulate(WIDTHS[name] for name in report.marks)]
     for edge in edges[1:-1]:

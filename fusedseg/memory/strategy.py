@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .compiled import Partition
 
-EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
+EAGER, AMP, CHECKPOINT, FUSED, COMPILED = "eager", "amp", "checkpoint", "fusedseg", "fusedseg-compile"
 # A function that is called with a model of its own, and returns the converted model.
 Convert = Callable[[nn.Module], nn.Module]
 # A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
@@ -98,16 +98,16 @@ class Strategy:
     bits: int | None = None
     compiled: bool = False
 
-    def label(self, converted: str) -> str:
-        parts = [(self.converted, converted), (self.compiled, f"{converted}-compile")]
-        parts += [(self.amp, AMP), (self.checkpoint, CHECKPOINT)]
+    @property
+    def label(self) -> str:
+        parts = [(self.converted, FUSED), (self.compiled, COMPILED), (self.amp, AMP), (self.checkpoint, CHECKPOINT)]
         parts += [(True, f"{name}={option_text(value)}") for name, value in self.options.items()]
         return "+".join(name for used, name in parts if used) or EAGER
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of the backend."""
-        return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
+        return {name: value for name, value in (("budget", self.budget), ("bits", self.bits)) if value is not None}
 
     @property
     def measures(self) -> int:
@@ -120,33 +120,53 @@ class Strategy:
 
     def prepare(self, model: nn.Module, convert: Convert | None) -> nn.Module:
         if self.converted:
-            if convert is None:
-                raise ValueError("fusedseg.memory: a converted model was asked for without a function that converts")
+            assert convert is not None
             model = convert(model)
         if self.checkpoint:
             checkpoint_blocks(model)
         return model
 
-    def autocast(self, dtype: torch.dtype) -> torch.dtype | None:
-        return dtype if self.amp else None
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast; bytes are the same in bfloat16."""
+        return torch.float16 if self.amp else None
 
     @classmethod
-    def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager" or "fusedseg+amp".
+    def parse(cls, label: str) -> "Strategy":
+        """The strategy of a label such as "eager", "fusedseg+amp" or "fusedseg-compile+bits=4".
 
         Raises:
             ValueError: the label has an unknown word, or a word twice.
         """
-        words, known = label.split("+"), (converted, AMP, CHECKPOINT)
+        first, *more = words = label.split("+")
+        options = dict(word.partition("=")[::2] for word in more)
+        if first == COMPILED and set(options) <= set(OPTIONS):
+            return cls(compiled=True, **{name: OPTIONS[name](text) for name, text in options.items()})
+        known = (FUSED, AMP, CHECKPOINT)
         if words != [EAGER] and (not set(words) <= set(known) or len(set(words)) < len(words)):
-            raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        return cls(converted in words, AMP in words, CHECKPOINT in words)
+            raise ValueError(
+                f"expected {EAGER}, or {', '.join(known)} joined by +, or {COMPILED} with {' or '.join(OPTIONS)}, got "
+                f"{label!r}"
+            )
+        return cls(FUSED in words, AMP in words, CHECKPOINT in words)
+
+
+def _number_or_text(text: str) -> float | str:
+    """A budget: a share such as 0.3, or a text such as 6GiB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# The options of the backend in a label, and what reads their values.
+OPTIONS: dict[str, Callable[[str], Any]] = {"budget": _number_or_text, "bits": int}
 
 
 def option_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def combinations(with_converted: bool) -> list[Strategy]:
+def combinations(with_converted: bool, amps: Sequence[bool]) -> list[Strategy]:
     converted = (False, True) if with_converted else (False,)
-    return [Strategy(*used) for used in product(converted, (False, True), (False, True))]
+    return [Strategy(*used) for used in product(converted, amps, (False, True))]
