@@ -37,7 +37,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.memory.compiled import Partition, divided
+from fusedseg.compiler.unrun import divided
+from fusedseg.memory.strategy import Partition
 from tests.resnet import ResNet50
 
 from .contenders import Compiled

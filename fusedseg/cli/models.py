@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from .. import unet
 from ..conversion import convert
 from ..memory import fake
-from ..memory.strategy import Convert
 from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
@@ -66,14 +65,14 @@ Shapes = Sequence[Shape]
 class ModelSource:
     """The model of a command.
 
-    name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
-    shapes of the inputs, batch included, and returns a function from such a model to its fused form.  code: the line of
-    Python that makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
+    name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with such
+    a model and the shapes of the inputs, batch included, and returns its fused form.  code: the line of Python that
+    makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    convert: Callable[[Shapes], Convert]
+    convert: Callable[[nn.Module, Shapes], nn.Module]
     code: str | None = None
 
     @property
@@ -87,7 +86,7 @@ def parse_model(text: str) -> ModelSource:
     if text in PRESETS:
         make = PRESETS[text]
         return ModelSource(
-            text, partial(make, plain=True), partial(_preset, make), code=f"model = fusedseg.unet.{text}()"
+            text, partial(make, plain=True), partial(_fused_preset, make), code=f"model = fusedseg.unet.{text}()"
         )
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
@@ -104,10 +103,10 @@ def parse_model(text: str) -> ModelSource:
             raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return ModelSource(text, lambda: found, _converter)
+        return ModelSource(text, lambda: found, _converted)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
-    return ModelSource(text, found, _converter)
+    return ModelSource(text, found, _converted)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -139,30 +138,24 @@ def place_of(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-def _converter(shapes: Shapes) -> Convert:
-    def converted(model: nn.Module) -> nn.Module:
-        """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
-        dtype = _dtype(model)
-        convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
-        return model
-
-    return converted
+def _converted(model: nn.Module, shapes: Shapes) -> nn.Module:
+    """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
+    dtype = _dtype(model)
+    convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
+    return model
 
 
-def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
-    def fused(model: nn.Module) -> nn.Module:
-        """The fused preset, built in the dtype of the stock preset.
+def _fused_preset(make: Callable[[], nn.Module], model: nn.Module, shapes: Shapes) -> nn.Module:
+    """The fused preset, built in the dtype of the stock preset.
 
-        It is not cast afterwards, because PyTorch cannot cast parameters without values.
-        """
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(_dtype(model))
-        try:
-            return make()
-        finally:
-            torch.set_default_dtype(before)
-
-    return fused
+    It is not cast afterwards, because PyTorch cannot cast parameters without values.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(model))
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -1,6 +1,7 @@
 """``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
+from functools import partial
 from typing import Any
 
 from ..memory import plan
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 samples,
                 args.budget,
                 batch=batch,
-                convert=source.convert([shape.batch_of(batch or 2) for shape in samples]),
+                convert=partial(source.convert, shapes=[shape.batch_of(batch or 2) for shape in samples]),
                 backend=partitions,
                 code=source.code,
                 dtype=DTYPES[args.dtype],

@@ -1,6 +1,7 @@
 """``fusedseg profile`` shows where the bytes of one training step go."""
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def counted(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argpa
 
 
 def report_of(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
-    dtype, convert = DTYPES[args.dtype], source.convert(shapes)
+    dtype, convert = DTYPES[args.dtype], partial(source.convert, shapes=shapes)
     options: dict[str, Any] = {"label": strategy.label, "optimizer": OPTIMIZERS[args.optimizer]}
     options["autocast"] = strategy.autocast
     if args.device == "fake":

@@ -36,12 +36,11 @@ class Comparison:
                 mib(report.total),
                 f"{first.saved / max(report.saved, 1):.2f}×",
                 f"{first.total / max(report.total, 1):.2f}×",
-                str(report.convolutions["recomputed"]),
                 f"{report.recomputed:+.0%}" if report.flops["recomputed"] else "",
             )
             for report in self.reports
         ]
-        head = "", "params", "before", "kept", "peak", "in all", "kept less", "in all less", "convs again", "arithmetic"
+        head = "", "params", "before", "kept", "peak", "in all", "kept less", "in all less", "arithmetic"
         return table(head, lines)
 
     def explanations(self) -> list[str]:
@@ -56,8 +55,7 @@ class Comparison:
         legend = (
             "MiB.  before: parameters, inputs and what else was there before the step.  kept: for backward, at the end "
             "of forward.  peak: on top of what was there before; in all: with it.  less: times less than "
-            f"{self.reports[0].label}.  convs again: convolutions that backward runs again, and what this adds to the "
-            "arithmetic of the step."
+            f"{self.reports[0].label}.  arithmetic: what backward runs again, as a share of the step without it."
         )
         texts = [wrapped(legend), *(f"\n{wrapped(text)}" for text in self.explanations())]
         return "\n".join([self.table(), "", *texts])

@@ -60,8 +60,6 @@ class MemoryReport:
             workspaces of ops; otherwise None.
         parameters: the number of parameters.
         flops: arithmetic of convolutions and matrix products by phase; a multiplication and an addition count as two.
-        convolutions: the number of convolutions in forward, and of those that backward ran again for a checkpoint or a
-            byte budget.
         notes: remarks on these numbers.
     """
 
@@ -78,7 +76,6 @@ class MemoryReport:
     allocator_peak: int | None
     parameters: int
     flops: dict[str, int]
-    convolutions: dict[str, int]
     notes: list[str]
 
     @property
@@ -159,11 +156,8 @@ class MemoryReport:
         if at_peak:
             alive = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in list(at_peak.items())[:4])
             lines.append(f"Alive at the peak, largest first: {alive}.")
-        if self.convolutions["recomputed"]:
-            lines.append(
-                f"Backward runs {self.convolutions['recomputed']} convolutions a second time: "
-                f"{self.recomputed:+.0%} arithmetic."
-            )
+        if self.flops[RECOMPUTED]:
+            lines.append(f"Backward runs calls of the forward again: {self.recomputed:+.0%} arithmetic.")
         found = self.findings()
         if found:
             less = sum(finding.saving for finding in found)
@@ -243,7 +237,6 @@ class MemoryReport:
             "peak_phase": self.peak_phase,
             "saved_by": {by: self.saved_by(by) for by in KEYS},
             "alive_at_peak_by": {by: self.peak_by(by) for by in ("kind", "module", "dtype")},
-            "convolutions": self.convolutions,
             "flops": self.flops,
             "findings": [asdict(finding) | {"text": str(finding)} for finding in self.findings()],
             "summary": self.summary(),

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from .._sizes import parse_bytes
 from .._torch import FakeTensorMode
-from .compiled import NotOneGraph
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
 from .plan import Option, Plan
 from .step import OptimizerFactory
-from .strategy import Backend, Convert, NoBlocks, Strategy, combinations
+from .strategy import Backend, Convert, NoBlocks, NotOneGraph, Strategy, combinations
 from .tables import gib
 
 OP = "fusedseg.memory.plan"

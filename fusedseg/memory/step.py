@@ -94,7 +94,6 @@ def _step(trace, model, inputs, loss, steps, autocast, device, fake) -> MemoryRe
         allocator_peak=torch.cuda.max_memory_allocated(device) if on_gpu else None,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=trace.flops,
-        convolutions=trace.convolutions,
         notes=notes,
     )
 

@@ -7,18 +7,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
-from .compiled import Partition
-
 EAGER, AMP, CHECKPOINT, FUSED, COMPILED = "eager", "amp", "checkpoint", "fusedseg", "fusedseg-compile"
 # A function that is called with a model of its own, and returns the converted model.
 Convert = Callable[[nn.Module], nn.Module]
+
+
+class NotOneGraph(RuntimeError):
+    """Raised if a model cannot be compiled as one graph, or needs no gradient."""
+
+
+class Partition(NamedTuple):
+    """What one way to divide the graph keeps.
+
+    Attributes:
+        kept: bytes that forward keeps for backward, without parameters and buffers.
+        peak: the most bytes at once if elementwise functions are fused (``buffers.py``), without inputs and parameters.
+        repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
+    """
+
+    kept: int
+    peak: int
+    repeated: float
+
+
 # A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
 # what the compiler backend keeps with each of these options.
 Backend = Callable[

@@ -11,10 +11,9 @@ import fusedseg
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import partitions
 from fusedseg.memory import checkpoint_blocks, plan, profile
-from fusedseg.memory.compiled import NotOneGraph, Partition
 from fusedseg.memory.plan import Option, Plan
 from fusedseg.memory.search import largest
-from fusedseg.memory.strategy import Strategy
+from fusedseg.memory.strategy import NotOneGraph, Partition, Strategy
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
