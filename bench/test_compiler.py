@@ -30,14 +30,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.compiler.unrun import divided
+from fusedseg.compiler import partitions
 from fusedseg.memory.strategy import Partition
 from tests.resnet import ResNet50
 
@@ -397,14 +395,8 @@ def count(case: str, way: str, device: torch.device) -> Result:
 def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
     network = NETWORKS[name]
-
-    def divides(share: float, joint: fx.GraphModule, inputs: object, options: dict[str, Any]) -> Any:
-        with functorch_config.patch(activation_memory_budget=share):
-            return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
-
     with FakeTensorMode():
-        ways = [partial(divides, share) for share in SHARES]
-        return dict(zip(SHARES, divided(network.make(), [torch.empty(network.shape)], ways), strict=True))
+        return dict(zip(SHARES, partitions(network.make(), [torch.empty(network.shape)], SHARES), strict=True))
 
 
 def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:

@@ -1,10 +1,11 @@
 """``fusedseg plan`` finds the largest batch that fits in a budget, or the cheapest way to a wanted batch."""
 
 import argparse
+import importlib.util
 from functools import partial
 from typing import Any
 
-from ..memory import plan
+from ..memory import curve, plan
 from ..progress import Progress
 from .command import Parser, Refused, add_command, check_new, first_line, write_json
 from .models import (
@@ -31,18 +32,25 @@ def add_plan(commands) -> None:
         examples=[
             "fusedseg plan unet3d_small --input 1,64,64,64 --budget 16GiB",
             "fusedseg plan unet3d_small --input 8,1,64,64,64 --budget 16GiB",
+            "fusedseg plan unet3d_small --input 1,64,64,64 --curve curve.png",
         ],
         run=run,
     )
     add_model(command, "the wanted batch (default: find the largest one)")
-    add_budget(command)
+    add_budget(command, needed=False)
+    command.add_argument(
+        "--curve",
+        metavar="PATH",
+        help="draw the bytes that a step keeps against the arithmetic that it repeats, for the budgets of "
+        "fusedseg's backend, those of torch.compile, and checkpoints; with or without --budget; needs matplotlib",
+    )
     add_choice(command, "--dtype", DTYPES, "fp32", "of parameters and inputs")
     add_choice(command, "--optimizer", OPTIMIZERS, "adamw", "whose state has to fit")
     add_json(command)
 
 
-def add_budget(command: Parser) -> None:
-    command.add_argument("--budget", required=True, metavar="SIZE", help="memory of the GPU, such as 16GiB")
+def add_budget(command: Parser, needed: bool) -> None:
+    command.add_argument("--budget", required=needed, metavar="SIZE", help="memory of the GPU, such as 16GiB")
     command.add_argument(
         "--reserve",
         type=float,
@@ -54,37 +62,48 @@ def add_budget(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0; raises Refused if nothing fits."""
-    if any(shape.dtype is not None for shape in args.input):
-        raise Refused("--input: plan takes no inputs of integers; `fusedseg profile` does")
-    check_new(args.json, args.overwrite)
+    check(args)
     source = parse_model(args.model)
     samples, batch = split_batch(source, args.input, args.batch, named=False)
+    found, drawn, figures = None, None, dict[str, Any]()
     try:
         with Progress("fusedseg plan") as progress:
-            found = plan(
-                source.build,
-                samples,
-                args.budget,
-                batch=batch,
-                convert=partial(source.convert, shapes=[shape.batch_of(batch or 2) for shape in samples]),
-                backend=partitions,
-                code=source.code,
-                dtype=DTYPES[args.dtype],
-                optimizer=OPTIMIZERS[args.optimizer],
-                reserve=args.reserve,
-                progress=progress.update,
-            )
+            common: dict[str, Any] = {
+                "convert": partial(source.convert, shapes=[shape.batch_of(batch or 2) for shape in samples]),
+                "backend": partitions,
+                "dtype": DTYPES[args.dtype],
+                "progress": progress.update,
+            }
+            if args.budget is not None:
+                options = {"optimizer": OPTIMIZERS[args.optimizer], "reserve": args.reserve, "code": source.code}
+                found = plan(source.build, samples, args.budget, batch=batch, **options, **common)
+                figures |= found.to_dict()
+            if args.curve:
+                drawn = curve(source.build, samples, batch=batch or 2, **common)
+                figures["curve"] = drawn.to_dict()
+                drawn.plot(args.curve)
     except ValueError as error:
         raise Refused(f"{first_line(error)}{place_of(error)}") from error
     # A model may raise any error.
     except Exception as error:
         raise Refused(f"{source.name} does not run: {first_line(error)}{place_of(error)}") from error
     if args.json:
-        write_json(found.to_dict(), args.json, args.overwrite)
-    print(found)
-    if source.meaning:
-        print(f"\n{source.meaning}")
+        write_json(figures, args.json, args.overwrite)
+    texts = [f"{drawn}\n\nwrote {args.curve}" if drawn else "", str(found) if found else "", source.meaning]
+    print("\n\n".join(text for text in texts if text))
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises Refused for all that can be checked before a step runs."""
+    if args.budget is None and args.curve is None:
+        raise Refused("--budget or --curve is needed; see fusedseg plan --help")
+    if any(shape.dtype is not None for shape in args.input):
+        raise Refused("--input: plan takes no inputs of integers; `fusedseg profile` does")
+    for path in (args.json, args.curve):
+        check_new(path, args.overwrite)
+    if args.curve and importlib.util.find_spec("matplotlib") is None:
+        raise Refused('--curve needs matplotlib: pip install "fusedseg[plot]"')
 
 
 def partitions(*args: Any) -> Any:

@@ -6,7 +6,8 @@ backward computes again.  It works on shapes alone, so a model without values is
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,65 +16,56 @@ from torch import Tensor, fx, nn
 from .._torch import partitioner
 from ..memory.buffers import peak_if_fused, results
 from ..memory.meter import key_of, mean_of
-from ..memory.strategy import NotOneGraph
+from ..memory.strategy import NotOneGraph, Ways
 from ..memory.strategy import Partition as Found
 from .joint import flops_of
-from .settings import Settings, parse
+from .settings import parse
 
 OP = "fusedseg.compiler.partitions"
 
-# A function that is called with the graph of forward and backward, its inputs and the keywords of the compiler's
-# partitioner, and divides the graph.
-Way = Callable[[fx.GraphModule, Any, dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule]]
-
 
 def partitions(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    ways: Sequence[Mapping[str, Any]],
-    autocast: torch.dtype | None = None,
+    model: nn.Module, inputs: Sequence[Tensor], ways: Ways, autocast: torch.dtype | None = None
 ) -> list[Found]:
-    """What ``torch.compile(model, backend="fusedseg", options=way)`` keeps with Inductor, for each way.
+    """Compiles a model, and counts what its graph keeps with Inductor if it is divided in each of several ways.
 
-    Nothing runs, and no code is generated.  ``divided`` describes the arguments and errors.
-    """
-    from .partition import Partition
-
-    def divides(settings: Settings) -> Way:
-        partition = Partition(settings)
-        return lambda joint, inputs, options: partition(joint, inputs, compiler="inductor", **options)
-
-    return divided(model, inputs, [divides(parse({"codegen": "inductor", **way})) for way in ways], autocast)
-
-
-def divided(
-    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way], autocast: torch.dtype | None = None
-) -> list[Found]:
-    """Compiles a model, and counts what its graph keeps if it is divided in each of several ways.
-
-    The graph is decomposed as for Inductor.  The compiler's caches are emptied before and after, so that functions that
+    Nothing runs, and no code is generated.  The compiler's caches are emptied before and after, so that functions that
     were compiled before are compiled again when they are called next.
 
     Args:
         model: any module that ``torch.compile(fullgraph=True)`` can trace; it may be fake, inside its fake mode.
         inputs: its arguments.
-        ways: each gets a copy of the graph.
+        ways: options of the backend ``fusedseg``; or a number, which is the compiler's own
+            ``activation_memory_budget``, where 1 is its default.  Each way gets a copy of the graph.
         autocast: the dtype of autocast around forward.
 
     Raises:
         NotOneGraph: the model cannot be compiled as one graph, or needs no gradient.
     """
+    from .partition import Partition
+
     parts = partitioner()
     found: list[Found] = []
     owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
 
+    def by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+        """Divides a graph as the compiler itself does."""
+        with parts.config.patch(activation_memory_budget=budget):
+            return parts.min_cut(joint, joint_inputs, **options)
+
+    divisions = [
+        Partition(parse({"codegen": "inductor", **way})) if isinstance(way, Mapping) else partial(by_budget, way)
+        for way in ways
+    ]
+
     def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+        options["compiler"] = "inductor"
         total = _flops(joint)
-        for way in ways:
+        for way in divisions:
             with warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
-                forward, backward = way(joint if way is ways[-1] else twin_of(joint), joint_inputs, options)
+                forward, backward = way(joint if way is divisions[-1] else twin_of(joint), joint_inputs, **options)
             first = _flops(forward)
             found.append(
                 Found(

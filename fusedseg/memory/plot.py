@@ -1,8 +1,9 @@
-"""Draws memory over a step, stacked by kind for one report or as a line for each of several reports."""
+"""Draws memory over a step, stacked by kind for one report or as a line for each of several reports, and curves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from .report import MemoryReport
 from .tables import MEBIBYTE
@@ -26,6 +27,16 @@ COLORS = {
     "optimizer step": "#d9bfae",
 }
 LINES = ("#9b9b9b", "#2a6fdb", "#f08a24", "#39a96b", "#d6453d", "#7b4ea3", "#4d4d4d", "#c2a200")
+# The lines of the ways in the picture of a curve.
+CURVES: dict[str, dict[str, Any]] = {
+    "eager": {"color": "#6b6b6b", "marker": "o", "linestyle": "none", "markersize": 8},
+    "checkpoint": {"color": "#d97706", "marker": "D", "linestyle": "none", "markersize": 8},
+    "fusedseg": {"color": "#2a6fdb", "marker": ".", "markersize": 5},
+    "fusedseg, compiled": {"color": "#7b4ea3", "marker": "s", "linestyle": "--", "markersize": 4},
+    "torch.compile": {"color": "#d6453d", "marker": "^", "markersize": 6},
+}
+# Shares of arithmetic on the horizontal axis, which is straight up to the second one, and logarithmic after it.
+TICKS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 # The width of each phase in the picture.
 WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
 # The number of points along a phase of width 1.
@@ -41,25 +52,49 @@ def plot(path: str | Path, *reports: MemoryReport) -> None:
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no known format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('fusedseg.memory: plot needs matplotlib: pip install "fusedseg[plot]"') from error
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".") not in known:
-        raise ValueError(f"fusedseg.memory: plot writes {', '.join(sorted(known))}, got the path {str(path)!r}")
-    ax = figure.subplots()
+    figure, ax = _new_figure(path, "plot")
     if len(reports) == 1:
         _stacked(ax, reports[0])
     else:
         _overlaid(ax, reports)
     _phases(ax, reports[0])
     ax.set_ylabel("memory, MiB")
+    figure.savefig(path, dpi=150)
+
+
+def plot_curve(path: str | Path, title: str, ways: Mapping[str, Sequence[Any]], eager: int) -> None:
+    """Draws the points (budget, kept bytes, repeated share) of each way; ``eager`` bytes are 1."""
+    figure, ax = _new_figure(path, "curve")
+    for way, points in ways.items():
+        style = CURVES[way]
+        xs, ys = [point.repeated for point in points], [point.kept / eager for point in points]
+        ax.plot(xs, ys, label=way, linewidth=1.8, **style)
+    ax.set_xscale("symlog", linthresh=TICKS[1], linscale=0.5)
+    ax.set_xticks(TICKS, [f"{tick:.0%}" for tick in TICKS])
+    ax.minorticks_off()
+    ax.set_xlim(-0.1 * TICKS[1], 1.2)
+    ax.set_ylim(0, 1.08)
+    ax.set_xlabel("arithmetic that backward repeats, as a share of the forward's")
+    ax.set_ylabel("kept for backward, relative to eager mode")
+    ax.set_title(f"{title}\neager mode keeps {eager / MEBIBYTE:,.0f} MiB", fontsize=12)
+    ax.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f'fusedseg.memory: {what} needs matplotlib: pip install "fusedseg[plot]"') from error
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".") not in known:
+        raise ValueError(f"fusedseg.memory: {what} writes {', '.join(sorted(known))}, got the path {str(path)!r}")
+    ax = figure.subplots()
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     ax.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
+    return figure, ax
 
 
 def positions(report: MemoryReport) -> list[float]:

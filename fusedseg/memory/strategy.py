@@ -37,11 +37,10 @@ class Partition(NamedTuple):
     repeated: float
 
 
-# A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
-# what the compiler backend keeps with each of these options.
-Backend = Callable[
-    [nn.Module, Sequence[torch.Tensor], Sequence[Mapping[str, Any]], torch.dtype | None], list[Partition]
-]
+# A function that is called with a model, its inputs, the ways, and the dtype of autocast, and returns what a compiled
+# model keeps in each way: options of the backend, or the compiler's own ``activation_memory_budget``.
+Ways = Sequence[Mapping[str, Any] | float]
+Backend = Callable[[nn.Module, Sequence[torch.Tensor], Ways, torch.dtype | None], list[Partition]]
 # A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -1,6 +1,9 @@
-"""What trades arithmetic or noise for bytes on the command line: ``plan`` and ``profile --compare``."""
+"""What trades arithmetic or noise for bytes on the command line: ``plan``, its ``--curve``, ``profile --compare``."""
 
 import json
+import sys
+
+import pytest
 
 from fusedseg.__main__ import main
 from tests.nnunet import PlainConvUNet
@@ -47,3 +50,27 @@ def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
     assert "fusedseg-compile+amp" in out
     assert compiled["code"] == 'model = torch.compile(model, backend="fusedseg")'
     assert out.splitlines()[-1].strip() == compiled["code"]
+
+
+def test_a_curve_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plan", NETWORK, *VOLUME, "--curve", str(tmp_path / "curve.png")]) == 2
+    assert '--curve needs matplotlib: pip install "fusedseg[plot]"' in capsys.readouterr().err
+
+
+def test_plan_draws_a_curve(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    # Compiling takes seconds; tests/memory/test_curve.py has a curve of compiled models.
+    monkeypatch.setattr("fusedseg.cli.plan.partitions", None)
+    picture, figures = tmp_path / "curve.png", tmp_path / "curve.json"
+    argv = ["plan", NETWORK, *VOLUME, "--curve", str(picture), "--json", str(figures)]
+    assert main(argv) == 0
+    assert "bytes kept against arithmetic repeated" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+    ways = json.loads(figures.read_text())["curve"]["ways"]
+    assert list(ways) == ["eager", "checkpoint", "fusedseg"]
+    assert main(argv) == 2
+    assert "exists: choose another path, or pass --overwrite" in capsys.readouterr().err
+    assert main([*argv[:-4], "--curve", str(tmp_path / "curve.txt")]) == 2
+    assert "fusedseg plan: curve writes " in capsys.readouterr().err

@@ -193,6 +193,8 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
         ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 does not fit"),
+        (PLAN, "--budget or --curve is needed"),
+        ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected eager, or fusedseg, amp"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),

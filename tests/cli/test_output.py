@@ -72,10 +72,17 @@ NOTHING = (
         (("convert", "models:ends"), ENDS),
         # "optimizer got an empty parameter list"
         (("plan", "models:frozen", "--budget", "1GiB"), NOTHING),
+        # ZeroDivisionError
+        (
+            ("plan", "models:frozen", "--curve", "curve.png"),
+            "Conv2d keeps nothing for backward, so there is nothing to save; is it frozen?",
+        ),
     ],
-    ids=["profile", "plan", "convert", "frozen"],
+    ids=["profile", "plan", "convert", "frozen", "frozen-curve"],
 )
 def test_models_that_end_the_program_or_cannot_be_trained(arguments, message, tmp_path):
+    if "--curve" in arguments:
+        pytest.importorskip("matplotlib")
     (tmp_path / "models.py").write_text(MODELS)
     run = warm.run_bare("OUT = None" + RUN, *arguments, "--input", "1,3,8,8", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
