@@ -166,7 +166,7 @@ class _Search:
             return seen[n].total
 
         found = largest(total, self.usable) if self.batch is None else self.batch
-        at = found or min(seen or [1])
+        at = found or min(seen)
         total(at)
         self._add(strategy, found, at, seen[at])
 
@@ -223,8 +223,18 @@ class _Search:
 
     def _add(self, strategy: Strategy, found: int, at: int, needs: Needs) -> None:
         """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
-        fits, code = needs.total <= self.usable, self._code(strategy)
-        self.options.append(Option(strategy, found, needs.total, at, fits, needs.saved, needs.repeated, code))
+        self.options.append(
+            Option(
+                strategy,
+                batch=found,
+                total=needs.total,
+                smallest=at,
+                fits=needs.total <= self.usable,
+                kept=needs.saved,
+                repeated=needs.repeated,
+                code=self._code(strategy),
+            )
+        )
 
     def _code(self, strategy: Strategy) -> str:
         """The lines of Python that make a model run in this way."""
@@ -271,7 +281,7 @@ class Line(NamedTuple):
 
     def reach(self, usable: int) -> int:
         """The largest batch whose bytes are at most ``usable``."""
-        return int((usable - self.empty) / self.sample) if self.sample > 0 else LARGEST
+        return min(int((usable - self.empty) / self.sample), LARGEST) if self.sample > 0 else LARGEST
 
 
 def largest(total: Callable[[int], int], usable: int) -> int:
