@@ -6,11 +6,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import __version__
-from .cli import Parser, add_command, add_convert, add_nnunet_trainers, add_plan, add_profile
-from .cli.models import place_of
+from .cli import Parser, add_command, add_convert, add_nnunet, add_plan, add_profile
+from .cli.command import Refused
+from .cli.models import add_json, place_of
 from .doctor import doctor
 
 
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         return args.run(args)
+    except Refused as refusal:
+        print(f"{args.command}: {refusal}", file=sys.stderr)
+        return 2
     except SystemExit as end:
         # No command raises it: the code of MODEL has.
         print(f"{args.command}: MODEL called sys.exit({end.code!r}){place_of(end)}", file=sys.stderr)
@@ -64,7 +67,7 @@ def parser() -> Parser:
     add_convert(commands)
     add_profile(commands)
     add_plan(commands)
-    add_nnunet_trainers(commands)
+    add_nnunet(commands)
     return top
 
 
@@ -73,47 +76,17 @@ def add_doctor(commands) -> None:
         commands,
         "doctor",
         summary="check this installation: versions, backends, and whether the kernels work",
-        description="Prints versions, and the backend that serves each device and why. With --compile it also tries "
-        "the kernels. With --gpu it tests and times them on each GPU, within a minute. The last line says whether all "
-        "is well; if not, the exit status is 1.",
-        examples=["fusedseg doctor", "fusedseg doctor --compile", "fusedseg doctor --gpu --json fusedseg.json"],
-        run=_doctor,
-    )
-    command.add_argument(
-        "--compile",
-        action="store_true",
-        help="also compile the kernels, which takes minutes the first time; each is run once on every GPU and compared "
-        "with PyTorch in float64, or compiled for GPUs that are absent if there is none",
+        description="Prints versions, and the backend that serves each device and why. With --gpu it also tests the "
+        "kernels on each GPU, within a minute. The last line says whether all is well; if not, the exit status is 1.",
+        examples=["fusedseg doctor", "fusedseg doctor --gpu --json fusedseg.json"],
+        run=lambda args: doctor(args.gpu, args.json, args.overwrite),
     )
     command.add_argument(
         "--gpu",
         action="store_true",
-        help="test every family of kernels on each kind of GPU, in another process, and time a copy, the norms and the "
-        "convolutions",
+        help="test every family of kernels on each kind of GPU, in another process, against PyTorch in float64",
     )
-    command.add_argument(
-        "--json", type=Path, metavar="PATH", help="with --gpu, also write the report as JSON, to attach to an issue"
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace the file of --json if it exists")
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    wrong = None
-    if not args.gpu and (args.json is not None or args.overwrite):
-        wrong = "--json and --overwrite belong to --gpu"
-    elif args.overwrite and args.json is None:
-        wrong = "--overwrite belongs to --json"
-    elif args.gpu and args.compile:
-        wrong = "--gpu compiles the kernels itself, so leave --compile out"
-    if wrong is not None:
-        print(f"fusedseg doctor: {wrong}; see fusedseg doctor --help", file=sys.stderr)
-        return 2
-    if not args.gpu:
-        return doctor(args.compile)
-    # The import stands here, because the report without it must be fast.
-    from .doctor.gpu import doctor_gpu
-
-    return doctor_gpu(args.json, args.overwrite)
+    add_json(command)
 
 
 if __name__ == "__main__":

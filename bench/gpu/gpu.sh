@@ -7,7 +7,7 @@
 #   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
 #
 # install   installs the package, without its dependencies
-# doctor    tests every family of kernels and times a few calls, which says in a minute whether the rest is worth its time
+# doctor    tests every family of kernels, which says in a minute whether the rest is worth its time
 # prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/

@@ -1,3 +1,3 @@
-"""``fusedseg doctor``: ``report.py`` describes the installation, ``gpu.py`` tests and times the kernels on GPUs."""
+"""``fusedseg doctor``: ``report.py`` describes the installation, ``gpu.py`` tests the kernels on GPUs."""
 
 from .report import doctor as doctor

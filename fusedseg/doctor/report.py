@@ -1,25 +1,23 @@
-"""``fusedseg doctor`` prints versions, the backend of each device with its reason, and whether the kernels work here.
+"""``fusedseg doctor`` prints versions and the backend of each device with its reason.
 
-Compiling the kernels takes long, so only ``--compile`` and ``--gpu`` do it.  With ``--compile`` and a GPU, every kernel
-is also launched and compared with PyTorch in float64.  Without a GPU, every kernel is compiled for the architectures in
-``TARGETS``.  ``gpu.py`` does ``--gpu``.
+With ``--gpu``, every kernel runs on each kind of GPU, and is compared with PyTorch in float64 (``gpu.py``).
 """
 
 import importlib
 import platform
 import re
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from .. import _backend, _torch
-from ..ops.self_test import first_use
-from ..ops.self_test.checks import CHECKS, DTYPES, compare
+from ..cli.command import Refused, check_new, write_json
+from ..ops.self_test import first_use, verdicts
+from ..ops.self_test.checks import DTYPES
 from ..progress import Progress
+from .gpu import Outcome, kinds_of_gpu, outcomes
 
-TARGETS = ("sm_80", "sm_90")
 # The oldest and the newest version that the tests have passed with (``tests/versions.sh``).  ``pyproject.toml`` demands
 # the oldest ones, and no version is refused for being newer.
 TESTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.15"), "triton": ("3.2", "3.9")}
@@ -85,46 +83,6 @@ def describe(device: torch.device) -> str:
     return f"{device} ({properties.name}, {_backend.architecture(device)})"
 
 
-def run_kernels(name: str, device: torch.device) -> str:
-    """Launches the kernels of a family in fp32; raises an error if they cannot run or disagree with float64."""
-    with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=device)):
-        worst = compare(name, torch.float32, device)
-    return f"ran, and agrees with float64 to {worst:.0e}"
-
-
-def compile_kernels(name: str, target: str) -> str:
-    from ..kernels.dry_run import dry_run
-
-    with dry_run(target) as launches:
-        for _ in CHECKS[name](torch.float32, torch.device("cpu")):
-            pass
-    count = len({launch.name for launch in launches})
-    return f"{count} kernel{'s' if count > 1 else ''} compiled, not run"
-
-
-def kernels() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yields (device or target and check, a function that returns its finding or raises) for each check to run."""
-    gpus = devices()[1:]
-    for gpu in gpus:
-        for name in CHECKS:
-            yield f"{gpu} {name}", partial(run_kernels, name, gpu)
-    if not gpus:
-        for target in TARGETS:
-            for name in CHECKS:
-                yield f"{target} {name}", partial(compile_kernels, name, target)
-
-
-def untried(compiles: bool) -> str | None:
-    """The reason why the kernels are not tried, or None.  ``compiles`` says whether the user asked for it."""
-    if not _backend._has_triton():
-        return "triton is not installed, so PyTorch computes every op"
-    if _backend._interpreted():
-        return "TRITON_INTERPRET is set, with which Triton interprets kernels and compiles none; unset it"
-    if not compiles:
-        return "compiling them takes minutes the first time; `fusedseg doctor --compile` does it"
-    return None
-
-
 def failures(device: torch.device) -> Iterator[str]:
     """A line for each family of kernels that an earlier self-test has found to fail on a device."""
     if not _backend.is_tested(device):
@@ -136,53 +94,72 @@ def failures(device: torch.device) -> Iterator[str]:
                 yield f"aten for {family} in {first_use.short(dtype)}: the self-test failed, {found.kind}: {found.text}"
 
 
-def verdict(problems: int, reason: str | None) -> str:
-    """One sentence that says whether all is well.  ``reason`` says why the kernels were not tried, or is None."""
+def verdict(problems: int, tested: Sequence[Outcome], unused: Sequence[str]) -> str:
+    """One sentence that says whether all is well.  ``unused`` has the reasons why tested kernels are not used."""
+    late = sum(outcome.late for outcome in tested)
+    untried = f" For {late} of them no time was left." if late else ""
     if problems:
-        return f"Something is wrong: see {'the lines' if problems > 1 else 'the line'} with PROBLEM above."
-    if reason is not None:
-        return f"Nothing is wrong, but the kernels were not tried: {reason}."
-    if len(devices()) > 1:
-        return "All is well: every kernel ran on every GPU and agrees with PyTorch in float64."
-    return (
-        f"All is well: there is no GPU here, so PyTorch computes every op, and the kernels compile for "
-        f"{' and '.join(TARGETS)}."
-    )
+        return f"Something is wrong: see {'the lines' if problems > 1 else 'the line'} with PROBLEM above.{untried}"
+    if not tested:
+        hint = "; `fusedseg doctor --gpu` tests the kernels" if len(devices()) > 1 else ""
+        return f"Nothing is wrong{hint}."
+    if unused:
+        return f"Every kernel that was tried is right here, but fusedseg does not use them: {unused[0]}.{untried}"
+    return f"All is well: every kernel that was tried agrees with PyTorch in float64.{untried}"
 
 
-def doctor(compiles: bool = False) -> int:
-    """Prints the report.  Returns 1 if something does not work that fusedseg would use here, otherwise 0.
+def described(gpu: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(gpu)
+    return {
+        "device": str(gpu), "memory": properties.total_memory, "multiprocessors": properties.multi_processor_count,
+        **verdicts.environment(gpu)._asdict(),
+    }  # fmt: skip
 
-    ``compiles`` says whether to compile the kernels, and on a GPU to run them.
+
+def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) -> int:
+    """Prints the report, and writes it to ``path``.
+
+    Returns 1 if something does not work that fusedseg would use here, otherwise 0.
+
+    Args:
+        gpu: whether to test the kernels on each kind of GPU.
+        path: a file in JSON to attach to an issue.
+        overwrite: whether the file may exist.
+
+    Raises:
+        Refused: the file cannot be written, or there is nothing to test.
     """
-    problems = 0
-    for line in (*versions(), *untested()):
-        print(line)
+    check_new(path, overwrite)
+    if gpu and not torch.cuda.is_available():
+        raise Refused("--gpu: torch sees no GPU here")
+    if gpu and not _backend._has_triton():
+        raise Refused("--gpu: triton is not installed, so there are no kernels to test")
+    installed = [*versions(), *untested()]
+    print("\n".join(installed))
     print(f"\nbackend    fusedseg.backend is {_backend.get()!r}")
-    served = set()
-    for device in devices():
-        backend, why = _backend.explain(device)
-        served.add(backend)
+    used = {device: _backend.explain(device) for device in devices()}
+    for device, (backend, why) in used.items():
         print(f"  {describe(device)}: {backend} ({why})")
-        for line in failures(device) if backend == "triton" else ():
+        for line in failures(device) if backend == "triton" and not gpu else ():
             print(f"    {line}")
-    if _backend.get() == "triton" and "triton" not in served:
+    problems = 0
+    if _backend.get() == "triton" and not any(backend == "triton" for backend, _ in used.values()):
         problems += 1
         print("  PROBLEM: Triton was asked for, and no device here can be served by it")
-    print("\nkernels")
-    reason = untried(compiles)
-    if reason is not None:
-        print(f"  not tried: {reason}")
-    for where, attempt in () if reason is not None else kernels():
-        start = time.perf_counter()
-        try:
-            with Progress(f"  {where}"):
-                seen = attempt()
-        # The report shows every error of a compiler or a driver, whatever its class.
-        except Exception as error:
-            problems += 1
-            message = next(iter(str(error).strip().splitlines()), "")
-            seen = f"PROBLEM: {type(error).__name__}: {message}"
-        print(f"  {where}: {seen} ({time.perf_counter() - start:.1f} s)")
-    print(f"\n{verdict(problems, reason)}")
+    kinds, tested = kinds_of_gpu() if gpu else [], list[Outcome]()
+    if gpu:
+        print("\nkernels")
+        with Progress("fusedseg doctor --gpu"):
+            for outcome in outcomes(kinds):
+                tested.append(outcome)
+                problems += outcome.failed
+                print(f"  {outcome}", flush=True)
+    said = verdict(problems, tested, [used[kind][1] for kind in kinds if used[kind][0] != "triton"])
+    print(f"\n{said}")
+    if path is not None:
+        jobs = [{**outcome.job._asdict(), **outcome.found} for outcome in tested]
+        backends = {str(device): explained for device, explained in used.items()}
+        figures = {"versions": installed, "verdict": said, "backends": backends, "jobs": jobs}
+        write_json({**figures, "gpus": [described(kind) for kind in kinds]}, path, overwrite)
+        print(f"The report is in {path}: please attach it when you report a problem.")
     return min(problems, 1)

@@ -60,7 +60,7 @@ def test_version(capsys):
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupted(compiles):
+    def interrupted(*options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command_line, "doctor", interrupted)
