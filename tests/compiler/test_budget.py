@@ -22,6 +22,8 @@ from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
+# Coverage doubles the time of the compiler, and the tests without this mark run the same lines.
+covered_by_others = pytest.mark.no_cover
 # The share of forward's arithmetic by which a choice may be above the optimum.
 FAR = 0.05
 
@@ -70,6 +72,7 @@ def counted(monkeypatch):
     return live
 
 
+@covered_by_others
 @pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
 def test_bits_bytes_and_peak(name, chosen, counted):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
@@ -96,6 +99,7 @@ def test_bits_bytes_and_peak(name, chosen, counted):
     assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
 
 
+@covered_by_others
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
 # attention has 8 bits too.  The batch norms of a ResNet have a budget above, and bits in test_bits.py.
 @pytest.mark.parametrize(
@@ -130,6 +134,7 @@ def test_with_bits(name, bits, chosen):
     assert not found.size or found.bias < MOST
 
 
+@covered_by_others
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
 def test_allocator_peak():
     """The allocator's peak does not rise either.  Another order of equal parts let it rise by up to 1.4 %."""
@@ -236,6 +241,7 @@ def test_inductor(chosen):
     assert chosen[-1][1].kept <= 0.4 * chosen[-1][0]
 
 
+@covered_by_others
 @pytest.mark.parametrize("name", ["U-Net", "two encoders"])
 def test_peak_with_inductor(name, monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""
