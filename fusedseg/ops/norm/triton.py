@@ -56,7 +56,7 @@ class Triton:
     ) -> Gradients:
         _, kernels = _kernels()
         source, weight, bias, residual, _, mean, rstd, xhat, _ = saved
-        affine, writes_g, into, exchange, _ = wanted
+        affine, writes_g, into, exchange = wanted
         if mean is not None:
             # The kernels of an op that keeps its input write g whenever there is a residual.
             writes_g = residual is not None
