@@ -98,17 +98,11 @@ class Flow:
     overwritten: set[int] = field(default_factory=set)
     seen_by: dict[int, dict[nn.Module, None]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._readers: dict[int, list[Call]] = {}
-        self._maker: dict[int, Call] = {}
-        for call in self.calls:
-            self.index(call)
+    _readers: dict[int, list[Call]] = field(default_factory=dict)
+    _maker: dict[int, Call] = field(default_factory=dict)
 
     def add(self, call: Call) -> None:
         self.calls.append(call)
-        self.index(call)
-
-    def index(self, call: Call) -> None:
         for value in dict.fromkeys(call.reads):
             self._readers.setdefault(value, []).append(call)
         for value in call.makes:

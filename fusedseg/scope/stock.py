@@ -200,46 +200,26 @@ def _prelu(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> An
     return out
 
 
-def _of_batch_norm(
-    input,  # noqa: A002
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-):
-    return input, running_mean, running_var, weight, bias, training, momentum, eps
-
-
-def _of_instance_norm(
-    input,  # noqa: A002
-    running_mean=None,
-    running_var=None,
-    weight=None,
-    bias=None,
-    use_input_stats=True,
-    momentum=0.1,
-    eps=1e-5,
-):
-    return input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-
-
-# For each function, a function with the same signature that returns the arguments in their order: x, running mean and
-# variance, weight and bias, whether the statistics of x are used, momentum and eps.
-ARGUMENTS: dict[Function, Function] = {F.batch_norm: _of_batch_norm, F.instance_norm: _of_instance_norm}
+# For each norm, the name and the default of the argument that says whether the statistics of the input are used.
+NORMS: dict[Function, tuple[str, bool]] = {
+    F.batch_norm: ("training", False),
+    F.instance_norm: ("use_input_stats", True),
+}
 
 
 def _norm(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The rule of batch and instance norm.  Rebuilding an output moves no running statistics."""
-    x, mean, var, weight, bias, own, *numbers = ARGUMENTS[func](*args, **kwargs)
+    flag, default = NORMS[func]
+    names = ("input", "running_mean", "running_var", "weight", "bias", flag, "momentum", "eps")
+    given: dict[str, Any] = dict.fromkeys(names) | {flag: default, "momentum": 0.1, "eps": 1e-5}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    x, mean, var, weight, bias, own, *numbers = (given[name] for name in names)
 
     def laid_anew(t: Tensor) -> Handle | None:
         """Keeps ``x`` in place of ``t``, the contiguous copy of ``x`` that instance norm saves."""
-        if t.numel() != x.numel() or not plain(t) or t.untyped_storage() is x.untyped_storage():
+        if t.numel() != x.numel() or not (plain(t) and registry.certain(x)):
             return None
-        if not registry.certain(x):
+        if t.untyped_storage() is x.untyped_storage():
             return None
         size, kept = t.size(), registry.keep(x)
         source = Recipe(Place.of(t), t.device, lambda x: x.contiguous().view(size), None, OFF, [(kept, kept.at)])

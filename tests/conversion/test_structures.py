@@ -243,28 +243,27 @@ def test_scripted_children_are_left(image):
 
 
 class Counting(nn.Module):
-    """A forward that counts its calls in a buffer and in a plain tensor."""
+    """A forward that counts its calls in a buffer."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.norm, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU()
         self.register_buffer("steps", torch.zeros(()))
-        self.calls = torch.zeros(())
 
     def forward(self, x):
-        self.calls.add_(1)
         self.steps.add_(1)
         return self.act(self.norm(self.conv(x)))
 
 
 def test_buffers_that_forward_changes_are_as_before():
     net = Counting()
-    steps, calls = net.steps, net.calls
+    steps = net.steps
     fusedseg.convert(net, example_inputs=torch.randn(2, 3, 8, 8))
-    assert (net.steps, net.calls) == (steps, calls) == (0, 0)
+    assert net.steps is steps
+    assert steps == 0
     assert isinstance(net.norm, fusedseg.InPlaceABN)
     net(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert steps == calls == 1
+    assert steps == 1
 
 
 def test_a_container_that_refuses_changes_stays(image):

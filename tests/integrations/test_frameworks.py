@@ -167,7 +167,7 @@ def lightning(monkeypatch, said):
     pl = types.ModuleType("pytorch_lightning")
 
     class LightningModule(nn.Module):
-        example_input_array = None
+        example_input_array = torch.zeros(2, 3, 16, 16)
         device = torch.device("cpu")
 
         def configure_model(self):

@@ -39,7 +39,7 @@ class Lit(pl.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.losses = Net(), []
+        self.net, self.losses, self.example_input_array = Net(), [], torch.zeros(2, 3, 32, 32)
     def training_step(self, batch, index):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.losses.append(loss.item())
