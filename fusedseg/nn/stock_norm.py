@@ -17,7 +17,7 @@ from ..ops.norm.eager import normalise_eagerly
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
-from ..ops.norm.unfused import norm_act
+from ..ops.norm.stock import norm_act
 from .leaf import Unscriptable, as_leaf
 from .norm_statistics import COUNTED, LookUp, Using, attributes, looked_up
 
