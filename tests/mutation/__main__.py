@@ -29,8 +29,8 @@ NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/
 CONV_OPS = ["tests/ops/test_conv*.py", "tests/nn/test_conv_abn*.py"]
 SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
-         "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py"]  # fmt: skip
-TRANSIENTS = ["tests/ops/test_transients*.py", "tests/ops/test_segmentation_sums_memory.py"]
+         "tests/ops/test_recompute_networks.py"]  # fmt: skip
+TRANSIENTS = ["tests/ops/test_transients*.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
@@ -61,7 +61,7 @@ RELATED = {
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
     "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
-    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", *TRANSIENTS, *SCOPE],
+    "fusedseg/ops/reuse.py": [*TRANSIENTS, *SCOPE],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }
