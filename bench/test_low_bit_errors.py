@@ -22,7 +22,7 @@ from examples.demo import slices, training
 from examples.demo.problem import Problem
 from fusedseg.compiler import settings
 from fusedseg.ops.low_bit import graph
-from fusedseg.ops.low_bit.op import unpack_op
+from fusedseg.ops.low_bit.graph import unpack_op
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
 

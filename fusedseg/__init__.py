@@ -30,7 +30,6 @@ try:
         MaxPool3d,
         convert_sync,
     )
-    from .ops import reuse as _reuse
     from .scope.scope import recompute
 finally:
     if _collects:
@@ -63,16 +62,14 @@ __all__ = [
     "losses",
     "memory",
     "recompute",
-    "reuse_output",
     "revert",
     "sliding_window_labels",
     "unet",
 ]
 
 
-# For type checkers; ``_Package`` has the values.
+# For type checkers; ``_Package`` has the value.
 backend: _backend.Backend
-reuse_output: bool
 
 
 class _Package(types.ModuleType):
@@ -89,25 +86,6 @@ class _Package(types.ModuleType):
     @backend.setter
     def backend(self, name: _backend.Backend) -> None:
         _backend.set(name)
-
-    @property
-    def reuse_output(self) -> bool:
-        """Whether backward may write over the output that ``InPlaceABN`` or ``ConvABN`` has kept, or a loss's logits.
-
-        The option saves one full tensor at the peak.  It is off by default.  On a CPU it saves memory for large tensors
-        only.
-
-        The output is overwritten only if nothing else shares its memory: no variable, no hook, no saved tensor of
-        another op, and no ``retain_graph=True``.  The option has no effect under saved-tensor hooks, such as those of
-        ``fusedseg.recompute()``, of a checkpoint and of ``fusedseg.memory``.  So ``fusedseg.memory`` shows the figures
-        without the option.  A second backward over an overwritten output raises an error.  Do not use the option if a
-        library knows the address of an output but holds no tensor with this memory.
-        """
-        return _reuse.get()
-
-    @reuse_output.setter
-    def reuse_output(self, value: bool) -> None:
-        _reuse.set(value)
 
 
 sys.modules[__name__].__class__ = _Package

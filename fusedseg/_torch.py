@@ -183,21 +183,13 @@ forward_ad: Any = torch.autograd.forward_ad
 if _or("torch.autograd.forward_ad._current_level", None) is None:
     forward_ad = SimpleNamespace(_current_level=0, unpack_dual=forward_ad.unpack_dual)
 
-# Ops that write over a tensor.  Without the first name, reuse_output cannot be set to True; without the others every
-# view is refused, and a tensor overlaps itself if it has a stride of 0.
+# Ops that write over a tensor.  Callers ask who else holds a tensor (``Tensor._use_count``) and its memory; without
+# these two names nothing is reused.  Without the others every view is refused, and a tensor overlaps itself if it has a
+# stride of 0.
 storage_use_count = _or("torch._C._storage_Use_Count", None)
-# Whether callers can ask who else holds a tensor (``Tensor._use_count``) and its memory.  If not, nothing is reused.
 counts_holders = _or("torch.Tensor._use_count", None) is not None and storage_use_count is not None
 _creation_meta = _or("torch._C._autograd._get_creation_meta", None)
 _creation_metas = _or("torch._C._autograd.CreationMeta", None)
-
-
-def check_reuse() -> None:
-    """Raises RuntimeError if this PyTorch does not tell who holds a tensor."""
-    if storage_use_count is None:
-        _raise("torch._C._storage_Use_Count", "reuse_output = True")
-    if "torch._C._autograd._top_saved_tensors_default_hooks" in MISSING_FOR_SCOPE:
-        _raise("torch._C._autograd._top_saved_tensors_default_hooks", "reuse_output = True")
 
 
 def is_plain_view(x: torch.Tensor) -> bool:

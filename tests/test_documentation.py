@@ -263,7 +263,7 @@ def test_every_experimental_name_exists():
 def test_every_public_name_is_marked_as_stable_or_experimental():
     """``docs/conf.py`` marks each function and class that the reference describes; settings have a mark in the text."""
     marked = set(re.findall(r"py:data:: (\w+)\n.*\n\n   \*(?:Stable|Experimental)\.\*\n", REFERENCE))
-    assert marked == {"backend", "reuse_output"}
+    assert marked == {"backend"}
     described = re.findall(r":: (fusedseg[\w.]*\.\w+)$", REFERENCE, re.MULTILINE)
     parts = [name.rpartition(".") for name in described if not name.startswith("fusedseg.integrations")]
     objects = [getattr(importlib.import_module(module), name) for module, _, name in parts]

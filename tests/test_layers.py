@@ -27,7 +27,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
-    "ops/activation_aten": ({"activation"}, {"torch"}),
     "ops/cast": (set(), {"torch"}),
     "ops/cheap": ({"_torch", "rules"}, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
@@ -39,13 +38,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
     "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
-    # numpy handles the few values of a channel vector on a CPU.
     "ops/norm": (
-        {"_backend", "_torch", "activation", "kernels", "ops/activation_aten", "ops/labels"} | SHARED,
-        {"numpy", "torch"},
+        {"_backend", "_torch", "activation", "kernels", "ops/labels"} | SHARED,
+        {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/activation_aten", "ops/interpolate", "ops/norm"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.

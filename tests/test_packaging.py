@@ -134,7 +134,6 @@ import fusedseg
 
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
 fusedseg.backend = "aten"
-fusedseg.reuse_output = True
 report = fusedseg.convert(model, example_inputs=torch.randn(1, 3, 8, 8), mode="leaky")
 kept: int = report.before.saved - report.after.saved
 block = fusedseg.ConvABN2d(3, 4, 3, padding=1, conv_backend="aten")
@@ -143,7 +142,6 @@ with fusedseg.recompute():
     (1 - sums.overlap.mean() + sums.nll.sum()).backward()
 
 fusedseg.backend = "cuda"  # assignment
-fusedseg.reuse_output = "yes"  # assignment
 fusedseg.convert(model, mode="exakt")  # arg-type
 fusedseg.convert(model, bits=4)  # call-arg
 fusedseg.convert(model, example_input=1)  # call-arg

@@ -118,7 +118,6 @@ def test_the_scope_says_once_that_it_does_nothing(name):
 def test_all_names_of_the_scope_at_once():
     found = without(*FOR_SCOPE)
     assert len(found["warnings"]) == 1
-    assert HOOKS in found["errors"]["reuse"]
     assert found["errors"]["estimate"] == "" or "fusedseg: " in found["errors"]["estimate"]
 
 
@@ -131,9 +130,8 @@ def test_other_names_have_stand_ins_or_errors():
     errors = found["errors"]
     # Batches are not recognised, so PyTorch refuses them.
     assert errors["batched"].startswith("RuntimeError: ")
-    for feature in ("reuse", "estimate"):
-        assert errors[feature].startswith("RuntimeError: fusedseg: "), feature
-        assert "does not have; `python -m fusedseg doctor`" in errors[feature]
+    assert errors["estimate"].startswith("RuntimeError: fusedseg: ")
+    assert "does not have; `python -m fusedseg doctor`" in errors["estimate"]
 
 
 @pytest.mark.slow
@@ -148,7 +146,7 @@ def test_another_name_is_missing(name):
 
 def test_nothing_is_missing_from_the_program():
     found = without()
-    assert found["errors"] == {"batched": "", "reuse": "", "estimate": ""} or _torch.scope_problem()
+    assert found["errors"] == {"batched": "", "estimate": ""} or _torch.scope_problem()
 
 
 def test_a_scope_in_compiled_code_says_that_it_does_nothing(monkeypatch):

@@ -47,13 +47,11 @@ class Inverse:
 
     y: (z, p, out) -> y, in ``out`` unless ``out`` is None.  If y equals z, the result may be ``z`` itself.
     grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless ``out`` is None.
-    into: (y, p, out) writes z to ``out``.
     slope: p -> the factor, at most 1, by which z may be smaller than a small y.
     """
 
     y: Callable[[Tensor, float, Tensor | None], Tensor]
     grad: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
-    into: Callable[[Tensor, float, Tensor], object]
     slope: Callable[[float], float] = lambda p: 1.0
 
 
@@ -152,7 +150,6 @@ _ROWS = (
         inverse=Inverse(
             y=_leaky_relu_inverse,
             grad=_leaky_relu_grad,
-            into=lambda y, p, out: _nn.leaky_relu(y, p, out=out),
             slope=lambda p: min(p, 1.0),
         ),
     ),
@@ -167,7 +164,6 @@ _ROWS = (
         inverse=Inverse(
             y=_elu_inverse,
             grad=_elu_grad,
-            into=lambda y, p, out: _nn.elu(y, p, out=out),
             slope=lambda p: min(p, 1.0),
         ),
     ),
@@ -183,7 +179,6 @@ _ROWS = (
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
-            into=lambda y, p, out: aten.elu.out(y, _SELU_ALPHA, _SELU_SCALE, 1, out=out),
         ),
     ),
     Row(
@@ -209,7 +204,6 @@ _ROWS = (
         inverse=Inverse(
             y=lambda z, p, out: z,
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
-            into=lambda y, p, out: out.copy_(y),
         ),
     ),
     Row(

@@ -11,7 +11,7 @@ from torch import fx
 
 from .. import rules
 from ..activation import TABLE, Activation
-from ..ops.low_bit.op import unpack_op
+from ..ops.low_bit.graph import unpack_op
 from ..ops.norm import sample_norm
 from ..ops.norm.spec import Spec
 from .joint import arguments_of, is_alike, is_op, is_tensor, items_of, name_of, node_at, value_of

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import _torch
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit import traced
-from ..ops.low_bit.op import unpack_op
+from ..ops.low_bit.graph import unpack_op
 from .joint import arguments_of, items_of, node_at, splice, value_of
 from .keep import KEEP, LABEL
 

@@ -17,7 +17,7 @@ from torch import fx
 from .. import rules
 from ..ops.cheap import size_of, tensors_of
 from ..ops.low_bit import graph as ops
-from ..ops.low_bit.op import unpack_op
+from ..ops.low_bit.graph import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.observer import SMALL
 from . import forms, twice

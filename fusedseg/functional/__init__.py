@@ -1,9 +1,9 @@
 """Functional forms of the ops."""
 
 from ..ops.conv.sources import Interpolated
-from ..ops.segmentation.call import SegmentationSums, TpFpFn, conv_dice_ce, segmentation_sums, tp_fp_fn
+from ..ops.segmentation.call import SegmentationSums, TpFpFn, segmentation_sums, tp_fp_fn
 from ..ops.segmentation.conv_logits import ConvLogits
-from ..ops.segmentation.labels import argmax_labels
+from ..ops.segmentation.positions import argmax_labels
 from .convolutions import conv_abn, join_conv
 from .norms import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act, norm_act
 from .pools import max_pool
@@ -15,7 +15,6 @@ __all__ = [
     "TpFpFn",
     "argmax_labels",
     "conv_abn",
-    "conv_dice_ce",
     "inplace_abn",
     "inplace_group_norm_act",
     "inplace_instance_norm_act",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.check import check_choice, check_dtype, check_positive, check_tensor
-from ..ops.segmentation.labels import argmax_labels, labels_dtype
+from ..ops.segmentation.positions import argmax_labels, labels_dtype
 from ..progress import Progress
 from .windows import Cell, Sums, Windows, importance, part
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.check import check_positive, check_tensor
 from ..ops.segmentation.conv_logits import ConvLogits
-from ..ops.segmentation.labels import argmax_labels
+from ..ops.segmentation.positions import argmax_labels
 from .unscriptable import Unscriptable
 
 DOC = """The last convolution, 1x1, of a segmentation network; in training its logits are not formed.

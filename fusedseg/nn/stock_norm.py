@@ -14,7 +14,7 @@ from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
-from ..ops.norm.unfused import norm_act
+from ..ops.norm.stock import norm_act
 from ..ops.observer import unwatched
 from .norm_statistics import COUNTED, Using
 from .unscriptable import Unscriptable

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import fusedseg
 from fusedseg import losses
 from tests.losses.jobs import LOSSES, labels_or_regions, parallel_step
 from tests.reference import relative_error
@@ -107,9 +106,3 @@ def test_distributed_data_parallel():
     for _, grads in results:
         for found, wanted in zip(grads, expected, strict=True):
             assert relative_error(found, wanted) <= 1e-12
-
-
-def test_reuse_output_under_a_checkpoint(monkeypatch):
-    """Under the hooks of a checkpoint the gradient is not written over the logits, which are computed again."""
-    monkeypatch.setattr(fusedseg, "reuse_output", True)
-    test_checkpoint("DiceCELoss")

@@ -29,7 +29,7 @@ CONV_OPS = ["tests/ops/test_conv*.py", "tests/ops/test_join_conv.py", "tests/nn/
             "tests/conversion/test_convs.py"]  # fmt: skip
 SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
          "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
-         "tests/ops/test_reuse.py", "tests/ops/test_recompute_networks.py", "tests/ops/test_recompute_compiled*.py",
+         "tests/ops/test_recompute_networks.py", "tests/ops/test_recompute_compiled*.py",
          "tests/ops/test_transients*.py", "tests/ops/test_in_place.py"]  # fmt: skip
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
@@ -57,7 +57,7 @@ RELATED = {
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
     "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
-    "fusedseg/ops/reuse.py": ["tests/ops/test_reuse.py", "tests/ops/test_segmentation_sums_memory.py", *SCOPE],
+    "fusedseg/ops/reuse.py": ["tests/ops/test_segmentation_sums_memory.py", *SCOPE],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.functional import ConvLogits, argmax_labels, conv_dice_ce, segmentation_sums, tp_fp_fn
+from fusedseg.functional import ConvLogits, argmax_labels, segmentation_sums, tp_fp_fn
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.layout import FORMATS
@@ -15,6 +15,13 @@ from fusedseg.ops.segmentation.spec import Given, SumsSpec
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
+
+
+def dice_ce(logits, target):
+    sums = segmentation_sums(logits, target)
+    dice = (2 * sums.overlap + 1) / (sums.prediction + sums.target + 1)
+    return 1 - dice.mean() + sums.nll.sum() / sums.target.sum()
+
 
 # The spatial shape of the features, the size of the logits, and align_corners.
 GEOMETRIES = {
@@ -149,8 +156,6 @@ def test_all_losses_take_it():
         (losses.SMPTverskyLoss("multilabel"), logits, regions),
         (losses.SMPDiceLoss("binary"), one, labels[:, 0] > 1),
         (lambda z, t: losses.DeepSupervision(of_labels[0])([z, z], [t, t]), logits, labels),
-        (lambda z, t: conv_dice_ce(*given, t, size=(8, 8)) if isinstance(z, ConvLogits)
-         else fusedseg.DiceCELoss(softmax=True, to_onehot_y=True)(z, t), logits, labels),
     ]  # fmt: skip
     for loss, unformed, target in calls:
         value, expected = loss(unformed, target), loss(unformed.formed(), target)
@@ -176,7 +181,7 @@ def test_gradcheck(name, monkeypatch):
     given = tensors(spatial, K=3, C=2)
     labels = target_of(ConvLogits(*given, size, align))
     assert torch.autograd.gradcheck(
-        lambda *given: conv_dice_ce(*given, labels, size=size, align_corners=align), given, fast_mode=True
+        lambda *given: dice_ce(ConvLogits(*given, size, align), labels), given, fast_mode=True
     )
 
 
@@ -184,7 +189,7 @@ def test_gradients_that_nobody_needs():
     """A frozen weight, frozen features, no bias, and a weight of two heads."""
     h, weight, bias = tensors((5, 4))
     labels = torch.randint(4, (2, 5, 4))
-    loss = lambda *given: conv_dice_ce(*given, labels)  # noqa: E731
+    loss = lambda *given: dice_ce(ConvLogits(*given), labels)  # noqa: E731
     expected = torch.autograd.grad(loss(h, weight, bias), (h, weight, bias))
     assert torch.equal(torch.autograd.grad(loss(h, weight.detach(), bias.detach()), h)[0], expected[0])
     assert torch.equal(torch.autograd.grad(loss(h.detach(), weight, bias), weight)[0], expected[1])
@@ -220,7 +225,7 @@ def test_the_peak_is_the_gradient_of_the_features(shape, size, most, record_prop
         h, weight, bias = (torch.empty(of, dtype=torch.float16, requires_grad=True) for of in shapes)
         labels = torch.empty(shape[0], *(size or shape[2:]), dtype=torch.uint8)
         with LiveBytes() as live:
-            conv_dice_ce(h, weight, bias, labels, size=size).backward()
+            dice_ce(ConvLogits(h, weight, bias, size), labels).backward()
     record_property("peak", live.peak / 2**20)
     assert h.nbytes <= live.peak <= most * 2**20
 
@@ -228,7 +233,7 @@ def test_the_peak_is_the_gradient_of_the_features(shape, size, most, record_prop
 def test_gradients_of_gradients_and_batches():
     h, weight, bias = tensors((5, 4))
     labels = torch.randint(4, (2, 5, 4))
-    (dh,) = torch.autograd.grad(conv_dice_ce(h, weight, bias, labels), h, create_graph=True)
+    (dh,) = torch.autograd.grad(dice_ce(ConvLogits(h, weight, bias), labels), h, create_graph=True)
     with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
         dh.sum().backward()
     sums = op.sums(Given(ConvLogits(h, weight, bias), labels), SumsSpec("softmax", "softmax"))

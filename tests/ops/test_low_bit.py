@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.low_bit import aten, graph, op
+from fusedseg.ops.low_bit import aten, graph
 from fusedseg.ops.low_bit.spec import mixed, wide_dtype
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
@@ -36,11 +36,11 @@ class Packed(NamedTuple):
 
 def pack(t, bits, seed, kink=None):
     kink = None if kink is None else kink.to(wide_dtype(t.dtype))
-    return Packed(*op.pack(t, kink, bits, mixed(seed)), kink, bits, tuple(t.shape), t.stride())
+    return Packed(*graph.pack(t, kink, bits, mixed(seed)), kink, bits, tuple(t.shape), t.stride())
 
 
 def unpack(packed):
-    return op.unpack_op(*packed)
+    return graph.unpack_op(*packed)
 
 
 def again(t, bits=4, seed=0, kink=None):
@@ -242,9 +242,9 @@ def test_bytes(dtype, bits, most):
     true = pack(t, bits, 0, torch.zeros(8))
     assert true.nbytes - 8 * 4 <= most * t.nbytes
     with FakeTensorMode() as mode:
-        fake = op.packed_like(mode.from_tensor(t), mode.from_tensor(torch.zeros(8)), bits)
+        fake = graph.packed_like(mode.from_tensor(t), mode.from_tensor(torch.zeros(8)), bits)
         assert sum(part.nbytes for part in fake) == true.nbytes - 8 * 4
-        assert op.unpack_op(*fake, None, bits, t.shape, t.stride()).stride() == t.stride()
+        assert graph.unpack_op(*fake, None, bits, t.shape, t.stride()).stride() == t.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -265,5 +265,5 @@ def test_opcheck(backend, device):
     t = channels_last(torch.randn(2, 3, 4, 5, device=device))
     key = torch.tensor(1)
     torch.library.opcheck(graph.round_op, (t, 4, key, 0, torch.zeros(3, device=device), list(t.stride())))
-    packed = op.pack(t, None, 8, 1)
-    torch.library.opcheck(op.unpack_op, (*packed, None, 8, list(t.shape), list(t.stride())))
+    packed = graph.pack(t, None, 8, 1)
+    torch.library.opcheck(graph.unpack_op, (*packed, None, 8, list(t.shape), list(t.stride())))

@@ -10,7 +10,7 @@ import fusedseg
 from fusedseg.functional import max_pool
 from fusedseg.memory.meter import measure
 from fusedseg.ops.max_pool import aten as max_pool_aten
-from fusedseg.ops.max_pool import op, parts
+from fusedseg.ops.max_pool import op
 from fusedseg.scope.watch import Watch
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
@@ -38,11 +38,10 @@ FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "cha
 
 @pytest.fixture(params=["whole", "parts"])
 def chunking(request, monkeypatch):
-    """The aten path runs in one piece, or in many parts that remember nothing."""
+    """The aten path runs in one piece, or in many parts."""
     if request.param == "parts":
-        monkeypatch.setattr(max_pool_aten, "FEW_WINDOWS", 0)
-        monkeypatch.setattr(parts, "CHUNK_BYTES", 300)
-        monkeypatch.setattr(parts, "ROWS_CHUNK_BYTES", 300)
+        monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
+        monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)
 
 
 def special(shape):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.segmentation.labels import labels_dtype
+from ...ops.segmentation.positions import labels_dtype
 
 
 class Tap(NamedTuple):

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..._backend import launching
 from .. import unfused
-from ..activation_aten import activate
 from ..layout import dense, layout_of
 from ..norm import eager
 from ..norm import op as norm_op
+from ..norm.aten_chunks import activate
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
-from ..norm.unfused import norm_act
+from ..norm.stock import norm_act
 from . import choice, join_conv
 from .apart import convolve_sources
 from .convolution import output_format, stock_convolution

@@ -1,37 +1,77 @@
-"""The storage ops in graphs of the compiler backend, where each step rounds anew.
+"""The storage ops in graphs of the compiler backend: tensors in 8, 4 or 2 bits a value, and masks in one.
 
     key = rounding_key(seed)                              a number that differs from step to step; a tensor on the CPU
     codes, lowest, highest = low_bit_round(t, bits, key, place, kink, stride)
-    kink = norm_kink(x, mean, rstd, weight, bias)         of ``low_bit/kink.py``, for a norm whose sign must be exact
-    t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)      of ``op.py``
+    kink = norm_kink(x, mean, rstd, weight, bias)         for a norm whose sign must be exact
+    t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)     every sign is exact; right on average
     packed = bits_pack(t, bits, stride)                   the lowest bits of masks, and of small integers of one byte
     t = bits_unpack(packed, bits, dtype, size, stride)
 
-The generator of PyTorch is not moved.  Rounding depends on the seed, the rank in the process group, the number of the
-step, and the place of the tensor in its graph.
+With a kink, one number for each channel, or for each channel of each sample, in the dtype of the arithmetic, the sign
+of ``t - kink`` is exact instead.  The kink of a norm is the input of a channel that the norm sends to 0, where an
+activation such as ReLU bends:
+
+    weight * (x - mean) * rstd + bias = 0    at    x = mean - bias / (weight * rstd)
+
+Each step rounds anew.  The generator of PyTorch is not moved.  Rounding depends on the seed, the rank in the process
+group, the number of the step, the place of the tensor in its graph, and the place of a value in memory.  ``grid.py``
+describes the values that codes stand for.  A group with an infinity or NaN comes back as NaN.
+
+Source: stochastic rounding of groups is that of Chen et al., "ActNN", ICML 2021; the border of signs is ours.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .kink import kink_of, of_channels
-from .op import pack, packed_like
-from .signs import pack_signs, parts_with_signs
-from .spec import mixed, rank, wide_dtype
+from ... import _backend
+from ..layout import laid_out
+from . import aten
+from .spec import lines_of, mixed, rank, signed, wide_dtype
 
+# A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
+# the difference of a value and a far kink would have few digits.
+FARTHEST = 64.0
+# 8 bytes of 0 or 1 times this number: the highest byte of the product has a bit for each of them, in their order.
+GATHER = 0x0102040810204080
+# A byte times SPREAD is 8 copies of it.  Of the k-th copy, CHOOSE leaves the k-th bit.
+SPREAD, CHOOSE = 0x0101010101010101, 0x8040201008040201 - (1 << 64)
+# The values that are packed at once, and their bits.
+CHUNK = 1 << 23
 # How many steps there have been, for each seed.
 _steps: defaultdict[int, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
 def _laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
     """``t`` in the strides that its graph says, and that ``unpack`` restores: a compiler may have chosen others."""
-    if t.stride() == tuple(stride):
-        return t
-    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+    return t if t.stride() == tuple(stride) else laid_out(t, stride)
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.as_strided((t.numel(),), (1,))
+
+
+def pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes, and the lowest and the highest value of each group."""
+    if t.numel() == 0:
+        return packed_like(t, kink, bits)
+    lines = lines_of(t, 0 if kink is None else kink.numel())
+    if not _backend.use_triton(t, "low_bit"):
+        return aten.pack(_flat(t), lines, bits, key, kink)
+    from ...kernels.low_bit import low_bit_pack
+
+    with _backend.launching(t):
+        return low_bit_pack(_flat(t), lines, bits, signed(key), kink)
+
+
+def packed_like(t: Tensor, kink: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of ``pack`` without values."""
+    lines = lines_of(t, 0 if kink is None else kink.numel())
+    groups = lines.I * lines.groups * lines.C
+    return t.new_empty(lines.code_bytes(bits), dtype=torch.uint8), t.new_empty(groups), t.new_empty(groups)
 
 
 @torch.library.custom_op("fusedseg::rounding_key", mutates_args=(), schema="(int seed) -> Tensor")
@@ -59,6 +99,61 @@ def _(t, bits, key, place, kink, stride):
 
 
 @torch.library.custom_op(
+    "fusedseg::low_bit_unpack",
+    mutates_args=(),
+    schema="(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, SymInt[] size, SymInt[] stride)"
+    " -> Tensor",
+)
+def unpack_op(codes, lowest, highest, kink, bits, size, stride):
+    t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
+    lines = lines_of(t, 0 if kink is None else kink.numel())
+    if t.numel() == 0:
+        return t
+    if not _backend.use_triton(t, "low_bit"):
+        aten.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
+        return t
+    from ...kernels.low_bit import low_bit_unpack
+
+    with _backend.launching(t):
+        low_bit_unpack(codes, lowest, highest, kink, lines, bits, _flat(t))
+    return t
+
+
+@unpack_op.register_fake
+def _(codes, lowest, highest, kink, bits, size, stride):
+    return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
+
+
+def _kink_of(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> Tensor:
+    """The kinks of a norm of ``x`` of shape (N, C, *spatial).
+
+    Args:
+        mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
+        weight, bias: (C,), or None.
+        shape: the shape of x.
+
+    Returns:
+        (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
+        bias.
+    """
+    wide = wide_dtype(mean.dtype)
+    mean, rstd = (v.detach().to(wide).flatten() for v in (mean, rstd))
+    if bias is None:
+        return mean
+    shift = bias.detach().to(wide)
+    if weight is not None:
+        shift = shift / weight.detach().to(wide)
+    # 0 / 0 of a channel without weight and bias is NaN.
+    shift = shift.nan_to_num(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST).clamp(-FARTHEST, FARTHEST)
+    return mean - shift.repeat(mean.numel() // shape[1]) / rstd
+
+
+def _of_channels(statistics: Tensor, shape: torch.Size) -> Tensor:
+    """The statistics of groups, (N groups,) or (N, groups), for each channel of each sample, (N C,)."""
+    return statistics.flatten().repeat_interleave(shape[0] * shape[1] // statistics.numel())
+
+
+@torch.library.custom_op(
     "fusedseg::norm_kink",
     mutates_args=(),
     schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias) -> Tensor",
@@ -66,8 +161,8 @@ def _(t, bits, key, place, kink, stride):
 def norm_kink(x, mean, rstd, weight, bias):
     """The kinks of a norm of ``x``, (N, C, *spatial), with statistics of channels, or of groups of each sample."""
     if mean.dim() == 2:
-        mean, rstd = of_channels(mean, x.shape), of_channels(rstd, x.shape)
-    kink = kink_of(mean, rstd, weight, bias, x.shape)
+        mean, rstd = _of_channels(mean, x.shape), _of_channels(rstd, x.shape)
+    kink = _kink_of(mean, rstd, weight, bias, x.shape)
     return kink.clone() if kink.data_ptr() == mean.data_ptr() else kink
 
 
@@ -77,14 +172,32 @@ def _(x, mean, rstd, weight, bias):
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
 
 
+def _pack_signs(t: Tensor) -> Tensor:
+    """One bit for each value of a dense tensor, in the order of memory: uint8, 8 values a byte."""
+    packed = torch.empty(-(-t.numel() // 8), dtype=torch.uint8, device=t.device)
+    for of_chunk, part in zip(packed.split(CHUNK // 8), _flat(t).split(CHUNK), strict=True):
+        above = part > 0
+        if above.numel() % 8:
+            above = torch.nn.functional.pad(above, (0, 8 - above.numel() % 8))
+        of_chunk.copy_((above.view(torch.int64) * GATHER).bitwise_right_shift_(56).bitwise_and_(255))
+    return packed
+
+
+def _parts_with_signs(t: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of the memory of a dense tensor ``t``, and for each value of a part whether it was above 0 when packed."""
+    for of_chunk, part in zip(packed.split(CHUNK // 8), _flat(t).split(CHUNK), strict=True):
+        above = of_chunk.to(torch.int64).mul_(SPREAD).bitwise_and_(CHOOSE).view(torch.uint8)[: part.numel()] != 0
+        yield part, above
+
+
 @torch.library.custom_op(
     "fusedseg::bits_pack", mutates_args=(), schema="(Tensor t, int bits, SymInt[] stride) -> Tensor"
 )
 def bits_pack(t, bits, stride):
     t = _laid_out(t, stride).view(torch.uint8)
     if bits == 1:
-        return pack_signs(t)
-    return torch.cat([pack_signs(t & 1 << place) for place in range(bits)])
+        return _pack_signs(t)
+    return torch.cat([_pack_signs(t & 1 << place) for place in range(bits)])
 
 
 @bits_pack.register_fake
@@ -100,7 +213,7 @@ def _(t, bits, stride):
 def bits_unpack(packed, bits, dtype, size, stride):
     t = torch.empty_strided(size, stride, dtype=torch.uint8, device=packed.device)
     for place, of_place in enumerate(packed.view(bits, -1)):
-        for part, above in parts_with_signs(t, of_place):
+        for part, above in _parts_with_signs(t, of_place):
             if place:
                 part |= above.view(torch.uint8) << place
             else:

@@ -1,13 +1,14 @@
-"""Chunks of a tensor that fit into a CPU's cache, and the passes over one chunk that ``aten_output.py`` uses."""
+"""What the norm ops on aten share: chunks that fit into a CPU's cache, passes over a chunk, and channel vectors."""
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..._torch import FakeTensor
+from ...activation import TABLE, Activation
 from ..layout import Layout
 from .spec import stats_dtype
 
@@ -84,3 +85,46 @@ def affine_into(
 
 def small(x: Tensor) -> bool:
     return x.numel() <= WHOLE * chunk_elements(x)
+
+
+def of_channels(mean: Tensor, var: Tensor, D: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each group, from the means and variances of its D channels.
+
+    All channels of a group have the same number of values.
+    """
+    means, variances = mean.view(-1, D), var.view(-1, D)
+    mean = means.mean(1)
+    return mean, variances.mean(1) + (means - mean[:, None]).square_().mean(1)
+
+
+def over_channels(v: Tensor, D: int) -> Tensor:
+    """Repeats the value of each group for each of its D channels."""
+    # repeat_interleave computes its indices first.
+    return v if D == 1 else v[:, None].expand(-1, D).reshape(-1)
+
+
+def over_samples(v: Tensor | None, samples: int) -> Any:
+    """Repeats a vector of one value per channel for each sample."""
+    # For one channel, reshape() would return a view in which all samples share one value, so all samples would move the
+    # same running statistics.
+    return None if v is None else v.expand(samples, -1).contiguous().view(-1)
+
+
+def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
+    """phi(y), in the memory of ``y`` except for prelu.  ``slope``, (1,) or (C,), has the slopes of prelu."""
+    return TABLE[act.name].forward(y, act.param if slope is None else slope)
+
+
+def activation_grad(
+    dz: Tensor, y: Tensor, act: Activation, slope: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """g = dz phi'(y), and the gradient of the slope of prelu, in the shape and dtype of the slope.
+
+    The gradient belongs to the stock function that does not overwrite its input, such as ``elu(y)``; that of
+    ``elu_(y)`` is rounded differently.  g is written to ``out``, which may be ``dz`` or ``y``, if aten has an op for
+    that.
+    """
+    row = TABLE[act.name]
+    if row.learned:
+        return row.grad(dz, y, slope, out)
+    return row.grad(dz, y, act.param, out), None

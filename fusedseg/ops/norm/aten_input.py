@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from ...activation import TABLE
-from ..activation_aten import activate, activation_grad
 from ..layout import channel_view, layout_of, per_channel
-from .aten_chunks import run_of
-from .aten_groups import over_channels, over_samples
+from .aten_chunks import activate, activation_grad, over_channels, over_samples, run_of
 from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
 # A call of ``torch.ops`` takes longer than a call of the functions of ``torch``, which have no backward functions.  A

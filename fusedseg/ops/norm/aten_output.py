@@ -10,9 +10,8 @@ inverse 1),
 
 is exactly (dx, dweight, dbias).
 
-On a CPU, groups of D channels are passed to aten's group norm: a few groups at a time (planes), or all at once if the
-tensor is small (rows).  Otherwise the statistics of groups are merged from the statistics of their channels, and dx is
-computed from sums.  ``aten_samples.py`` serves samples with statistics of their own.
+The statistics of groups of D channels are merged from the statistics of their channels, and dx is computed from sums.
+``aten_samples.py`` serves samples with statistics of their own.
 """
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor
 from ..._backend import on_gpu
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation, Inverse
-from ..activation_aten import activate
 from ..layout import Layout, channel_view, per_channel, starts_at
-from . import aten_chunks, aten_groups
+from . import aten_chunks
 from .kept import Kept, finite_inverse
 from .spec import Exchange, Gradients, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
@@ -39,15 +37,10 @@ def _inverse(act: Activation) -> Inverse:
     return inverse
 
 
-def _is_planes(x: Tensor, layout: Layout) -> bool:
-    """Whether ``x`` is planes of the layout's channels.  If samples have statistics of their own, N C are C there."""
-    return not layout.rows and x.shape[1] == layout.C
-
-
 def _finish_(y: Tensor, act: Activation, residual: Tensor | None, layout: Layout) -> None:
     if residual is not None:
         y.add_(channel_view(residual, layout))
-    activate(y, act)
+    aten_chunks.activate(y, act)
 
 
 def forward(
@@ -62,10 +55,8 @@ def forward(
     bias = cast(bias, acc)
     own_update = running_mean is not None and running_mean.dtype != acc
     at_once = training and kept is None and layout.D == 1 and not own_update
-    # aten takes planes of any dimensions, and a view takes as long as the arithmetic on a small tensor.
-    as_given = at_once and residual is None and _is_planes(x, layout)
-    xv = x if as_given else channel_view(x, layout)
-    outv = xv if out is x else out if as_given else channel_view(out, layout)
+    xv = channel_view(x, layout)
+    outv = xv if out is x else channel_view(out, layout)
     if at_once:
         mean, rstd = torch.empty_like(weight), torch.empty_like(weight)
         torch.native_batch_norm(
@@ -73,25 +64,15 @@ def forward(
         )
         _finish_(outv, act, residual, layout)
         return mean, rstd, None
-    if training and kept is None and aten_groups.serves(x, layout):
-        means, rstds = [], []
-        for c in (EVERY,) if layout.rows else aten_chunks.channel_chunks(xv, layout.D):
-            y, mean, rstd = aten_groups.forward(xv[:, c], weight[c], None if bias is None else bias[c], layout.D, eps)
-            means.append(mean)
-            rstds.append(rstd)
-            if residual is not None:
-                y.add_(channel_view(residual, layout)[:, c])
-            _inverse(act).into(y, act.param, outv[:, c])
-        return torch.cat(means), torch.cat(rstds), None
     if training:
         mean, var = aten_chunks.moments(xv, layout)
     else:
         mean, var = cast(running_mean, acc), cast(running_var, acc)
     if layout.D > 1:
-        mean, var = aten_groups.of_channels(mean, var, layout.D)
+        mean, var = aten_chunks.of_channels(mean, var, layout.D)
     rstd = torch.rsqrt(var + eps)
     found = mean, rstd
-    mean, var, rstd = (aten_groups.over_channels(v, layout.D) for v in (mean, var, rstd))
+    mean, var, rstd = (aten_chunks.over_channels(v, layout.D) for v in (mean, var, rstd))
     xhat_kept = None
     if kept is not None:
         index = kept.index.to(x.device)
@@ -117,7 +98,7 @@ class _Backward:
         self.g_is_dz = TABLE[act.name].identity
         self.residual = None if saved.residual is None else channel_view(saved.residual, layout)
         self.dresidual = None if dresidual is None else channel_view(dresidual, layout)
-        self.rstd = rstd = aten_groups.over_channels(saved.second, layout.D)
+        self.rstd = rstd = aten_chunks.over_channels(saved.second, layout.D)
         self.shift = torch.zeros_like(rstd) if saved.bias is None else cast(saved.bias, rstd.dtype)
         self.weight = torch.ones_like(rstd) if saved.weight is None else cast(saved.weight, rstd.dtype)
         self.inverse, square = finite_inverse(self.weight, self.shift, saved.source.dtype, self.residual is not None)
@@ -164,22 +145,12 @@ class _Backward:
         own = None, None, shift, inverse
         return _batch_norm_backward(g, y, weight, *own, True, 0.0, [dx_wanted, True, True])
 
-    def reduce_groups(self, g: Tensor, y: Tensor, z: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, s2 and s1 of whole groups of channels.  ``y`` is overwritten unless it is ``z``."""
-        weight, rstd = self.weight[c], self.rstd[c]
-        scale = self.inverse[c] / rstd
-        centred = torch.empty_like(y) if y is z else y
-        aten_chunks.scale_shift(
-            y, centred, scale, self.shift[c] * -scale, torch.zeros_like(scale), torch.ones_like(scale), 0.0
-        )
-        return aten_groups.backward(g, centred, weight, rstd, self.D)
-
     def affine(self, s1: Tensor, s2: Tensor, c: slice) -> tuple[Tensor, Tensor, Tensor]:
         """scale, slope and offset of dx = scale g + slope y + offset, for the channels ``c`` with these sums."""
         rstd, inverse, shift, weight = (v[c] for v in (self.rstd, self.inverse, self.shift, self.weight))
         scale, t1, t2 = weight * rstd, weight * s1, weight * s2
         if self.D > 1:
-            t1, t2 = (aten_groups.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
+            t1, t2 = (aten_chunks.over_channels(t.view(-1, self.D).sum(1), self.D) for t in (t1, t2))
         slope = (t2 * rstd).mul_(inverse).div_(-self.m)
         return scale, slope, (t1 * rstd).div_(-self.m).addcmul_(slope, shift, value=-1)
 
@@ -196,19 +167,12 @@ def backward(
     job = _Backward(saved, spec.act, layout, kept, dresidual)
     rstd = job.rstd
     at_once = training and layout.D == 1 and exchange is None and aten_chunks.small(z)
-    # As in ``forward``.
-    as_given = at_once and saved.residual is None and kept is None and _is_planes(z, layout)
-    zv, dzv = (z, dz) if as_given else (channel_view(z, layout), channel_view(dz, layout))
+    zv, dzv = channel_view(z, layout), channel_view(dz, layout)
     # Where aten allocates dx, g may take the memory of dz.
     over = dzv if into is not None and starts_at(into, dz) else None
-    # Half precision is excluded, because x - mean must not be rounded to it.
-    as_groups = training and exchange is None and z.dtype == rstd.dtype and aten_groups.serves(z, layout)
     if at_once:
         g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
         dx, s2, s1 = job.reduce(g, y, EVERY, True)
-    elif as_groups and aten_chunks.small(z):
-        g, y = job.gradient(zv, dzv, EVERY, EVERY, over), job.invert(zv, EVERY, EVERY)
-        dx, s2, s1 = job.reduce_groups(g, y, zv, EVERY)
     elif isinstance(z, FakeTensor) and on_gpu(z):
         # The kernel of a GPU has no chunks.
         dx, s2, s1 = torch.empty_like(z) if into is None else into, torch.empty_like(rstd), torch.empty_like(rstd)
@@ -218,13 +182,11 @@ def backward(
         if layout.rows or exchange is not None:
             s2, s1 = _backward_twice(job, zv, dzv, dxv, training, layout.rows, exchange)
         else:
-            s2, s1 = _backward_planes(job, zv, dzv, dxv, training, as_groups)
-    return Gradients(dx if as_given else dx.as_strided(z.shape, z.stride()), s2, s1)
+            s2, s1 = _backward_planes(job, zv, dzv, dxv, training)
+    return Gradients(dx.as_strided(z.shape, z.stride()), s2, s1)
 
 
-def _backward_planes(
-    job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool, as_groups: bool
-) -> tuple[Tensor, Tensor]:
+def _backward_planes(job: _Backward, z: Tensor, dz: Tensor, dx: Tensor, training: bool) -> tuple[Tensor, Tensor]:
     """Writes dx in one sweep over ranges of channels, which are independent.  Returns s2 and s1."""
     N, _, S = z.shape
     parts = list(aten_chunks.channel_chunks(z, job.D))
@@ -236,8 +198,8 @@ def _backward_planes(
         z_c, dx_c = z[:, c], dx[:, c]
         g, y = (of_all[: z_c.numel()].view(z_c.shape) for of_all in memory)
         g, y = job.gradient(z_c, dz[:, c], c, EVERY, g), job.invert(z_c, c, EVERY, y)
-        found, s2_c, s1_c = job.reduce_groups(g, y, z_c, c) if as_groups else job.reduce(g, y, c, at_once)
-        if at_once or as_groups:
+        found, s2_c, s1_c = job.reduce(g, y, c, at_once)
+        if at_once:
             dx_c.copy_(found)
         elif training:
             aten_chunks.affine_into(dx_c, g, y, *job.affine(s1_c, s2_c, c))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layout import Layout, starts_at
 from . import aten_output
-from .aten_groups import over_samples
+from .aten_chunks import over_samples
 from .kept import Kept
 from .spec import Gradients, Passed, Saved, Spec, Wanted
 

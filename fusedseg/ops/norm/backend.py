@@ -13,7 +13,7 @@ from ...activation import TABLE, Activation
 from ..layout import Layout, channel_view
 from . import aten_chunks, aten_input, aten_output, aten_samples
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, adjacent, like_parameters, move_running
+from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, like_parameters, move_running
 from .triton import Triton
 
 
@@ -93,11 +93,3 @@ def backend_of(x: Tensor, act: Activation | None = None) -> Backend:
     # No kernel computes the gradient of a learned slope.
     learned = act is not None and TABLE[act.name].learned
     return ATEN if learned or not _backend.use_triton(x, "norm") else TRITON
-
-
-def directly(passed: Passed, spec: Spec) -> Backend | None:
-    """The backend whose passes can be called directly; None for a call that ``passes.forward`` must prepare first."""
-    x, weight, bias, _, _, running_mean, running_var, _ = passed
-    if spec.process_group is None and x.numel() and adjacent(weight, bias, running_mean, running_var):
-        return backend_of(x, spec.act)
-    return None

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ...activation import TABLE
 from .. import reuse
-from ..double_backward import differentiated_once, is_batch
+from ..double_backward import differentiated_once
 from ..layout import Layout, dense, laid_out, like
 from ..observer import OPEN, OpCall, observed
-from .backend import Backend, directly
 from .kept import Kept
 from .passes import Again, backward, fits, forward
-from .spec import Gradients, Passed, Saved, Spec, Wanted, adjacent, move_running, of_inputs
+from .spec import Gradients, Passed, Saved, Spec, Wanted, move_running, of_inputs
 
 
 class _NormCall(NamedTuple):
@@ -79,10 +78,9 @@ class NormFunction(torch.autograd.Function):
         if source is not x or laid is not residual:
             passed = passed._replace(x=source, residual=laid)
         if done is None:
-            by = directly(passed, spec)
-            z, mean, second, xhat, share = _computed(passed, spec, layout, kept, by)
+            z, mean, second, xhat, share = _computed(passed, spec, layout, kept)
         else:
-            z, mean, (second, xhat), share, by = source, None, done, None, None
+            z, mean, (second, xhat), share = source, None, done, None
         passed_on = residual is not None and TABLE[spec.act.name].identity
         if in_place:
             residual, mean = laid, None
@@ -92,7 +90,7 @@ class NormFunction(torch.autograd.Function):
         elif passed_on:
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
-        ctx.call = spec, layout, source.stride(), by, kept, passed_on, in_place and reuse.wanted()
+        ctx.call = spec, layout, source.stride(), kept, passed_on
         saved = source, weight, bias, residual, slope, mean, second, xhat, share
         ctx.save_for_backward(*saved)
         if spec.process_group is None:
@@ -108,9 +106,7 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, dz):
         if dz is None:
             return (None,) * len(ctx.needs_input_grad)
-        spec, layout, stride, by, kept, passed_on, reused = ctx.call
-        # Whether autograd records a graph of the gradients, or dz is a batch of gradients.
-        recorded = torch.is_grad_enabled() or is_batch(dz)
+        spec, layout, stride, kept, passed_on = ctx.call
         tensors = list(ctx.saved_tensors)
         if tensors[0].stride() != stride:
             # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.
@@ -119,35 +115,27 @@ class NormFunction(torch.autograd.Function):
         _, need_x, need_weight, need_bias, *more = ctx.needs_input_grad
         need_residual, need_slope = more or (False, False)
         into = None
-        if reused or reuse.is_large(dz):
-            if reused and not recorded:
-                into = reuse.take(tensors[0], dz)
-            if into is None and fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
+        if reuse.is_large(dz):
+            if fits(dz, tensors[0], spec) and reuse.alone([dz], 0, gradient=True):
                 into = dz
-            elif into is None and spec.keep == "output" and reuse.alone(tensors, 0):
+            elif spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into)
-        if recorded:
-            # All saved tensors are passed, because the graph of the gradients must lead back to each of them.
-            grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
-        else:
-            direct = by is not None and tensors[3] is None and dz.stride() == stride and adjacent(*tensors[1:3])
-            run = by.backward if direct else backward
-            grads = run(dz, Saved(*tensors), spec, layout, kept, wanted)
+        # All saved tensors are passed, because a graph of the gradients must lead back to each of them.
+        grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
         needs = need_x, need_weight, need_bias, need_residual, need_slope
         return None, *of_inputs(grads, dz if passed_on else None, needs)
 
 
 def _computed(
-    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, by: Backend | None
+    passed: Passed, spec: Spec, layout: Layout, kept: Kept | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """z, mean, the second statistic to keep, xhat of the kept channels and ``Normalised.share``, on a dense x.
 
     It moves the running statistics.
     """
     in_place = spec.keep == "output"
-    run = forward if by is None else by.forward
-    found = run(passed, spec, layout, kept, passed.x if in_place else None)
+    found = forward(passed, spec, layout, kept, passed.x if in_place else None)
     z, mean, second, xhat, total, share, counted = found
     if total is not None:
         move_running(passed, spec, found, 0)

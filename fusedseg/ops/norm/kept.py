@@ -12,7 +12,6 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -64,22 +63,14 @@ def floor_of(act: Activation, dtype: torch.dtype, residual: bool) -> float:
     return 1.0 if residual else max(torch.finfo(dtype).tiny / inverse.slope(act.param), LEAST * KAPPA[dtype])
 
 
-def kept_mask(
-    weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False
-) -> Tensor | None:
-    """True for the channels to keep: (C,) bool on the parameters' device.  On a CPU, None stands for all False.
+def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False) -> Tensor:
+    """True for the channels to keep: (C,) bool on the parameters' device.
 
     ``residual``: a residual is added to the output and subtracted again, so it affects the rounding as a bias does.
     Its size is assumed to be 1, the size of normalised values.  If the residual is many times larger, channels whose
     weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
     floor = floor_of(act, dtype, residual)
-    if weight.device.type == "cpu" and weight.dtype == bias.dtype and weight.dtype in (torch.float32, torch.float64):
-        # For a few values the calls are the cost, and numpy's are cheaper than aten's.  DLPack is used because
-        # Tensor.numpy() would forbid resizing the storage, which FSDP does.
-        w, b = np.from_dlpack(weight.detach()), np.from_dlpack(bias.detach())
-        mask = np.maximum(np.abs(b), floor) > np.abs(w) * KAPPA[dtype]
-        return torch.from_numpy(mask) if mask.any() else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return bias.detach().to(wide).abs().clamp(min=floor) > weight.detach().to(wide).abs() * KAPPA[dtype]
 
@@ -114,8 +105,8 @@ def find(
         return None
     mask = kept_mask(weight, bias, act, dtype, residual)
     # There is one wait for the device, and a second copy only if there are kept channels.
-    on_cpu = None if mask is None else mask.cpu()
-    return None if on_cpu is None or not on_cpu.any() else Kept(slots_of(mask), int(on_cpu.sum()), on_cpu)  # type: ignore[arg-type]
+    on_cpu = mask.cpu()
+    return Kept(slots_of(mask), int(on_cpu.sum()), on_cpu) if on_cpu.any() else None
 
 
 _optimizer_steps = 0

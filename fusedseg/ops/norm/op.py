@@ -11,8 +11,8 @@ of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept f
 
 Eager calls go through ``NormFunction`` of ``eager.py``.  Autograd cannot be registered on an op that overwrites its
 input.  So under ``torch.compile`` there is the functional op ``fusedseg::norm`` of this file, which does not change x.
-A compiler sees stock functions in its place: ``stock.py`` for an op that keeps its output, ``unfused.py`` for an op
-that keeps its input.  The op itself runs for statistics of all processes, empty batches and older compilers.
+A compiler sees the stock functions of ``stock.py`` in its place.  The op itself runs for statistics of all processes,
+empty batches and older compilers.
 """
 
 import functools
@@ -40,7 +40,7 @@ from .spec import (
     statistics_count,
     stats_dtype,
 )
-from .unfused import norm_act
+from .stock import norm_act
 
 # The fields of a ``Spec`` in the schemas of both ops, in the order of ``flat``.
 _SPEC = (

@@ -7,7 +7,7 @@ from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, like
 from . import sync
-from .backend import backend_of, directly
+from .backend import backend_of
 from .kept import Kept
 from .spec import (
     Gradients,
@@ -29,9 +29,7 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
 
     It moves the running statistics, unless the statistics are those of all processes; then the caller moves them.
     """
-    direct, x = directly(passed, spec), passed.x
-    if direct is not None:
-        return direct.forward(passed, spec, layout, kept, out)
+    x = passed.x
     if spec.process_group is not None:
         # The collective runs before anything is written, so that a failure changes no tensor.
         joint = sync.joint_moments(x, layout, spec.process_group)
@@ -42,6 +40,8 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
         zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
         return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
     run = backend_of(x, spec.act).forward
+    if adjacent(passed.weight, passed.bias, passed.running_mean, passed.running_var):
+        return run(passed, spec, layout, kept, out)
     return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
 
 

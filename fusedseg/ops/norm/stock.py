@@ -1,9 +1,10 @@
-"""The norm op that keeps its output, and its backward, as functions that a compiler can trace and fuse.
+"""The norm op as stock functions: for programs that run without this package, and for a compiler to trace and fuse.
 
-AOTAutograd traces these functions in place of the opaque op (``op.py``).  They are those of PyTorch's norms, so that a
-compiler knows them.  Backward rebuilds y = phi^-1(z) and xhat = (y - bias) / weight from z, as ``aten_output.py`` does,
-but without chunks: a compiler fuses both into their readers.  Channels whose weight is too small for that do not come
-here.
+``norm_act`` is the op of exported programs, and in compiled code the op that keeps its input.  ``forward`` and
+``backward`` are the op that keeps its output; AOTAutograd traces them in place of the opaque op (``op.py``).  They are
+those of PyTorch's norms, so that a compiler knows them.  ``backward`` rebuilds y = phi^-1(z) and xhat = (y - bias) /
+weight from z, as ``aten_output.py`` does, but without chunks: a compiler fuses both into their readers.  Channels whose
+weight is too small for that do not come here.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,32 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import suggest_memory_format
-from ...activation import TABLE
+from ...activation import TABLE, Activation
 from .spec import Gradients, Passed, Saved, Spec, cast, stats_dtype
-from .unfused import activate
 
 aten = torch.ops.aten
 
 
+def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
+    return TABLE[act.name].function(y, act.param if slope is None else slope)
+
+
+def norm_act(passed: Passed, spec: Spec) -> Tensor:
+    """The norm op of these arguments, as stock functions."""
+    x, weight, bias, residual, slope, running_mean, running_var, _ = passed
+    if spec.kind == "group":
+        # Not all devices take parameters of another dtype than x here; autocast returns fp32.
+        wide = x if weight is None else x.to(weight.dtype)
+        y = F.group_norm(wide, spec.groups, weight, bias, spec.eps).to(x.dtype)
+    elif spec.kind == "instance" and spec.own:
+        y = F.instance_norm(x, running_mean, running_var, weight, bias, True, spec.momentum, spec.eps)
+    else:
+        y = F.batch_norm(x, running_mean, running_var, weight, bias, spec.own, spec.momentum, spec.eps)
+    return activate(y if residual is None else y + residual, spec.act, slope)
+
+
 def serves(x: Tensor, spec: Spec, slots: Tensor | None) -> bool:
-    """Whether the functions of this file compute the op of these arguments."""
+    """Whether ``forward`` and ``backward`` compute the op of these arguments."""
     return spec.keep == "output" and spec.process_group is None and slots is None and x.numel() > 0
 
 

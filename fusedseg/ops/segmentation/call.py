@@ -1,14 +1,13 @@
 """The functional forms of the op: ``segmentation_sums`` and ``tp_fp_fn`` of ``fusedseg.functional``."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .conv_logits import ConvLogits, Logits, is_target_dense
+from .conv_logits import Logits, is_target_dense
 from .op import sums
-from .spec import NLL, OVERLAP, PREDICTION, TARGET, Given, SumsSpec
+from .spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
 
 
 class SegmentationSums(NamedTuple):
@@ -80,13 +79,13 @@ def segmentation_sums(
 
     Kept for backward: ``logits``, ``target`` and ``mask`` of the caller, and no other tensor.  Backward computes the
     probabilities again, and writes the gradient in one pass, when the gradients of the sums, and with them the scale
-    of the loss, are known.  With ``fusedseg.reuse_output`` it writes over ``logits`` if nobody else holds their memory.
+    of the loss, are known.
     Above 256 classes the Triton kernels read the logits twice in forward and three times in backward.
 
     Raises:
         ValueError: a shape, a device or a choice does not fit.
         TypeError: ``logits`` are not floating point, or a tensor is complex.
-        RuntimeError: backward itself is differentiated, or runs a second time after it has written over ``logits``.
+        RuntimeError: backward itself is differentiated.
 
     Source: Milletari et al., "V-Net", 3DV 2016 (Dice); Wang et al., "Dice Semimetric Losses", MICCAI 2023 (minimum);
     Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017 (gamma).
@@ -96,48 +95,6 @@ def segmentation_sums(
     has_p, has_nll = probability != "none", spec.nll != "none"
     wanted = (has_p, has_p, True, has_nll, spec.other)
     return SegmentationSums(*(row if want else None for row, want in zip(found.unbind(0), wanted, strict=True)))  # type: ignore[arg-type]
-
-
-def conv_dice_ce(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    size: Sequence[int] | None = None,
-    align_corners: bool = False,
-    ignore_index: int | None = None,
-    smooth: float = 1e-5,
-) -> Tensor:
-    """A last 1x1 convolution, an optional interpolation, and Dice loss plus cross-entropy; no logits are formed.
-
-    Equals, with ``ConvLogits`` in place of the convolution and the interpolation::
-
-        sums = segmentation_sums(ConvLogits(features, weight, bias, size, align_corners), target)
-        dice = (2 * sums.overlap + smooth) / (sums.prediction + sums.target + smooth)
-        1 - dice.mean() + sums.nll.sum() / sums.target.sum()
-
-    and so ``monai.losses.DiceCELoss(to_onehot_y=True, softmax=True)`` of the logits.  All other losses take
-    ``ConvLogits`` themselves, ``fusedseg.losses.DC_and_CE_loss`` for example.
-
-    Args:
-        features, weight, bias, size, align_corners: as in ``ConvLogits``, which says when it pays and what is kept.
-        target: labels or one value for each class, as in ``segmentation_sums``.
-        ignore_index: positions with this label do not count.
-        smooth: added to numerator and denominator of Dice.
-
-    Returns:
-        The loss, in float64 for float64 features, otherwise in float32.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit, as in ``ConvLogits`` and ``segmentation_sums``.
-        RuntimeError: backward itself is differentiated.
-    """
-    logits = ConvLogits(features, weight, bias, None if size is None else tuple(size), align_corners)
-    spec = SumsSpec("softmax", "softmax", ignore_index, dense=is_target_dense(logits, target))
-    found = sums(Given(logits, target), spec)
-    dice = (2 * found[OVERLAP] + smooth) / (found[PREDICTION] + found[TARGET] + smooth)
-    return 1 - dice.mean() + found[NLL].sum() / found[TARGET].sum()
 
 
 class TpFpFn(NamedTuple):

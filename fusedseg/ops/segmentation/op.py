@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from ... import _backend
-from .. import double_backward, reuse
-from ..double_backward import differentiated_once, is_batch
+from .. import double_backward
+from ..double_backward import differentiated_once
 from ..observer import unwatched
 from . import aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits
 from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
-
-OVERWRITTEN = (
-    f"{OP}: a second backward is not possible, because the first one has written the gradient over the logits "
-    "(fusedseg.reuse_output is True); set fusedseg.reuse_output = False to use retain_graph=True"
-)
 
 
 def dense(given: Given) -> tuple[Given, Sizes]:
@@ -52,10 +47,10 @@ def forward(given: Given, spec: SumsSpec) -> Tensor:
         return segmentation_sums_fwd(*given, sizes, spec)
 
 
-def backward(dsums: Tensor, given: Given, spec: SumsSpec, into: Tensor | None = None) -> Tensor:
-    """The gradient of the logits, in their dtype and strides; it is written to ``into``, if that is given."""
+def backward(dsums: Tensor, given: Given, spec: SumsSpec) -> Tensor:
+    """The gradient of the logits, in their dtype and strides."""
     given, sizes = dense(given)
-    dx = torch.empty_like(given.logits) if into is None else into
+    dx = torch.empty_like(given.logits)
     if dx.numel() == 0:
         return dx
     dsums = dsums.contiguous()
@@ -74,28 +69,17 @@ class SumsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, mask, spec):
-        ctx.spec, ctx.overwritten = spec, False
-        # Logits that are copied to another layout cannot take the gradient in their place.
-        ctx.reused = reuse.wanted() and sizes_of(logits) is not None
-        # A detached tensor lets go of the variable, so that backward can tell whether the caller still has it.
-        ctx.save_for_backward(reuse.released(logits) if ctx.reused else logits, target, mask)
+        ctx.spec = spec
+        ctx.save_for_backward(logits, target, mask)
         return forward(Given(logits, target, mask), spec)
 
     @staticmethod
     def backward(ctx, dsums):
-        if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN)
-        (logits, *rest), spec = ctx.saved_tensors, ctx.spec
-        recorded = torch.is_grad_enabled()
-        into = reuse.take_input(logits, dsums) if ctx.reused and not recorded else None
-        if into is not None:
-            ctx.overwritten = True
-        elif recorded or is_batch(dsums):
-            dx, *_ = differentiated_once(
-                OP, lambda dsums, logits, *rest: (backward(dsums, Given(logits, *rest), spec),), dsums, logits, *rest
-            )
-            return dx, None, None, None
-        return backward(dsums, Given(logits, *rest), spec, into), None, None, None
+        spec = ctx.spec
+        dx, *_ = differentiated_once(
+            OP, lambda dsums, *given: (backward(dsums, Given(*given), spec),), dsums, *ctx.saved_tensors
+        )
+        return dx, None, None, None
 
 
 _GIVEN = "Tensor logits, Tensor target, Tensor? mask"

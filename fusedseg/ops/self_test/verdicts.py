@@ -50,7 +50,7 @@ def _driver() -> str:
 
 @functools.cache
 def environment(device: torch.device) -> Environment:
-    from ...kernels.identity import identity
+    from ...kernels.triton_names import identity
 
     if device.type == "cuda":
         gpu, architecture = torch.cuda.get_device_name(device), _backend.architecture(device)
