@@ -10,10 +10,12 @@ a launcher holds them.  The values of floats do not matter.
 
 Triton's public call is used on AMD's GPUs, for which Triton also looks at the size of a tensor's storage; in the
 interpreter; with a replaced ``JITFunction.run``, as in ``dry_run``; with hooks of profilers and options of debuggers;
-and with versions of Triton that are not in ``VERSIONS``.
+with versions of Triton that are not in ``VERSIONS``; and if Triton passes its launchers other arguments than a direct
+launch would, which ``Spy`` finds out once in each process.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,8 +27,7 @@ from .triton_names import CompiledKernel, JITFunction, driver, knobs
 # The versions whose JITFunction.run and CompiledKernel.run we have read.  Other versions may pass other arguments.
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 VERSION = ".".join(triton.__version__.split(".")[:2])
-# A build between two releases has a suffix, such as "3.6.0+git9844da95".
-KNOWN = VERSION in VERSIONS and "+" not in triton.__version__
+KNOWN = VERSION in VERSIONS
 # Whether CudaLauncher is a class in Python whose ``__call__`` we have read.  It is in Triton 3.9.
 IN_PYTHON = VERSION == "3.9"
 RUN = JITFunction.run
@@ -129,13 +130,59 @@ def ready(compiled: Any) -> Ready:
     return Ready(run.launch, function, options, True, compiled)
 
 
+# Whether Triton passes to its launchers what direct launches pass; None until a launch has shown it.
+_agrees: bool | None = None
+# Launchers share compiled kernels.  A spy that leaves would take away that of another thread.
+_spying = threading.Lock()
+
+
+class Spy:
+    """A context in which a compiled kernel's launch through Triton notes the arguments of the function it calls.
+
+    ``found`` is the direct launch of the kernel.  ``arguments`` is None if Triton calls another function.
+    """
+
+    def __init__(self, found: Ready) -> None:
+        self.owner, self.name = (found.compiled.run, "launch") if found.packed else (found.compiled, "_run")
+        self.original = found.call
+        self.thread = threading.get_ident()
+        self.arguments: tuple | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        # Another thread may launch the same kernel meanwhile, with other arguments.
+        if threading.get_ident() == self.thread:
+            self.arguments = arguments
+        self.original(*arguments)
+
+    def __enter__(self) -> "Spy":
+        _spying.acquire()
+        setattr(self.owner, self.name, self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        setattr(self.owner, self.name, self.original)
+        _spying.release()
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether an argument of ours is Triton's, or the address of Triton's tensor.
+
+    A direct launch passes None for what only hooks read.
+    """
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, Tensor):
+        return ours == theirs.data_ptr()
+    return ours is None or ours is theirs or bool(ours == theirs)
+
+
 class Launcher:
     """A kernel with its grid, sizes and constants.
 
     It is called with the arguments that come before the sizes in the kernel's signature: tensors or None, then floats.
     """
 
-    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_sizes", "_tail", "_whole_grid")
+    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_once", "_sizes", "_tail", "_whole_grid")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], sizes: tuple[int, ...], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._sizes, self._constants = kernel, grid, sizes, constants
@@ -144,9 +191,10 @@ class Launcher:
         names = kernel.arg_names
         self._tail = (*sizes, *(constants[name] for name in names if name in constants))
         self._compiled: dict[tuple, Ready] = {}
+        self._once: dict[tuple, Ready] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
-        direct = KNOWN and JITFunction.run is RUN and not is_watched()
+        direct = KNOWN and _agrees is not False and JITFunction.run is RUN and not is_watched()
         if direct and self._compiled and not self._kernel.pre_run_hooks:
             active = driver.active
             device = active.get_current_device()
@@ -160,9 +208,39 @@ class Launcher:
                 else:
                     call(*self._whole_grid, stream, function, *options, *addresses, *floats, *self._tail)
                 return
-        # This is Triton's public way.
-        compiled = self._kernel[self._grid](
-            *tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=FP_FUSION
-        )
-        if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
-            self._compiled[kind_now(tensors)] = ready(compiled)
+        asks = direct and _agrees is None and self._once
+        found = self._once.pop(kind_now(tensors), None) if asks else None
+        if found is None:
+            compiled = self._launch(tensors, floats)
+            if direct and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
+                self._keep(compiled, tensors)
+        else:
+            self._compare(found, tensors, floats)
+
+    def _launch(self, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> Any:
+        """Launches in Triton's public way, and returns the compiled kernel."""
+        return self._kernel[self._grid](*tensors, *floats, *self._sizes, **self._constants, enable_fp_fusion=FP_FUSION)
+
+    def _keep(self, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> None:
+        """Keeps a compiled kernel for direct launches, or for a comparison if none has been made yet."""
+        global _agrees
+        try:
+            found = ready(compiled)
+        # The launcher of another Triton may have other attributes.
+        except AttributeError:
+            _agrees = False
+            return
+        (self._compiled if _agrees else self._once)[kind_now(tensors)] = found
+
+    def _compare(self, found: Ready, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> None:
+        """Launches in Triton's public way, and compares the arguments that arrive with those of a direct launch."""
+        global _agrees
+        with Spy(found) as spy:
+            self._launch(tensors, floats)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        arguments = (*(None if t is None else t.data_ptr() for t in tensors), *floats, *self._tail)
+        ours = (*self._whole_grid, stream, found.function, *found.options)
+        ours = (*ours, arguments) if found.packed else (*ours, *arguments)
+        _agrees = same(ours, spy.arguments)
+        if _agrees:
+            self._compiled |= {kind_now(tensors): found, **self._once}

@@ -6,7 +6,6 @@ Kernels are compiled for sm_90; a GPU is not needed.
 """
 
 import contextlib
-import gc
 import json
 import os
 import random
@@ -21,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from fusedseg.kernels.dry_run import dry_run
-from fusedseg.kernels.launch import multiprocessors
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -61,7 +59,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
-        self.device, self.stream, self.loaded, self.unloaded = 0, 7, 0, 0
+        self.device, self.stream, self.loaded, self.unloaded, self.fails = 0, 7, 0, 0, False
         self.utils = self
         recorder = self
 
@@ -73,6 +71,8 @@ class Recorder:
                 for hook in (enter, leave):
                     if hook is not None:
                         hook(metadata)
+                if recorder.fails:
+                    raise RuntimeError("Triton Error [CUDA]: invalid argument")
                 recorder.launched.append(Launched((x, y, z), stream, function, args))
 
         self.launcher_cls = Record
@@ -154,8 +154,8 @@ def launches_what_triton_would() -> None:
             public(tensors, factor)
             ours, theirs = record.launched[-2:]
             assert as_addresses(ours) == as_addresses(theirs), f"{ours} is not {theirs}"
-    # Only the first launch of each kind goes the public way.
-    assert direct == 64 - len(kinds), f"{direct} direct launches, of {len(kinds)} kinds"
+    # Only the first launch of each kind goes the public way, and once in a process a launch that is compared.
+    assert 64 - len(kinds) - direct in (0, 1), f"{direct} direct launches, of {len(kinds)} kinds"
 
 
 def tells_apart_what_triton_does() -> None:
@@ -264,21 +264,26 @@ def a_dry_run_makes_its_own_plans() -> None:
 
 
 def the_function_in_c_gets_what_triton_gives_it() -> None:
-    """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call."""
+    """A direct launch calls the C function that Triton 3.9's launcher, a Python function, would call.
+
+    The first comparison of a process finds that out too.
+    """
     stubs = {name: name for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")}
     with (
         recorder() as record,
         mock.patch.multiple(nvidia, create=True, PyKernelArg=lambda **kind: kind, **stubs),
+        mock.patch.object(launcher, "_agrees", None),
     ):
         record.launcher_cls = nvidia.CudaLauncher
         given: list[tuple] = []
         record.launch = lambda *args: given.append(args)
         record.build_signature_metadata = tuple
         launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float16, aligned=False))
-        for _ in range(2):
+        for _ in range(3):
             launch(tensors, 0.5)
+        assert launcher._agrees
         assert next(iter(launch._compiled.values())).packed == launcher.IN_PYTHON
-    public, direct = given
+    _, public, direct = given
     # Triton's public launch passes tensors, and metadata that only hooks read.
     *public, arguments = public
     *direct, addresses = direct
@@ -345,34 +350,6 @@ def unknown_versions_take_the_public_way() -> None:
         assert all(isinstance(launched.args[0], torch.Tensor) for launched in record.launched)
 
 
-def a_dry_run_plans_for_its_gpu() -> None:
-    """A cached number made dry runs of an A100 plan for an H100."""
-    before = multiprocessors(torch.device("cpu"))
-    for target, expected in (("sm_80", 108), ("sm_90", 132)):
-        with dry_run(target):
-            assert multiprocessors(torch.device("cpu")) == expected
-    assert multiprocessors(torch.device("cpu")) == before
-
-
-def kernels_stay_loaded() -> None:
-    """A captured graph goes on launching its kernels after their launchers and tensors are gone."""
-    with recorder() as record:
-        launch, tensors = add(), (tensor(torch.float32), None, tensor(torch.float32))
-        for _ in range(2):
-            launch(tensors, 1.0)
-        # Kernels of earlier checks have been unloaded.
-        record.unloaded = 0
-        del launch, tensors
-        launcher.forget_plans()
-        gc.collect()
-        assert record.loaded
-        assert not record.unloaded
-        # The record works: a kernel that nobody holds is unloaded.
-        add_kernel.device_caches.clear()
-        gc.collect()
-        assert record.unloaded
-
-
 def run(check) -> str:
     try:
         check()
@@ -382,4 +359,8 @@ def run(check) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: run(globals()[name]) for name in sys.argv[1:]}))
+    # The checks are imported, because this module has another name here.
+    from tests.kernels import launcher_agreement, launcher_checks
+
+    checks = vars(launcher_checks) | vars(launcher_agreement)
+    print(json.dumps({name: run(checks[name]) for name in sys.argv[1:]}))

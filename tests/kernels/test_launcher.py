@@ -24,6 +24,11 @@ CHECKS = (
     "the_function_in_c_gets_what_triton_gives_it",
     "a_step_of_18_norms_makes_few_device_ops",
     "unknown_versions_take_the_public_way",
+    "other_arguments_take_the_public_way",
+    "one_launch_proves_the_arguments",
+    "a_failed_launch_leaves_no_spy",
+    "a_spy_ignores_other_threads",
+    "spies_wait_for_each_other",
     "a_dry_run_plans_for_its_gpu",
     "kernels_stay_loaded",
 )
