@@ -35,7 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.memory.compiled import Partition, partitions
+from fusedseg.compiler import partitions
+from fusedseg.memory.strategy import Partition
 from tests.resnet import ResNet50
 
 from .contenders import Compiled
@@ -395,7 +396,7 @@ def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
     network = NETWORKS[name]
     with FakeTensorMode():
-        return partitions(network.make(), [torch.empty(network.shape)], SHARES)
+        return dict(zip(SHARES, partitions(network.make(), [torch.empty(network.shape)], SHARES), strict=True))
 
 
 def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:

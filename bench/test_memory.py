@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.memory.strategy import AMP, CHECKPOINT, EAGER, Strategy
+from fusedseg.memory.strategy import AMP, CHECKPOINT, EAGER, FUSED, Strategy
 from fusedseg.unet import UNet
 
 from .contenders import relu
@@ -26,11 +26,10 @@ from .results import Section, aligned
 from .test_recompute import CLASSES, Segments
 
 SLOW_ON = "cuda"
-OURS = "fusedseg"
 WAYS = {
     # A CPU without instructions for bf16 takes ten times as long under autocast, which says nothing about training.
-    "cpu": [EAGER, CHECKPOINT, OURS, f"{OURS}+{CHECKPOINT}"],
-    "cuda": [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", OURS, f"{OURS}+{AMP}", f"{OURS}+{AMP}+{CHECKPOINT}"],
+    "cpu": [EAGER, CHECKPOINT, FUSED, f"{FUSED}+{CHECKPOINT}"],
+    "cuda": [EAGER, AMP, CHECKPOINT, f"{AMP}+{CHECKPOINT}", FUSED, f"{FUSED}+{AMP}", f"{FUSED}+{AMP}+{CHECKPOINT}"],
 }
 # The way whose errors the others may double, because rounding adds up over the layers.
 BASELINE = {"cpu": EAGER, "cuda": AMP}
@@ -110,7 +109,7 @@ def run(name_of_case: str, device: torch.device) -> dict[str, Result]:
     def build(label: str) -> NetJob:
         net = case.make()
         net.load_state_dict(state)
-        way = Strategy.parse(label, OURS)
+        way = Strategy.parse(label)
         return NetJob(way.prepare(net.to(device), case.ours), x, target, way.amp)
 
     baseline = BASELINE[device.type]

@@ -61,6 +61,7 @@ EXPERIMENTAL = (
     "fusedseg.memory.checkpoint_blocks",
     "fusedseg.memory.curve",
     "fusedseg.memory.plan",
+    "fusedseg.memory.plot",
     "fusedseg.nn",
     "fusedseg.unet.lidar_optical_unet",
     "fusedseg.unet.unet3d_large",

@@ -59,7 +59,7 @@ class Network(NamedTuple):
         """One training step in fp16, on tensors without values."""
         with fake_mode() as mode:
             model = fake_model(self.make, mode, torch.float16)
-            model = Strategy.parse(way, FUSED).prepare(model, self.converted)
+            model = Strategy.parse(way).prepare(model, self.converted)
             return profile_fake(model, fake_inputs(self.shapes, torch.float16), label=way)
 
     def converted(self, model: nn.Module) -> nn.Module:

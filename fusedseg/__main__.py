@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import Parser, add_command, add_convert, add_nnunet_trainers, add_plan, add_profile
+from .cli import Parser, add_command, add_convert, add_nnunet, add_plan, add_profile
 from .cli.command import Refused
 from .cli.models import add_json, place_of
 from .doctor import doctor
@@ -67,7 +67,7 @@ def parser() -> Parser:
     add_convert(commands)
     add_profile(commands)
     add_plan(commands)
-    add_nnunet_trainers(commands)
+    add_nnunet(commands)
     return top
 
 

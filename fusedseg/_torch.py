@@ -372,7 +372,7 @@ _PARTITIONER = {
 
 def partitioner() -> SimpleNamespace:
     """The parts of the compiler that divide a graph in forward and backward; importing them takes seconds."""
-    return SimpleNamespace(**{name: later(path, "a curve of compiled models") for name, path in _PARTITIONER.items()})
+    return SimpleNamespace(**{name: later(path, "a plan of compiled models") for name, path in _PARTITIONER.items()})
 
 
 def is_optimized_module(module: object) -> TypeGuard[torch.nn.Module]:

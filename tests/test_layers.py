@@ -66,16 +66,16 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory", "nn", "ops"}
-        | {"progress"},
+        {"_sizes", "_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory"}
+        | {"nn", "ops", "progress"},
         {"nnunetv2", "numpy", "torch"},
     ),
     "__init__": (
         BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "scope", "unet"},
         {"torch"},
     ),
-    "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
-    "cli": ({"_sizes", "compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
+    "doctor": (BASE | {"__init__", "cli", "ops", "progress"}, {"torch"}),
+    "cli": ({"compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedseg.memory.export import write_json
+from fusedseg.cli.command import write_json
 from fusedseg.nn import convert_sync
 
 from .problem import Batch, Problem

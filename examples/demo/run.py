@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fusedseg.memory.export import open_new, write_json
+from fusedseg.cli.command import open_new, write_json
 from fusedseg.progress import Lines
 
 from . import distributed as parallel

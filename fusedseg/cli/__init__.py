@@ -3,13 +3,13 @@
 command.py                          the parser of all commands: their help and their errors
 models.py                           the model that MODEL names, its input, and its fused form
 profile.py, plan.py, convert.py     the commands
-nnunet.py                           what the command line has for nnU-Net
+nnunet.py                           the commands for nnU-Net
 """
 
 from .command import Parser, add_command
 from .convert import add_convert
-from .nnunet import add_nnunet_trainers
+from .nnunet import add_nnunet
 from .plan import add_plan
 from .profile import add_profile
 
-__all__ = ["Parser", "add_command", "add_convert", "add_nnunet_trainers", "add_plan", "add_profile"]
+__all__ = ["Parser", "add_command", "add_convert", "add_nnunet", "add_plan", "add_profile"]

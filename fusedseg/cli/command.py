@@ -1,16 +1,17 @@
-"""The parser of every command.  Its help has at most 80 columns and an example, and its errors have one line."""
+"""The parser of every command, one-line errors, and files.  A help has at most 80 columns and an example."""
 
 import argparse
+import json
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 # The width of the help.  Two columns stay free, as argparse leaves them.
 COLUMNS = 80
-NEGATIVE = re.compile(r"-[\d.]")
 
 
 class Refused(Exception):
@@ -28,16 +29,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-    def parse_known_args(self, args=None, namespace=None):
-        # argparse would take "-5GiB" for an option, and report that --budget has no value.
-        joined: list[str] = []
-        for word in args or ():
-            if joined and NEGATIVE.match(word) and joined[-1].startswith("--") and "=" not in joined[-1]:
-                joined[-1] += f"={word}"
-            else:
-                joined.append(word)
-        return super().parse_known_args(joined, namespace)
 
 
 def add_command(
@@ -64,3 +55,22 @@ def first_line(error: BaseException) -> str:
     message = (str(error).strip() or "no message").splitlines()[0]
     own = re.match(r"fusedseg[\w.]*: ", message)
     return message[own.end() :] if own else f"{type(error).__name__}: {message}"
+
+
+def check_new(path: str | None, overwrite: bool) -> None:
+    """Raises Refused if the file exists, or if there is no folder for it."""
+    if path and Path(path).exists() and not overwrite:
+        raise Refused(f"{path} exists: choose another path, or pass --overwrite")
+    if path and not Path(path).parent.is_dir():
+        raise Refused(f"{path}: there is no folder {Path(path).parent}")
+
+
+def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
+    """Opens a file for writing.  Raises FileExistsError if it exists and ``overwrite`` is False."""
+    return Path(path).open("wb" if overwrite else "xb")
+
+
+def write_json(found: object, path: str | Path, overwrite: bool) -> None:
+    text = json.dumps(found, indent=2)
+    with open_new(path, overwrite) as file:
+        file.write(text.encode() + b"\n")

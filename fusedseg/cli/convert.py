@@ -1,16 +1,14 @@
 """``fusedseg convert`` shows what conversion would change in a model, and how many bytes it would save."""
 
 import argparse
-import sys
 
 import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
-from ..memory.export import open_new
 from ..progress import Progress
-from .command import Refused, add_command, first_line
-from .models import DTYPES, add_choice, add_json, add_model, batched, build, check_new, parse_model, place_of
+from .command import Refused, add_command, check_new, first_line, open_new
+from .models import DTYPES, add_choice, add_json, add_model, batched, build, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.
 OPTIONS = ("mode", "slope", "inplace")
@@ -55,28 +53,24 @@ def add_convert(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 if the command was refused."""
+    """Returns 0; raises Refused if the command cannot do its task."""
     dtype = CONVERTED_DTYPES[args.dtype]
     verified = None
-    try:
-        check_new(args.json, args.overwrite)
-        spec = parse_model(args.model)
-        shapes = batched(spec, args)
-        model = build(spec)
-        with Progress("fusedseg convert") as progress:
-            try:
-                options = {name: getattr(args, name) for name in OPTIONS}
-                inputs = [shape.example(dtype) for shape in shapes]
-                report = convert(model.to(dtype), example_inputs=inputs, **options)
-                if args.verify:
-                    progress.update("comparing outputs and gradients")
-                    verified = report.verify(inputs)
-            # A model may raise any error.
-            except Exception as error:
-                raise Refused(f"{first_line(error)}{place_of(error)}") from error
-    except Refused as refusal:
-        print(f"fusedseg convert: {refusal}", file=sys.stderr)
-        return 2
+    check_new(args.json, args.overwrite)
+    spec = parse_model(args.model)
+    shapes = batched(spec, args)
+    model = build(spec)
+    with Progress("fusedseg convert") as progress:
+        try:
+            options = {name: getattr(args, name) for name in OPTIONS}
+            inputs = [shape.example(dtype) for shape in shapes]
+            report = convert(model.to(dtype), example_inputs=inputs, **options)
+            if args.verify:
+                progress.update("comparing outputs and gradients")
+                verified = report.verify(inputs)
+        # A model may raise any error.
+        except Exception as error:
+            raise Refused(f"{first_line(error)}{place_of(error)}") from error
     print(report)
     if verified is not None:
         print(f"\n{verified}")

@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import importlib
-import inspect
 import os
 import sys
 import traceback
@@ -19,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from .. import unet
 from ..conversion import convert
 from ..memory import fake
-from ..memory.strategy import Convert
 from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
@@ -30,7 +28,6 @@ PRESETS: dict[str, Callable[..., nn.Module]] = {
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 INTEGERS = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
-FUSED = "fusedseg"
 
 
 class Shape(tuple[int, ...]):
@@ -68,14 +65,14 @@ Shapes = Sequence[Shape]
 class ModelSource:
     """The model of a command.
 
-    name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with the
-    shapes of the inputs, batch included, and returns a function from such a model to its fused form.  code: the line of
-    Python that makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
+    name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with such
+    a model and the shapes of the inputs, batch included, and returns its fused form.  code: the line of Python that
+    makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    convert: Callable[[Shapes], Convert]
+    convert: Callable[[nn.Module, Shapes], nn.Module]
     code: str | None = None
 
     @property
@@ -89,7 +86,7 @@ def parse_model(text: str) -> ModelSource:
     if text in PRESETS:
         make = PRESETS[text]
         return ModelSource(
-            text, partial(make, plain=True), partial(_preset, make), code=f"model = fusedseg.unet.{text}()"
+            text, partial(make, plain=True), partial(_fused_preset, make), code=f"model = fusedseg.unet.{text}()"
         )
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
@@ -106,11 +103,10 @@ def parse_model(text: str) -> ModelSource:
             raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return ModelSource(text, lambda: found, _converter)
+        return ModelSource(text, lambda: found, _converted)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
-    _check_signature(text, found)
-    return ModelSource(text, found, _converter)
+    return ModelSource(text, found, _converted)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -142,44 +138,28 @@ def place_of(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-def _converter(shapes: Shapes) -> Convert:
-    def converted(model: nn.Module) -> nn.Module:
-        """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
-        dtype = _dtype(model)
-        convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
-        return model
-
-    return converted
+def _converted(model: nn.Module, shapes: Shapes) -> nn.Module:
+    """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
+    dtype = _dtype(model)
+    convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
+    return model
 
 
-def _preset(make: Callable[[], nn.Module], shapes: Shapes) -> Convert:
-    def fused(model: nn.Module) -> nn.Module:
-        """The fused preset, built in the dtype of the stock preset.
+def _fused_preset(make: Callable[[], nn.Module], model: nn.Module, shapes: Shapes) -> nn.Module:
+    """The fused preset, built in the dtype of the stock preset.
 
-        It is not cast afterwards, because PyTorch cannot cast parameters without values.
-        """
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(_dtype(model))
-        try:
-            return make()
-        finally:
-            torch.set_default_dtype(before)
-
-    return fused
+    It is not cast afterwards, because PyTorch cannot cast parameters without values.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(model))
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _check_signature(text: str, build: Callable) -> None:
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
-        raise Refused(f"MODEL {text!r} is called without arguments, and needs some: {error}") from error
-    except ValueError:
-        # A builtin may have no signature; calling it will show whether it needs arguments.
-        return
 
 
 def build(source: ModelSource, on_fake_tensors: bool = False) -> nn.Module:
@@ -188,15 +168,10 @@ def build(source: ModelSource, on_fake_tensors: bool = False) -> nn.Module:
         if on_fake_tensors:
             with fake.fake_mode() as mode:
                 return fake.build(source.build, mode)
-        model = source.build()
+        return source.build()
     # A constructor may raise any error.
     except Exception as error:
         raise Refused(f"{source.name} cannot be built: {first_line(error)}{place_of(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise Refused(
-            f"MODEL {source.name!r} must be a module or build one, and built an object of class {type(model).__name__}"
-        )
-    return model
 
 
 def split_batch(source: ModelSource, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[Shape], int | None]:
@@ -246,22 +221,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model(command: Parser, batch: str, needed: bool = True) -> None:
-    """Adds MODEL, --input and --batch to a command.
-
-    ``batch`` is the help of --batch.  ``needed`` says whether the parser itself refuses a command without a model.
-    """
+def add_model(command: Parser, batch: str) -> None:
+    """Adds MODEL, --input and --batch to a command; ``batch`` is the help of --batch."""
     command.add_argument(
         "model",
         metavar="MODEL",
-        nargs=None if needed else "?",
         help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model",
     )
     command.add_argument(
         "--input",
         type=parse_shape,
         action="append",
-        required=needed,
+        required=True,
         metavar="SHAPE",
         help="shape of the input, with the batch or without it: 8,3,256,256 or 3,256,256; repeat the option for each "
         "further input; 2,128:int64 is an input of integers",
@@ -276,21 +247,6 @@ def add_choice(command: Parser, option: str, names: Iterable[str], default: str,
     command.add_argument(option, choices=names, default=default, metavar="NAME", help=text)
 
 
-def add_common(command: Parser, batch: str, needed: bool = True) -> None:
-    add_model(command, batch, needed)
-    add_choice(command, "--dtype", DTYPES, "fp32", "of parameters and inputs")
-    add_choice(command, "--amp-dtype", ("fp16", "bf16"), "fp16", "what autocast computes in where amp is used")
-    add_json(command)
-
-
 def add_json(command: Parser) -> None:
-    command.add_argument("--json", metavar="PATH", help="write the figures to this file")
+    command.add_argument("--json", metavar="PATH", help="write the figures to this file, as JSON")
     command.add_argument("--overwrite", action="store_true", help="replace files that exist")
-
-
-def check_new(path: str | None, overwrite: bool) -> None:
-    """Raises Refused if the file exists, or if there is no folder for it."""
-    if path and Path(path).exists() and not overwrite:
-        raise Refused(f"{path} exists: choose another path, or pass --overwrite")
-    if path and not Path(path).parent.is_dir():
-        raise Refused(f"{path}: there is no folder {Path(path).parent}")

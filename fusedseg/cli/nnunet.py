@@ -1,13 +1,30 @@
-"""What the command line has for nnU-Net: ``fusedseg nnunet-trainers``, and ``fusedseg plan --nnunet``."""
+"""What the command line has for nnU-Net: ``fusedseg nnunet-plan`` and ``nnunet-trainers``."""
 
 import argparse
-import sys
 
 from ..progress import Progress
 from .command import Refused, add_command, first_line
+from .plan import add_budget
 
 
-def add_nnunet_trainers(commands) -> None:
+def add_nnunet(commands) -> None:
+    command = add_command(
+        commands,
+        "nnunet-plan",
+        summary="say which patch and batch of an nnU-Net plan fit in a GPU's memory",
+        description="Reads a plans file of nnU-Net v2, and says which patch and batch fit as nnU-Net trains, and with "
+        "nnUNetTrainerFusedseg. Estimated on tensors without values, so no GPU is needed.",
+        examples=["fusedseg nnunet-plan nnUNetPlans.json --budget 24GiB"],
+        run=_plan,
+    )
+    command.add_argument("plans", metavar="PLANS", help="a plans file, with dataset.json beside it")
+    add_budget(command, needed=True)
+    command.add_argument(
+        "--configuration",
+        metavar="NAME",
+        default="3d_fullres",
+        help="the configuration in the plans file (default: 3d_fullres)",
+    )
     add_command(
         commands,
         "nnunet-trainers",
@@ -19,33 +36,21 @@ def add_nnunet_trainers(commands) -> None:
     )
 
 
-def _print_folder(args: argparse.Namespace) -> int:
-    from ..integrations.nnunet import TRAINERS
-
-    print(TRAINERS)
-    return 0
-
-
-def run_plan(args: argparse.Namespace) -> int:
-    """Runs ``fusedseg plan --nnunet``.  Returns 0, or 2 if the command was refused."""
+def _plan(args: argparse.Namespace) -> int:
     # The import stands here, because only this command needs nnU-Net.
     from ..integrations.nnunet.plan import plan
 
     try:
-        for option in ("model", "input", "batch", "json", "curve"):
-            if getattr(args, option) is not None:
-                name = "MODEL" if option == "model" else f"--{option}"
-                raise Refused(f"{name} does not belong to --nnunet, which reads the plans file")
-        with Progress("fusedseg plan") as progress:
-            found = plan(
-                args.nnunet,
-                args.budget,
-                configuration=args.configuration or "3d_fullres",
-                reserve=args.reserve,
-                progress=progress.update,
-            )
-    except (Refused, ValueError, ImportError) as error:
-        print(f"fusedseg plan: {error if isinstance(error, Refused) else first_line(error)}", file=sys.stderr)
-        return 2
-    print(found)
+        with Progress("fusedseg nnunet-plan") as progress:
+            options = {"configuration": args.configuration, "reserve": args.reserve, "progress": progress.update}
+            print(plan(args.plans, args.budget, **options))
+    except (ValueError, ImportError) as error:
+        raise Refused(first_line(error)) from error
+    return 0
+
+
+def _print_folder(args: argparse.Namespace) -> int:
+    from ..integrations.nnunet import TRAINERS
+
+    print(TRAINERS)
     return 0

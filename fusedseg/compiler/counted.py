@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _torch
-from ..memory.compiled import twin_of
 from ..memory.meter import mean_of
 from .partition import prepare
 from .report import Bytes, Captured, Graph, Report, counted_in_eager_mode, kept_of, note_after, noting, peak_of
 from .settings import OP, Settings
+from .unrun import twin_of
 
 INDUCTOR = Settings("inductor")
 

@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from .._sizes import text_of
-from ..memory.buffers import results
-from ..memory.compiled import peak_if_fused
+from ..memory.buffers import peak_if_fused, results
 from ..memory.fake import fake_mode
 from ..memory.meter import key_of, measure
 from . import keep, order

@@ -1,31 +1,123 @@
-"""What the backend would keep of a model that has not run, for each of several options."""
+"""What the backend would keep of a model that has not run, for each of several options.
 
+The partitioner divides the graph of forward and backward in two, and decides which values forward keeps and which ones
+backward computes again.  It works on shapes alone, so a model without values is enough, and no code is generated.
+"""
+
+import copy
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from ..memory.compiled import Partition as Found
-from ..memory.compiled import Way, divided
-from .settings import Settings, parse
+from .._torch import partitioner
+from ..memory.buffers import peak_if_fused, results
+from ..memory.meter import key_of, mean_of
+from ..memory.strategy import NotOneGraph, Ways
+from ..memory.strategy import Partition as Found
+from .joint import flops_of
+from .settings import parse
+
+OP = "fusedseg.compiler.partitions"
 
 
 def partitions(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    ways: Sequence[Mapping[str, Any]],
-    autocast: torch.dtype | None = None,
+    model: nn.Module, inputs: Sequence[Tensor], ways: Ways, autocast: torch.dtype | None = None
 ) -> list[Found]:
-    """What ``torch.compile(model, backend="fusedseg", options=way)`` keeps with Inductor, for each way.
+    """Compiles a model, and counts what its graph keeps with Inductor if it is divided in each of several ways.
 
-    Nothing runs, and no code is generated.  ``fusedseg.memory.compiled.divided`` describes the arguments and errors.
+    Nothing runs, and no code is generated.  The compiler's caches are emptied before and after, so that functions that
+    were compiled before are compiled again when they are called next.
+
+    Args:
+        model: any module that ``torch.compile(fullgraph=True)`` can trace; it may be fake, inside its fake mode.
+        inputs: its arguments.
+        ways: options of the backend ``fusedseg``; or a number, which is the compiler's own
+            ``activation_memory_budget``, where 1 is its default.  Each way gets a copy of the graph.
+        autocast: the dtype of autocast around forward.
+
+    Raises:
+        NotOneGraph: the model cannot be compiled as one graph, or needs no gradient.
     """
-    return divided(model, inputs, [_divides(parse({"codegen": "inductor", **way})) for way in ways], autocast)
-
-
-def _divides(settings: Settings) -> Way:
     from .partition import Partition
 
-    partition = Partition(settings)
-    return lambda joint, inputs, options: partition(joint, inputs, compiler="inductor", **options)
+    parts = partitioner()
+    found: list[Found] = []
+    owned = {tuple(tensor.shape) for tensor in (*model.parameters(), *model.buffers())}
+
+    def by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+        """Divides a graph as the compiler itself does."""
+        with parts.config.patch(activation_memory_budget=budget):
+            return parts.min_cut(joint, joint_inputs, **options)
+
+    divisions = [
+        Partition(parse({"codegen": "inductor", **way})) if isinstance(way, Mapping) else partial(by_budget, way)
+        for way in ways
+    ]
+
+    def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+        options["compiler"] = "inductor"
+        total = _flops(joint)
+        for way in divisions:
+            with warnings.catch_warnings():
+                # What a way cannot reach is seen in its bytes.
+                warnings.simplefilter("ignore", UserWarning)
+                forward, backward = way(joint if way is divisions[-1] else twin_of(joint), joint_inputs, **options)
+            first = _flops(forward)
+            found.append(
+                Found(
+                    _kept(forward, owned, options["num_fwd_outputs"]),
+                    peak_if_fused(forward, backward),
+                    (first + _flops(backward) - total) / max(first, 1),
+                )
+            )
+        # The model runs with the last way.
+        return forward, backward
+
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
+        return parts.make_boxed_func(graph.forward)
+
+    backend = parts.aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divide, decompositions=parts.decompositions
+    )
+    torch.compiler.reset()
+    try:
+        with warnings.catch_warnings(), torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+            # The warning that nothing counts what is kept is wrong here.
+            warnings.filterwarnings("ignore", "fusedseg.convert: compiled code runs the calls twice")
+            mean_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs))
+    # The compiler may raise any error.
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)
+        first = next(iter(str(cause).strip().splitlines()), "")
+        raise NotOneGraph(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {first}") from error
+    finally:
+        torch.compiler.reset()
+    if not found:
+        raise NotOneGraph(f"{OP}: no part of the model needs a gradient")
+    return found
+
+
+def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) -> int:
+    """The bytes that forward keeps; ``owned`` has the shapes of parameters and buffers, inputs that do not count."""
+    (returned,) = next(node for node in forward.graph.nodes if node.op == "output").args
+    given = [t for node in forward.graph.nodes if node.op == "placeholder" for t in results(node)]
+    # Views of parameters are parameters.
+    uncounted = {key_of(t) for t in given if tuple(t.shape) in owned}
+    made = [t for node in returned[outputs:] if isinstance(node, fx.Node) for t in results(node)]
+    return sum({key_of(t): t.untyped_storage().nbytes() for t in made if key_of(t) not in uncounted}.values())
+
+
+def twin_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph."""
+    with warnings.catch_warnings():
+        # Copying a graph warns of a class of PyTorch that its own copy uses.
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(module)
+
+
+def _flops(module: fx.GraphModule) -> int:
+    return sum(map(flops_of, module.graph.nodes))

@@ -9,6 +9,7 @@ from .curve import Curve, curve
 from .fake import profile
 from .meter import Footprint, SavedBytes, allocator_peak
 from .plan import Plan
+from .plot import plot
 from .report import MemoryReport
 from .search import plan
 from .strategy import checkpoint_blocks
@@ -25,6 +26,7 @@ __all__ = [
     "compare",
     "curve",
     "plan",
+    "plot",
     "profile",
 ]
 

@@ -3,13 +3,12 @@
 It knows the modules of this package by name only.  The only import from another layer is the table of activations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..activation import OTHERS, TABLE
-from .record import NO_SIZE, Record
 from .tables import mib
-from .trace import Storage
+from .trace import Row, Storage
 
 NORMS = ("BatchNorm", "GroupNorm", "LayerNorm", "InstanceNorm")
 # The beginnings of the names of autograd's nodes for activations.
@@ -109,59 +108,29 @@ RULES = (
 )
 
 
-def findings(report: Record) -> list[Finding]:
-    """The savings available, the largest first."""
-    found = []
-    left = report.saved_storages
+def findings(kept: Sequence[Storage], saved: int) -> list[Finding]:
+    """The savings available in the storages that are kept, which have ``saved`` bytes, the largest first."""
+    found, left = [], list(kept)
     for rule in RULES:
         hit = [storage for storage in left if rule.applies(storage)]
         left = [storage for storage in left if not rule.applies(storage)]
         before, after = sum(s.nbytes for s in hit), sum(rule.after(s) for s in hit)
-        if before - after >= WORTH * max(report.saved, 1):
+        if before - after >= WORTH * max(saved, 1):
             dims = max((len(storage.shape) for storage in hit), default=4) - 2
             found.append(Finding(rule.what, before, after, rule.piece.format(dims=dims)))
     return sorted(found, key=lambda finding: -finding.saving)
 
 
-def summary(report: Record) -> str:
-    resident = report.resident_by_kind()
-    there = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in resident.items())
-    lines = [
-        f"{report.parameters:,} parameters. Forward keeps {mib(report.saved)} MiB for backward. The step peaks at "
-        f"{mib(report.peak)} MiB, in {report.peak_phase}, on top of the {mib(report.resident)} MiB that were there "
-        f"before it ({there}): {mib(report.total)} MiB in all."
-    ]
-    if report.allocator_peak is not None:
-        lines.append(f"CUDA's allocator had handed out {mib(report.allocator_peak)} MiB at most, rounded up by block.")
-    lines += _largest(report)
-    lines += _loss(report)
-    at_peak = report.peak_by("kind")
-    if at_peak:
-        alive = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in list(at_peak.items())[:4])
-        lines.append(f"Alive at the peak, largest first: {alive}.")
-    if report.convolutions["recomputed"]:
-        lines.append(
-            f"Backward runs {report.convolutions['recomputed']} convolutions a second time: "
-            f"{report.recomputed:+.0%} arithmetic."
-        )
-    found = findings(report)
-    if found:
-        less = sum(finding.saving for finding in found)
-        lines.append(f"Savings available, {mib(less)} MiB of the {mib(report.saved)} kept:")
-        lines += [f"  • {finding}" for finding in found]
-    return "\n".join(lines)
+def of_loss(storages: Sequence[Storage], rows: Sequence[Row], start: int, saved: int) -> list[str]:
+    """A sentence about what the loss keeps for backward, if it keeps copies of the outputs: numbers, and no masks.
 
-
-def _loss(report: Record) -> list[str]:
-    """A sentence about what the loss keeps for backward, if it keeps copies of the outputs: numbers, and no masks."""
-    start = report.marks.get("backward", 0)
-    kept = [
-        s for s in report.storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)
-    ]
+    ``start`` is the number of the event with which backward begins, and ``saved`` has the bytes that forward keeps.
+    """
+    kept = [s for s in storages if s.phase == "loss" and s.born < start and (s.freed is None or s.freed >= start)]
     numbers = sum(storage.nbytes for storage in kept if storage.dtype.is_floating_point)
-    if numbers < LOSS_WORTH * max(report.saved, 1):
+    if numbers < LOSS_WORTH * max(saved, 1):
         return []
-    names = [r.layer_type for r in report.rows if r.phase == "loss" and r.hook_type == "pre" and r.layer_type in LOSSES]
+    names = [r.layer_type for r in rows if r.phase == "loss" and r.hook_type == "pre" and r.layer_type in LOSSES]
     # A module comes before its parts.  If it only calls another loss at each resolution, that loss has to change too.
     changed = names[: 2 if names[:1] == ["DeepSupervisionWrapper"] else 1]
     instead = " with ".join(f"fusedseg.losses.{LOSSES[name]}" for name in changed) + " keeps"
@@ -172,16 +141,3 @@ def _loss(report: Record) -> list[str]:
         f"{whose} {mib(sum(storage.nbytes for storage in kept))} MiB for backward, beside the outputs; {instead} "
         "nothing but the outputs."
     ]
-
-
-def _largest(report: Record) -> list[str]:
-    """A sentence about the spatial size that keeps the most, compared with the size of the parameters."""
-    sizes = {size: nbytes for size, nbytes in report.saved_by("size").items() if size != NO_SIZE}
-    if not sizes:
-        return []
-    size, nbytes = next(iter(sizes.items()))
-    weights = report.resident_by_kind().get("parameters", 0)
-    text = f"Tensors of spatial size {size} are {nbytes / report.saved:.0%} of what is kept"
-    if weights < report.saved / 4:
-        text += f"; the parameters weigh {mib(weights)} MiB, so fewer channels at this size save more than fewer layers"
-    return [f"{text}."]

@@ -12,6 +12,7 @@ from operator import getitem
 
 from torch import Tensor, fx
 
+from .._torch import partitioner
 from .meter import key_of
 
 # Functions that Inductor computes inside other kernels, beside those that the partitioner knows; and functions whose
@@ -112,3 +113,14 @@ def results(node: fx.Node) -> list[Tensor]:
 def keys_of(node: fx.Node) -> set[int]:
     """The storages of the results of a node."""
     return {key_of(t) for t in results(node)}
+
+
+def peak_if_fused(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """The most bytes at once in forward or backward, without parameters, buffers and inputs of the model.
+
+    Elementwise functions are computed inside other kernels.
+    """
+    is_fusible = partitioner().op_list().is_fusible
+    before = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
+    given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in before]
+    return max(Buffers(forward.graph, is_fusible).peak(), Buffers(backward.graph, is_fusible).peak(given))

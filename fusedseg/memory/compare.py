@@ -2,12 +2,9 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .plot import plot
-from .record import size_name
-from .report import MemoryReport
+from .report import MemoryReport, size_name
 from .tables import MEBIBYTE, mib, table, wrapped
 
 # The number of differences that a sentence names.
@@ -39,21 +36,16 @@ class Comparison:
                 mib(report.total),
                 f"{first.saved / max(report.saved, 1):.2f}×",
                 f"{first.total / max(report.total, 1):.2f}×",
-                str(report.convolutions["recomputed"]),
                 f"{report.recomputed:+.0%}" if report.flops["recomputed"] else "",
             )
             for report in self.reports
         ]
-        head = "", "params", "before", "kept", "peak", "in all", "kept less", "in all less", "convs again", "arithmetic"
+        head = "", "params", "before", "kept", "peak", "in all", "kept less", "in all less", "arithmetic"
         return table(head, lines)
 
     def explanations(self) -> list[str]:
         """A sentence for each further report: its difference to the first report, by kind and spatial size."""
         return [explain(self.reports[0], other) for other in self.reports[1:]]
-
-    def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Draws one picture with a line for each report; raises as ``MemoryReport.plot``."""
-        plot(self.reports, path, overwrite)
 
     def to_dict(self) -> dict[str, Any]:
         """The explanations, and ``MemoryReport.to_dict()`` of each report."""
@@ -63,8 +55,7 @@ class Comparison:
         legend = (
             "MiB.  before: parameters, inputs and what else was there before the step.  kept: for backward, at the end "
             "of forward.  peak: on top of what was there before; in all: with it.  less: times less than "
-            f"{self.reports[0].label}.  convs again: convolutions that backward runs again, and what this adds to the "
-            "arithmetic of the step."
+            f"{self.reports[0].label}.  arithmetic: what backward runs again, as a share of the step without it."
         )
         texts = [wrapped(legend), *(f"\n{wrapped(text)}" for text in self.explanations())]
         return "\n".join([self.table(), "", *texts])

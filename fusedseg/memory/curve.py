@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .compiled import partitions
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
-from .meter import measure
 from .plot import plot_curve
-from .search import EXAMPLE, batched
-from .strategy import Backend, Convert, NoBlocks, checkpoint_blocks
+from .search import STARTS, batched
+from .strategy import Backend, Convert, NoBlocks, NotOneGraph, Strategy
 from .tables import gib, table, wrapped
 
 OP = "fusedseg.memory.curve"
@@ -21,14 +19,10 @@ EAGER, CHECKPOINT, OURS, OURS_COMPILED, COMPILER = (
     "eager", "checkpoint", "fusedseg", "fusedseg, compiled", "torch.compile",
 )  # fmt: skip
 BACKEND = 'torch.compile, backend "fusedseg"'
-# The compiler's own budgets that are tried.
-COMPILER_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-# The backend's budgets that are tried.
-BACKEND_BUDGETS = (0.5, 0.4, 0.3, 0.2, 0.1)
-# The largest share of the forward's arithmetic that they may repeat.
-MOST = 0.5
-# The number of points of a way that a table shows.
-SHOWN = 8
+# The compiler's own budgets that are tried, beside its default.
+COMPILER_BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+# The backend's budgets that are tried, and the largest share of the forward's arithmetic that they may repeat.
+BACKEND_BUDGETS, MOST = (0.5, 0.4, 0.3, 0.2, 0.1), 0.5
 
 
 class Point(NamedTuple):
@@ -68,26 +62,30 @@ class Curve:
         """The bytes that the stock model keeps in eager mode."""
         return self.ways[EAGER][0].kept
 
-    def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Draws the ways as lines: bytes, as a share of ``eager``, over repeated arithmetic.
-
-        It raises as ``MemoryReport.plot``.
-        """
-        plot_curve(self.title(), self.ways, self.eager, path, overwrite)
+    def plot(self, path: str | Path) -> None:
+        """Draws the ways as lines: bytes, as a share of ``eager``, over repeated arithmetic; raises as ``plot``."""
+        plot_curve(path, self.title(), self.ways, self.eager)
 
     def title(self) -> str:
         shapes = " and ".join("×".join(map(str, shape)) for shape in self.shapes)
         return f"{self.model}, {shapes}"
 
     def table(self) -> str:
-        """A line for each point, of the ways with many budgets for some of them."""
-        lines = []
-        for way, points in self.ways.items():
-            for point in spread(points, lambda point: point.kept):
-                eager = self.ways[EAGER][0]
-                share, peak = f"{point.kept / eager.kept:.3f}", f"{point.peak / eager.peak:.3f}"
-                repeated = f"{point.repeated:.1%}"
-                lines.append((way, point.budget, gib(point.kept), share, gib(point.peak), peak, repeated))
+        """A line for each point."""
+        eager = self.ways[EAGER][0]
+        lines = [
+            (
+                way,
+                point.budget,
+                gib(point.kept),
+                f"{point.kept / eager.kept:.3f}",
+                gib(point.peak),
+                f"{point.peak / eager.peak:.3f}",
+                f"{point.repeated:.1%}",
+            )
+            for way, points in self.ways.items()
+            for point in points
+        ]
         return table(("", "budget", "kept", "of eager", "peak", "of eager", "repeated"), lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,16 +111,15 @@ def curve(
     input_shape: Sequence[Any],
     *,
     convert: Convert | None = None,
-    batch: int = EXAMPLE,
+    batch: int = STARTS[0],
     dtype: torch.dtype = torch.float32,
-    compiled: bool = True,
     backend: Backend | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Curve:
     """Counts what each way to train keeps for backward, and the arithmetic that it repeats for this.
 
-    The ways are eager mode, checkpoints of each block, the converted model, and with ``compiled`` the budgets of
-    ``torch.compile`` itself, those of ``backend``, and the converted model under ``torch.compile``.  All bytes are
+    The ways are eager mode, checkpoints of each block, the converted model, and with ``backend`` the budgets of
+    ``torch.compile`` itself, those of the backend, and the converted model under ``torch.compile``.  All bytes are
     those of tensors without values.
 
     Args:
@@ -132,9 +129,8 @@ def curve(
             converted model out.
         batch: the batch.
         dtype: the dtype of the model.
-        compiled: whether models are compiled, which takes seconds for each of about ten compilations.
-        backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
-            out ``torch.compile(backend="fusedseg")``.
+        backend: a function that says what compiled models keep: ``fusedseg.compiler.partitions``.  None leaves them
+            out; each of their compilations takes seconds.
         progress: a function that is called with a short text before each step.
 
     Raises:
@@ -146,62 +142,39 @@ def curve(
     ways: dict[str, tuple[Point, ...]] = {}
     left_out: dict[str, str] = {}
     with fake_mode() as mode:
-        net, inputs = fake_model(model, mode, dtype), fake_inputs(shapes, dtype)
-        name = type(net).__name__
-        say(EAGER)
-        found = measure(net, *inputs)
-        if not found.saved:
-            raise ValueError(f"{OP}: {name} keeps nothing for backward, so there is nothing to save; is it frozen?")
-        ways[EAGER] = (Point("", found.saved, found.peak, 0.0),)
-        try:
-            say(CHECKPOINT)
-            blocks = fake_model(model, mode, dtype)
-            checkpoint_blocks(blocks)
-            report = profile_fake(blocks, inputs)
-            ways[CHECKPOINT] = (Point("", report.saved, report.peak, report.repeated),)
-        except NoBlocks as error:
-            left_out[CHECKPOINT] = str(error).partition(": ")[2]
-        if convert is not None:
-            say(OURS)
-            ours = convert(fake_model(model, mode, dtype))
-            found = measure(ours, *inputs)
-            ways[OURS] = (Point("", found.saved, found.peak, 0.0),)
-        if compiled:
-            tries: dict[str, Callable[[], list[Point]]] = {COMPILER: lambda: _compiler(net, inputs, COMPILER_BUDGETS)}
-            if backend is not None:
-                tries[BACKEND] = lambda: _backend(backend, net, inputs)
+        inputs, nets = fake_inputs(shapes, dtype), dict[str, nn.Module]()
+        steps = {EAGER: Strategy(), CHECKPOINT: Strategy(checkpoint=True)}
+        steps |= {OURS: Strategy(converted=True)} if convert is not None else {}
+        for way, strategy in steps.items():
+            say(way)
+            try:
+                nets[way] = strategy.prepare(fake_model(model, mode, dtype), convert)
+            except NoBlocks as error:
+                left_out[way] = str(error).partition(": ")[2]
+                continue
+            found = profile_fake(nets[way], inputs)
+            ways[way] = (Point("", found.saved, found.peak, found.repeated),)
+            if not found.saved:
+                name = type(nets[way]).__name__
+                raise ValueError(f"{OP}: {name} keeps nothing for backward, so there is nothing to save; is it frozen?")
+        if backend is not None:
+            own = {f"{budget:g}": budget for budget in COMPILER_BUDGETS}
+            ours = {f"{budget:g}": {"budget": budget, "extra_flops": MOST} for budget in BACKEND_BUDGETS}
+            # The model of each way, and what the backend is asked for each budget.
+            compiled: dict[str, tuple[str, dict[str, Any]]] = {}
+            compiled[COMPILER] = EAGER, {"": 1.0, **own}
+            compiled[BACKEND] = EAGER, {"": {}, **ours}
             if convert is not None:
-                tries[OURS_COMPILED] = lambda: _compiler(ours, inputs, (1.0,))
-            for way, points in tries.items():
+                compiled[OURS_COMPILED] = OURS, {"": 1.0}
+            for way, (net, options) in compiled.items():
                 say(way)
                 try:
-                    ways[way] = tuple(points())
-                except RuntimeError as error:
+                    counted = backend(nets[net], inputs, list(options.values()), None)
+                except NotOneGraph as error:
                     left_out[way] = str(error).partition(": ")[2]
-    return Curve(name, tuple(shapes), ways, left_out)
-
-
-def _compiler(model: nn.Module, inputs: Sequence[torch.Tensor], budgets: Sequence[float]) -> list[Point]:
-    found = partitions(model, inputs, budgets)
-    names = {budget: "" if budget == 1.0 else f"{budget:g}" for budget in found}
-    return [Point(names[budget], of.kept, of.peak, of.repeated) for budget, of in found.items()]
-
-
-def _backend(backend: Backend, model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[Point]:
-    budgets: list[float | None] = [None, *BACKEND_BUDGETS]
-    ways = [{} if budget is None else {"budget": budget, "extra_flops": MOST} for budget in budgets]
-    found: dict[int, Point] = {}
-    for budget, of in zip(budgets, backend(model, inputs, ways, None), strict=True):
-        # A budget that cannot be met keeps what a larger one keeps.
-        found.setdefault(of.kept, Point("" if budget is None else f"{budget:g}", of.kept, of.peak, of.repeated))
-    return [found[kept] for kept in sorted(found, reverse=True)]
-
-
-def spread(items: Sequence[Any], kept: Callable[[Any], int]) -> list[Any]:
-    """At most ``SHOWN`` of the items, with about equal distances between their bytes; the first and the last stay."""
-    if len(items) <= SHOWN:
-        return list(items)
-    most, least = kept(items[0]), kept(items[-1])
-    wanted = [most + (least - most) * i / (SHOWN - 1) for i in range(SHOWN)]
-    places = {min(range(len(items)), key=lambda i: abs(kept(items[i]) - nbytes)) for nbytes in wanted}
-    return [items[i] for i in sorted(places | {0, len(items) - 1})]
+                    continue
+                points = (Point(budget, *found) for budget, found in zip(options, counted, strict=True))
+                # A budget that cannot be met keeps what a larger one keeps.
+                first = {point.kept: point for point in reversed(list(points))}
+                ways[way] = tuple(sorted(first.values(), key=lambda point: -point.kept))
+    return Curve(type(nets[EAGER]).__name__, tuple(shapes), ways, left_out)

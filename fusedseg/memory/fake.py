@@ -74,8 +74,8 @@ def profile(
     Autocast follows the rules of a CPU.  A module is copied without its values, hooks included.
 
     Each storage that an op returns is counted until it is freed.  Not seen are workspaces inside an op (above all of a
-    convolution; that of an ``nn.LSTM`` without values is the one of a CPU), the allocator's rounding and fragmentation,
-    and the memory of the CUDA context; on CUDA the rows hold the allocator's own figures.  Compiled modules run
+    convolution, and without values that of an ``nn.LSTM``), the allocator's rounding and fragmentation, and the memory
+    of the CUDA context; on CUDA the rows hold the allocator's own figures.  Compiled modules run
     uncompiled here.
 
     Args:
@@ -135,13 +135,6 @@ def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     """Inputs without values for shapes, or for one shape; must be called inside the fake mode."""
-    if isinstance(input_shapes, Tensor):
-        raise TypeError(
-            f"{OP}: input_shapes must be a shape or a sequence of shapes, got a tensor of shape "
-            f"{tuple(input_shapes.shape)}; [tensor] stands for an input of its shape and dtype"
-        )
-    if not isinstance(input_shapes, Sequence) or not input_shapes:
-        raise TypeError(f"{OP}: input_shapes must be a shape or a sequence of shapes, got {input_shapes!r}")
     # A sequence of integers is a single shape.
     shapes = [input_shapes] if all(isinstance(size, int) for size in input_shapes) else input_shapes
     inputs = []

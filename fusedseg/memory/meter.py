@@ -19,8 +19,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .. import _torch
-from .._torch import TorchDispatchMode, tree_leaves
-from .workspaces import as_with_values
+from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = as_with_values(func, args, func(*args, **(kwargs or {})))
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_batch_norm_backward.default and isinstance(out[0], FakeTensor):
+            # Without values it returns a gradient of the input even if nobody asks for it.
+            *_, output_mask = args
+            out = (out[0] if output_mask[0] else None), *out[1:]
         # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
             return out
@@ -209,7 +212,6 @@ def measure(
     *inputs: object,
     loss: Callable[[Any], torch.Tensor] = mean_of,
     owned: Iterable[torch.Tensor] = (),
-    count_inputs: bool = False,
 ) -> Footprint:
     """Runs one forward and backward and returns its ``Footprint`` in bytes.
 
@@ -220,15 +222,11 @@ def measure(
         inputs: the arguments of ``fn``.  An input that autograd keeps counts in ``saved``.
         loss: maps the output of ``fn`` to the scalar that is differentiated; by default the mean of all outputs.
         owned: more tensors to exclude from ``saved``, such as the weights of a plain function.
-        count_inputs: counts the storages of the inputs in ``held`` and ``peak`` too.
     """
     owned = list(owned)
     if isinstance(fn, torch.nn.Module):
         owned += [*fn.parameters(), *fn.buffers()]
     with LiveBytes() as live:
-        if count_inputs:
-            for tensor in tensors_of(inputs):
-                live.track(tensor)
         with SavedBytes(owned) as saved:
             out = fn(*inputs)
         saved.add_attributes(out)

@@ -3,21 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._sizes import parse_bytes
 from .strategy import Strategy
 from .tables import gib, table, wrapped
 
-OP = "fusedseg.memory.plan"
 NOISE = "With noise in the gradient"
-
-
-def parse_budget(budget: int | str) -> int:
-    """The bytes of a text such as "16GiB", "24 GB" or "800MiB", or of a number of bytes.
-
-    Raises:
-        ValueError: the text cannot be read, or the budget is not positive.
-    """
-    return parse_bytes(OP, budget)
 
 
 @dataclass(frozen=True)
@@ -25,7 +14,6 @@ class Option:
     """One combination of strategies, and the memory that it needs.
 
     Attributes:
-        label: its name, such as "fusedseg+amp".
         strategy: the combination.
         batch: the wanted batch; without one, the largest batch that fits, or 0 if none fits.
         total: bytes at the batch ``smallest``.
@@ -36,7 +24,6 @@ class Option:
         code: the lines of Python that make a model run in this way, without autocast; "" if there is nothing to do.
     """
 
-    label: str
     strategy: Strategy
     batch: int
     total: int
@@ -45,6 +32,11 @@ class Option:
     kept: int
     repeated: float
     code: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, such as "fusedseg+amp"."""
+        return self.strategy.label
 
     @property
     def noisy(self) -> bool:
@@ -63,7 +55,6 @@ class Plan:
         usable: bytes of the budget without the reserve.
         batch: the wanted batch, or None.
         left_out: the label of each combination that cannot run, and the reason.
-        remarks: sentences about the model, which the printed plan shows.
     """
 
     model: str
@@ -72,7 +63,6 @@ class Plan:
     usable: int
     batch: int | None
     left_out: dict[str, str] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
 
     @property
     def cheapest(self) -> Option:
@@ -160,7 +150,7 @@ class Plan:
             note += " The bytes of compiled models are counted on the graphs that the compiler captures."
         named, lines = self._wanted() if self.batch is not None else self._largest()
         lines += [f"Left out: {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
-        text = wrapped("\n".join([*lines, note, *self.remarks]))
+        text = wrapped("\n".join([*lines, note]))
         labels: dict[str, list[str]] = {}
         for option in named:
             labels.setdefault(option.code, []).append(option.label)

@@ -5,8 +5,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from .export import open_new
-from .record import Record
+from .report import MemoryReport
 from .tables import MEBIBYTE
 
 # The colours of the kinds, in the order of stacking.  Tensors that existed before the step are at the bottom.
@@ -44,7 +43,15 @@ WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
 STEPS = 400
 
 
-def plot(reports: Sequence[Record], path: str | Path, overwrite: bool) -> None:
+def plot(path: str | Path, *reports: MemoryReport) -> None:
+    """Draws memory over the step: stacked by kind for one report, or one line for each of several reports.
+
+    The suffix of the path sets the format: png, svg, pdf, ...
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the suffix is no known format.
+    """
     figure, ax = _new_figure(path, "plot")
     if len(reports) == 1:
         _stacked(ax, reports[0])
@@ -52,10 +59,10 @@ def plot(reports: Sequence[Record], path: str | Path, overwrite: bool) -> None:
         _overlaid(ax, reports)
     _phases(ax, reports[0])
     ax.set_ylabel("memory, MiB")
-    _save(figure, path, overwrite)
+    figure.savefig(path, dpi=150)
 
 
-def plot_curve(title: str, ways: Mapping[str, Sequence[Any]], eager: int, path: str | Path, overwrite: bool) -> None:
+def plot_curve(path: str | Path, title: str, ways: Mapping[str, Sequence[Any]], eager: int) -> None:
     """Draws the points (budget, kept bytes, repeated share) of each way; ``eager`` bytes are 1."""
     figure, ax = _new_figure(path, "curve")
     for way, points in ways.items():
@@ -71,7 +78,7 @@ def plot_curve(title: str, ways: Mapping[str, Sequence[Any]], eager: int, path: 
     ax.set_ylabel("kept for backward, relative to eager mode")
     ax.set_title(f"{title}\neager mode keeps {eager / MEBIBYTE:,.0f} MiB", fontsize=12)
     ax.legend(frameon=False)
-    _save(figure, path, overwrite)
+    figure.savefig(path, dpi=150)
 
 
 def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
@@ -83,20 +90,14 @@ def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
     known = figure.canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".") not in known:
         raise ValueError(f"fusedseg.memory: {what} writes {', '.join(sorted(known))}, got the path {str(path)!r}")
-    return figure, figure.subplots()
-
-
-def _save(figure: Any, path: str | Path, overwrite: bool) -> None:
-    (ax,) = figure.axes
+    ax = figure.subplots()
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     ax.set_axisbelow(True)
-    path = Path(path)
-    with open_new(path, overwrite) as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=150)
+    return figure, ax
 
 
-def positions(report: Record) -> list[float]:
+def positions(report: MemoryReport) -> list[float]:
     """The horizontal position of each event; phases are as wide as ``WIDTHS`` says.
 
     Within a phase, the stretches between hooks of modules have equal widths.  So the same layer is at about the same
@@ -115,7 +116,7 @@ def positions(report: Record) -> list[float]:
     return xs
 
 
-def curves(report: Record) -> tuple[list[float], dict[str, list[float]]]:
+def curves(report: MemoryReport) -> tuple[list[float], dict[str, list[float]]]:
     """Positions along the step, and the MiB of each kind at each position.
 
     If several events have the same position, the event with the most memory counts, so that no peak is lost.
@@ -149,7 +150,7 @@ def _point(xs: list[float], ys: dict[str, list[float]], x: float, alive: dict[st
         of.append(alive[kind] / MEBIBYTE)
 
 
-def _stacked(ax, report: Record) -> None:
+def _stacked(ax, report: MemoryReport) -> None:
     xs, ys = curves(report)
     kinds = [kind for kind in COLORS if any(ys[kind])]
     layers = [ys[kind] for kind in kinds]
@@ -168,7 +169,7 @@ def _stacked(ax, report: Record) -> None:
     ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, title="kind")
 
 
-def _overlaid(ax, reports: Sequence[Record]) -> None:
+def _overlaid(ax, reports: Sequence[MemoryReport]) -> None:
     order = sorted(range(len(reports)), key=lambda i: -reports[i].total)
     for i in order:
         report, color = reports[i], LINES[i % len(LINES)]
@@ -191,7 +192,7 @@ def _peak(ax, xs: Sequence[float], total: Sequence[float], color: str, text: str
         ax.annotate(text, (xs[at], total[at]), (8, 4), textcoords="offset points", fontsize=10)
 
 
-def _phases(ax, report: Record) -> None:
+def _phases(ax, report: MemoryReport) -> None:
     """Labels the horizontal axis with the names of the phases, because its numbers mean nothing."""
     edges = [0.0, *accumulate(WIDTHS[name] for name in report.marks)]
     for edge in edges[1:-1]:

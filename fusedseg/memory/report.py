@@ -1,25 +1,47 @@
-"""``MemoryReport`` holds the memory of one training step, and shows and writes it."""
+"""``MemoryReport`` holds the memory of one training step: its bytes by module, op, dtype, kind and size, and texts."""
 
-import csv
-import io
-from dataclasses import asdict, fields
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import nn
-
 from . import advice
-from .export import open_new, write_json
-from .plot import plot
-from .record import KEYS, Record, group
-from .tables import MEBIBYTE, bars, mib, table, wrapped
-from .trace import Row, Storage, Trace
+from .tables import bars, mib, table, wrapped
+from .trace import RECOMPUTED, RESIDENT_KINDS, Row, Storage
 
-# The columns of the rows.  The number of an event means nothing to a reader of the file.
-COLUMNS = [column.name for column in fields(Row) if column.name != "event"]
+NO_SIZE = "no spatial size"
 
 
-class MemoryReport(Record):
+def size_name(shape: Sequence[int]) -> str:
+    """The spatial size of a shape (N, C, *spatial), such as "64×64"."""
+    return "×".join(map(str, shape[2:])) or NO_SIZE
+
+
+# The keys by which bytes can be grouped.  A storage that several modules or ops have saved counts for each of them in
+# equal parts.
+KEYS: dict[str, Callable[[Storage], Sequence[str]]] = {
+    "module": lambda storage: [module for module, _ in storage.savers] or [storage.module],
+    "op": lambda storage: [op or "held otherwise" for _, op in storage.savers] or [storage.op],
+    "dtype": lambda storage: [str(storage.dtype).removeprefix("torch.")],
+    "kind": lambda storage: [storage.kind],
+    "size": lambda storage: [size_name(storage.shape)],
+}
+
+
+def group(storages: Sequence[Storage], by: str) -> dict[str, float]:
+    """The bytes of the storages, grouped by one of ``KEYS``, the largest group first."""
+    if by not in KEYS:
+        raise ValueError(f"fusedseg.memory: by must be one of {', '.join(KEYS)}, got {by!r}")
+    total: Counter[str] = Counter()
+    for storage in storages:
+        names = dict.fromkeys(KEYS[by](storage))
+        for name in names:
+            total[name] += storage.nbytes / len(names)  # type: ignore[assignment]
+    return dict(total.most_common())
+
+
+@dataclass
+class MemoryReport:
     """The memory of one training step.  All numbers are bytes unless they say MiB.
 
     ``print(report)`` shows a summary and tables.
@@ -38,40 +60,124 @@ class MemoryReport(Record):
             workspaces of ops; otherwise None.
         parameters: the number of parameters.
         flops: arithmetic of convolutions and matrix products by phase; a multiplication and an addition count as two.
-        convolutions: the number of convolutions in forward, and of those that backward ran again for a checkpoint or a
-            byte budget.
         notes: remarks on these numbers.
     """
 
-    @classmethod
-    def of(
-        cls, trace: Trace, model: nn.Module, device: str, notes: list[str], allocator_peak: int | None = None
-    ) -> "MemoryReport":
-        return cls(
-            label=trace.exp,
-            model=type(model).__name__,
-            device=device,
-            rows=trace.rows,
-            storages=trace.storages,
-            events=trace.events,
-            marks=trace.marks,
-            resident=trace.resident,
-            peak=trace.peak,
-            peak_event=trace.peak_event,
-            allocator_peak=allocator_peak,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            flops=trace.flops,
-            convolutions=trace.convolutions,
-            notes=notes,
-        )
+    label: str
+    model: str
+    device: str
+    rows: list[Row] = field(repr=False)
+    storages: list[Storage] = field(repr=False)
+    events: list[int] = field(repr=False)
+    marks: dict[str, int]
+    resident: int
+    peak: int
+    peak_event: int
+    allocator_peak: int | None
+    parameters: int
+    flops: dict[str, int]
+    notes: list[str]
+
+    @property
+    def saved(self) -> int:
+        """Bytes kept for backward at the end of forward, without parameters and buffers."""
+        return sum(storage.nbytes for storage in self.saved_storages)
+
+    @property
+    def total(self) -> int:
+        """The most bytes alive at once, including the bytes that existed before the step."""
+        return self.resident + self.peak
+
+    @property
+    def saved_storages(self) -> list[Storage]:
+        """The storages kept for backward at the end of forward."""
+        return [storage for storage in self.storages if storage.savers]
+
+    @property
+    def alive_at_peak(self) -> list[Storage]:
+        """The storages alive at the peak, without those that existed before the step."""
+        at = self.peak_event
+        return [s for s in self.storages if 0 <= s.born <= at and (s.freed is None or s.freed > at)]
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the peak: forward, loss, backward or optimizer."""
+        return next((name for name in reversed(self.marks) if self.marks[name] <= self.peak_event), "forward")
+
+    @property
+    def recomputed(self) -> float:
+        """The arithmetic that checkpoints and byte budgets add, relative to the step without them."""
+        added = self.flops[RECOMPUTED]
+        return added / max(sum(self.flops.values()) - added, 1)
+
+    @property
+    def repeated(self) -> float:
+        """The arithmetic that runs again in backward, as a share of the forward's."""
+        return self.flops[RECOMPUTED] / max(self.flops["forward"], 1)
+
+    def saved_by(self, by: str) -> dict[str, float]:
+        """Bytes kept for backward by "module", "op", "dtype", "kind" or "size" (spatial), the largest first.
+
+        A storage that several modules or ops keep counts in equal parts for each of them, so that the sum is ``saved``.
+
+        Raises:
+            ValueError: ``by`` is none of these keys.
+        """
+        return group(self.saved_storages, by)
+
+    def peak_by(self, by: str) -> dict[str, float]:
+        """Bytes alive at the peak by one of the keys of ``saved_by``, without those that existed before the step."""
+        return group(self.alive_at_peak, by)
+
+    def resident_by_kind(self) -> dict[str, int]:
+        """Bytes that existed before the step, by kind."""
+        kinds = {kind: sum(s.nbytes for s in self.storages if s.born < 0 and s.kind == kind) for kind in RESIDENT_KINDS}
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def findings(self) -> list[advice.Finding]:
         """The savings available, the largest first."""
-        return advice.findings(self)
+        return advice.findings(self.saved_storages, self.saved)
 
     def summary(self) -> str:
         """Sentences that say what keeps the most, what was alive at the peak, and what would save how much."""
-        return advice.summary(self)
+        resident = self.resident_by_kind()
+        there = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in resident.items())
+        lines = [
+            f"{self.parameters:,} parameters. Forward keeps {mib(self.saved)} MiB for backward. The step peaks at "
+            f"{mib(self.peak)} MiB, in {self.peak_phase}, on top of the {mib(self.resident)} MiB that were there "
+            f"before it ({there}): {mib(self.total)} MiB in all."
+        ]
+        if self.allocator_peak is not None:
+            most = mib(self.allocator_peak)
+            lines.append(f"CUDA's allocator had handed out {most} MiB at most, rounded up by block.")
+        lines += self._largest()
+        lines += advice.of_loss(self.storages, self.rows, self.marks.get("backward", 0), self.saved)
+        at_peak = self.peak_by("kind")
+        if at_peak:
+            alive = ", ".join(f"{kind} {mib(nbytes)}" for kind, nbytes in list(at_peak.items())[:4])
+            lines.append(f"Alive at the peak, largest first: {alive}.")
+        if self.flops[RECOMPUTED]:
+            lines.append(f"Backward runs calls of the forward again: {self.recomputed:+.0%} arithmetic.")
+        found = self.findings()
+        if found:
+            less = sum(finding.saving for finding in found)
+            lines.append(f"Savings available, {mib(less)} MiB of the {mib(self.saved)} kept:")
+            lines += [f"  • {finding}" for finding in found]
+        return "\n".join(lines)
+
+    def _largest(self) -> list[str]:
+        """A sentence about the spatial size that keeps the most, compared with the size of the parameters."""
+        sizes = {size: nbytes for size, nbytes in self.saved_by("size").items() if size != NO_SIZE}
+        if not sizes:
+            return []
+        size, nbytes = next(iter(sizes.items()))
+        weights = self.resident_by_kind().get("parameters", 0)
+        text = f"Tensors of spatial size {size} are {nbytes / self.saved:.0%} of what is kept"
+        if weights < self.saved / 4:
+            text += (
+                f"; the parameters weigh {mib(weights)} MiB, so fewer channels at this size save more than fewer layers"
+            )
+        return [f"{text}."]
 
     def table(self, count: int | None = 20) -> str:
         """A table of the ``count`` modules that keep the most for backward; None shows all modules."""
@@ -91,24 +197,6 @@ class MemoryReport(Record):
             lines.append((f"{len(kept) - count} more modules", "", "", mib(rest), f"{rest / total:.1%}"))
         lines.append(("all", "", "", mib(self.saved), f"{self.saved / total:.0%}"))
         return table(("module", "type", "what it keeps", "MiB kept", "share"), lines, left=3)
-
-    def rows_table(self, count: int | None = None) -> str:
-        """A table of the first ``count`` rows, in MiB; None shows all rows."""
-        # In the order of the fields of a row.
-        names = ("layer_idx", "call_idx", "layer_type", "name", "hook_type", "phase")
-        lines = [
-            (
-                *(str(value) for name, value in asdict(row).items() if name in names),
-                mib(row.mem_all),
-                mib(row.mem_cached),
-                f"{row.mem_all_diff / MEBIBYTE:+,.1f}",
-                f"{row.mem_cached_diff / MEBIBYTE:+,.1f}",
-            )
-            for row in self.rows[:count]
-        ]
-        text = table((*names, "mem_all", "mem_cached", "all diff", "cached diff"), lines, left=len(names))
-        hidden = len(self.rows) - len(lines)
-        return f"{text}\n{hidden} more rows" if hidden else text
 
     def __str__(self) -> str:
         title = f"{self.label}: {self.model}, one training step on {self.device} tensors"
@@ -149,43 +237,9 @@ class MemoryReport(Record):
             "peak_phase": self.peak_phase,
             "saved_by": {by: self.saved_by(by) for by in KEYS},
             "alive_at_peak_by": {by: self.peak_by(by) for by in ("kind", "module", "dtype")},
-            "convolutions": self.convolutions,
             "flops": self.flops,
             "findings": [asdict(finding) | {"text": str(finding)} for finding in self.findings()],
             "summary": self.summary(),
             "notes": self.notes,
-            "rows": [_columns(row) for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
         }
-
-    def to_csv(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
-        """Writes the rows of this report, and of other reports, to a CSV file.
-
-        Raises:
-            FileExistsError: the file exists, and ``overwrite`` is False.
-        """
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
-        writer.writeheader()
-        writer.writerows(_columns(row) for report in (self, *others) for row in report.rows)
-        with open_new(path, overwrite) as file:
-            file.write(text.getvalue().encode())
-
-    def to_json(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes ``to_dict()`` to a JSON file; raises FileExistsError as ``to_csv`` does."""
-        write_json(self.to_dict(), path, overwrite)
-
-    def plot(self, path: str | Path, *others: "MemoryReport", overwrite: bool = False) -> None:
-        """Draws memory over the step: stacked by kind, or with other reports one line for each report.
-
-        The suffix of the path sets the format: png, svg, pdf, ...
-
-        Raises:
-            FileExistsError: the file exists, and ``overwrite`` is False.
-            ImportError: matplotlib is not installed.
-            ValueError: the suffix is no known format.
-        """
-        plot([self, *others], path, overwrite)
-
-
-def _columns(row: Row) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if name in COLUMNS}

@@ -4,43 +4,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._sizes import parse_bytes
 from .._torch import FakeTensorMode
 from .fake import Model, fake_inputs, fake_mode, fake_model, profile_fake
-from .plan import OP, Option, Plan, parse_budget
-from .report import MemoryReport
+from .plan import Option, Plan
 from .step import OptimizerFactory
-from .strategy import Backend, Convert, NoBlocks, Strategy, combinations
+from .strategy import Backend, Convert, NoBlocks, NotOneGraph, Strategy, combinations
 from .tables import gib
 
+OP = "fusedseg.memory.plan"
 # The search ends here, because a model that needs no memory has no largest batch.
 LARGEST = 2**20
 # The batches with which each search begins.
 STARTS = (2, 4)
-# The batch on which budgets are chosen if a plan looks for the largest batch.
-EXAMPLE = 2
-# The budgets of the backend that a plan tries if it looks for the largest batch.
-BUDGETS = (0.4, 0.3, 0.2)
+# The budgets of the backend that a plan tries if it looks for the largest batch, and its numbers of bits.
+BUDGETS, BITS = (0.4, 0.3, 0.2), (8, 4)
+OWNED = ("parameters", "buffers", "optimizer state")
 
 
-class Counted(NamedTuple):
-    """What the graphs of a compiled step need, with the names of ``MemoryReport``."""
+class Needs(NamedTuple):
+    """What a step needs, with the names of ``MemoryReport``."""
 
     total: int
     saved: int
     repeated: float
-
-
-class Before(NamedTuple):
-    """The bytes that are there before a step without the inputs, and those of them that are the optimizer's state."""
-
-    owned: int
-    state: int
 
 
 def plan(
@@ -51,13 +44,9 @@ def plan(
     batch: int | None = None,
     convert: Convert | None = None,
     backend: Backend | None = None,
-    bits: Sequence[int] = (),
-    converted: str = "fusedseg",
     code: str | None = None,
     dtype: torch.dtype = torch.float32,
-    autocast: torch.dtype = torch.float16,
     optimizer: OptimizerFactory | None = torch.optim.AdamW,
-    loss: Callable[..., Tensor] | None = None,
     reserve: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -65,10 +54,12 @@ def plan(
 
     It tries the model as it is, converted, under autocast, with checkpoints, and all combinations of these.
 
-    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with ``bits``, and
+    With ``backend`` it also tries ``torch.compile(model, backend="fusedseg")``, without options, with 8 and 4 bits, and
     with budgets, whose backward repeats a part of the forward's arithmetic: for a wanted batch with ``"peak ..."`` that
-    fits, and for the largest batch with the shares ``BUDGETS``.  The bytes of compiled models are counted on their
-    graphs, to which parameters, inputs and the state of the optimizer are added; the loss is not part of these graphs.
+    fits, and for the largest batch with the shares ``BUDGETS``.  Bits add noise to the gradient, so they come after all
+    other combinations.  The bytes of compiled models are counted on their graphs, to which parameters, inputs and the
+    state of the optimizer are added; the loss is not part of these graphs.  They grow with the batch on a straight
+    line, so that graphs for two batches tell the largest one.
 
     Sizes are those of ``profile`` without values, so that no GPU is needed.  A model without a block to checkpoint (see
     ``checkpoint_blocks``) has no combinations with checkpoints, and the plan says so.
@@ -82,14 +73,9 @@ def plan(
             combinations with conversion.
         backend: a function that says what the compiler backend keeps: ``fusedseg.compiler.partitions``.  None leaves
             out compiled models.
-        bits: the numbers of bits in which compiled models may keep activations, such as (8, 4).  They add noise to the
-            gradient, so they come after all other combinations.
-        converted: the name of the converted model in labels.
         code: the line of Python that makes the converted model; the default is a call of ``fusedseg.convert``.
         dtype: the dtype of the model.
-        autocast: the dtype of autocast, in the combinations that use it.
         optimizer: as in ``profile``; its state is part of the memory.
-        loss: as in ``profile``, but called with the output only.
         reserve: the share of the budget that is kept free for workspaces and fragmentation, which an estimate cannot
             know.
         progress: a function that is called with a short text before each estimated step.
@@ -102,7 +88,7 @@ def plan(
             [0, 1).
         ``profile`` lists further errors.
     """
-    nbytes = parse_budget(budget)
+    nbytes = parse_bytes(OP, budget)
     if not 0.0 <= reserve < 1.0:
         raise ValueError(f"{OP}: reserve must be at least 0 and below 1, got {reserve}")
     if batch is not None and batch < 1:
@@ -110,9 +96,8 @@ def plan(
     usable = int(nbytes * (1 - reserve))
     with fake_mode() as mode:
         search = _Search(
-            model, input_shape, usable, batch, convert,
-            backend=backend, bits=bits, converted=converted, code=code, dtype=dtype, autocast=autocast,
-            optimizer=optimizer, loss=loss, say=progress or (lambda text: None), mode=mode,
+            model, input_shape, usable, batch, convert, backend=backend, code=code, dtype=dtype, optimizer=optimizer,
+            say=progress or (lambda text: None), mode=mode,
         )  # fmt: skip
         search.run()
     options = tuple(search.options)
@@ -120,7 +105,7 @@ def plan(
         least = min(options, key=lambda option: option.total)
         back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {search.name} with batch {batch or least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"{OP}: {search.name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
             f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
             "take a smaller batch or input"
         )
@@ -140,13 +125,9 @@ class _Search:
     batch: int | None
     convert: Convert | None
     backend: Backend | None
-    bits: Sequence[int]
-    converted: str
     code: str | None
     dtype: torch.dtype
-    autocast: torch.dtype
     optimizer: OptimizerFactory | None
-    loss: Callable[..., Tensor] | None
     say: Callable[[str], None]
     mode: FakeTensorMode
     options: list[Option] = field(default_factory=list)
@@ -154,86 +135,80 @@ class _Search:
     name: str = ""
     # Models are shared by the strategies with and without autocast; the keys are those without.
     _nets: dict[Strategy, nn.Module] = field(default_factory=dict)
-    _there: Before | None = None
+    # The bytes that are there before a step of the stock model whatever the batch is, by kind.
+    _before: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        tries = [(self._try, strategy) for strategy in combinations(self.convert is not None)]
-        tries += [(self._try_backend, Strategy(amp=amp)) for amp in (False, True)] if self.backend else []
-        for number, (run, strategy) in enumerate(tries, 1):
-            run(strategy, f"({number} of {len(tries)})")
+        # Autocast saves nothing where parameters are in half precision already.
+        amps = (False, True) if self.dtype.itemsize > 2 else (False,)
+        strategies = combinations(self.convert is not None, amps)
+        strategies += [Strategy(amp=amp, compiled=True) for amp in amps if self.backend is not None]
+        for number, strategy in enumerate(strategies, 1):
+            try:
+                run = self._try_backend if strategy.compiled else self._try
+                run(strategy, f"{strategy.label} ({number} of {len(strategies)})")
+            except (NoBlocks, NotOneGraph) as error:
+                self.left_out[strategy.label] = str(error).partition(": ")[2]
 
-    def _try(self, strategy: Strategy, place: str) -> None:
-        label = strategy.label(self.converted)
-        try:
-            net = self._net(strategy)
-        except NoBlocks as error:
-            self.left_out[label] = str(error).partition(": ")[2]
-            return
-        self._add(strategy, partial(self._report, net, strategy, f"{label} {place}"))
+    def _try(self, strategy: Strategy, said: str) -> None:
+        """Runs steps in eager mode."""
+        net = self._net(strategy)
+        seen: dict[int, Needs] = {}
 
-    def _try_backend(self, strategy: Strategy, place: str) -> None:
-        exact = replace(strategy, compiled=True)
-        label = exact.label(self.converted)
-        try:
-            budgets = BUDGETS if self.batch is None else ()
-            ways = [exact, *(replace(exact, budget=budget) for budget in budgets)]
-            self._add_compiled([*ways, *(replace(exact, bits=bits) for bits in self.bits)], f"{label} {place}")
-            if self.batch is not None and not any(o.fits and o.strategy == exact for o in self.options):
-                # The state of the optimizer is no part of the peak that the backend knows.
-                peak = peak_text(self.usable - self._before().state)
-                self._add_compiled([replace(exact, budget=peak)], f"{label}+budget {place}")
-        except RuntimeError as error:
-            self.left_out[label] = str(error).partition(": ")[2]
-
-    def _add_compiled(self, ways: Sequence[Strategy], said: str) -> None:
-        """Adds ways of the backend; one compilation counts all of them at a batch that all of them try.
-
-        Without samples all of them need the same bytes, which follow from the first way.
-        """
-        net, backend = self._net(Strategy()), self.backend
-        assert backend is not None
-        low, high = STARTS
-        seen: dict[tuple[int, int], Counted] = {}
-
-        def empty() -> float | None:
-            known = {n: of.total for (way, n), of in seen.items() if way == 0}
-            return Line.through(known, low, high).empty if low in known and high in known else None
-
-        def tries(way: int, n: int) -> bool:
-            """Whether a way tries a batch at its start, or right after it."""
-            if n in (self.batch, low):
-                return True
-            none = empty()
-            if none is None:
-                return False
-            return Line.through({0: none, low: seen[way, low].total}, 0, low).reach(self.usable) == n
-
-        def report(way: int, n: int) -> Counted:
-            if (way, n) not in seen:
-                counted = [other for other in range(len(ways)) if other == way or tries(other, n)]
+        def total(n: int) -> int:
+            if n not in seen:
                 self.say(f"{said}, batch {n}")
-                inputs = fake_inputs(batched(self.input_shape, n), self.dtype)
-                before = self._before().owned + sum(tensor.nbytes for tensor in inputs)
-                options = [ways[number].options for number in counted]
-                found = backend(net, inputs, options, ways[0].autocast(self.autocast))
-                for number, of in zip(counted, found, strict=True):
-                    seen[number, n] = Counted(before + of.peak, of.kept, of.repeated)
-            return seen[way, n]
+                report = profile_fake(net, self._inputs(n), optimizer=self.optimizer, autocast=strategy.autocast)
+                if not self._before:
+                    resident = report.resident_by_kind()
+                    self._before = {kind: resident.get(kind, 0) for kind in OWNED}
+                seen[n] = Needs(report.total, report.saved, report.repeated)
+            return seen[n].total
 
-        for number, way in enumerate(ways):
-            self._add(way, partial(report, number), empty())
+        found = largest(total, self.usable) if self.batch is None else self.batch
+        at = found or min(seen)
+        total(at)
+        self._add(strategy, found, at, seen[at])
 
-    def _before(self) -> Before:
-        """The bytes that are there before a step, whatever the batch is."""
-        if self._there is None:
-            n = self.batch or EXAMPLE
-            report = self._report(self._net(Strategy()), Strategy(), "before the step", n)
-            kinds = dict.fromkeys(("inputs", "optimizer state"), 0)
-            for storage in report.storages:
-                if storage.kind in kinds:
-                    kinds[storage.kind] += storage.nbytes
-            self._there = Before(report.resident - kinds["inputs"], kinds["optimizer state"])
-        return self._there
+    def _try_backend(self, exact: Strategy, said: str) -> None:
+        """Counts graphs, for all ways at once."""
+        noisy = [replace(exact, bits=bits) for bits in BITS]
+        if self.batch is not None:
+            ways = [exact, *noisy]
+            for way, needs in zip(ways, self._counted(ways, self.batch, said), strict=True):
+                self._add(way, self.batch, self.batch, needs)
+            if not any(option.fits for option in self.options if option.strategy == exact):
+                # The state of the optimizer is no part of the peak that the backend knows.
+                peak = peak_text(self.usable - self._before["optimizer state"])
+                way = replace(exact, budget=peak)
+                self._add(way, self.batch, self.batch, *self._counted([way], self.batch, said))
+            return
+        low, high = STARTS
+        (first,) = self._counted([exact], low, said)
+        # The gradients of the parameters do not grow with the batch either.
+        fixed = sum(self._before.values()) + self._before["parameters"]
+        high = max(Line.through({0: fixed, low: first.total}, 0, low).reach(self.usable), high)
+        # A budget that the first way meets changes nothing.
+        eager = next(option for option in self.options if option.strategy == replace(exact, compiled=False))
+        shares = [share for share in BUDGETS if first.saved / low > share * eager.kept / eager.smallest]
+        ways = [exact, *(replace(exact, budget=share) for share in shares), *noisy]
+        counted = self._counted(ways, high, said)
+        # Without samples all ways need the same bytes.
+        empty = Line.through({low: first.total, high: counted[0].total}, low, high).empty
+        for way, needs in zip(ways, counted, strict=True):
+            total = Line(empty, (needs.total - empty) / high)
+            found = max(total.reach(self.usable), 0)
+            at = found or 1
+            self._add(way, found, at, Needs(round(total.at(at)), needs.saved * at // high, needs.repeated))
+
+    def _counted(self, ways: Sequence[Strategy], n: int, said: str) -> list[Needs]:
+        """What graphs of the stock model need with batch ``n``."""
+        assert self.backend is not None
+        self.say(f"{said}, batch {n}")
+        inputs = self._inputs(n)
+        before = sum(self._before.values()) + sum(tensor.nbytes for tensor in inputs)
+        found = self.backend(self._net(Strategy()), inputs, [way.options for way in ways], ways[0].autocast)
+        return [Needs(before + of.peak, of.kept, of.repeated) for of in found]
 
     def _net(self, strategy: Strategy) -> nn.Module:
         key = replace(strategy, amp=False)
@@ -243,30 +218,22 @@ class _Search:
             self._nets[key] = strategy.prepare(net, self.convert)
         return self._nets[key]
 
-    def _report(self, net: nn.Module, strategy: Strategy, said: str, n: int) -> MemoryReport:
-        self.say(f"{said}, batch {n}")
-        inputs = fake_inputs(batched(self.input_shape, n), self.dtype)
-        return profile_fake(
-            net, inputs, optimizer=self.optimizer, loss=self.loss, autocast=strategy.autocast(self.autocast)
-        )
+    def _inputs(self, n: int) -> list[Tensor]:
+        return fake_inputs(batched(self.input_shape, n), self.dtype)
 
-    def _add(
-        self, strategy: Strategy, report: Callable[[int], MemoryReport | Counted], empty: float | None = None
-    ) -> None:
-        seen: dict[int, MemoryReport | Counted] = {}
-
-        def total(n: int) -> int:
-            if n not in seen:
-                seen[n] = report(n)
-            return seen[n].total
-
-        found = largest(total, self.usable, empty) if self.batch is None else self.batch
-        at = found or min(seen)
-        fits = total(at) <= self.usable
-        of = seen[at]
-        label, code = strategy.label(self.converted), self._code(strategy)
+    def _add(self, strategy: Strategy, found: int, at: int, needs: Needs) -> None:
+        """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
         self.options.append(
-            Option(label, strategy, found, of.total, at, fits, kept=of.saved, repeated=of.repeated, code=code)
+            Option(
+                strategy,
+                batch=found,
+                total=needs.total,
+                smallest=at,
+                fits=needs.total <= self.usable,
+                kept=needs.saved,
+                repeated=needs.repeated,
+                code=self._code(strategy),
+            )
         )
 
     def _code(self, strategy: Strategy) -> str:
@@ -282,7 +249,7 @@ class _Search:
         return "\n".join(lines)
 
     def _example(self) -> str:
-        shapes = batched(self.input_shape, self.batch or EXAMPLE)
+        shapes = batched(self.input_shape, self.batch or STARTS[0])
         dtype = "" if self.dtype == torch.float32 else f", dtype={self.dtype}"
         inputs = [f"torch.empty({', '.join(map(str, shape))}{dtype})" for shape in shapes]
         return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
@@ -300,24 +267,24 @@ class Line(NamedTuple):
     empty: the bytes of a step without samples.  sample: the bytes of each sample.
     """
 
-    empty: float
-    sample: float
+    empty: Fraction
+    sample: Fraction
 
     @classmethod
-    def through(cls, known: Mapping[int, float], a: int, b: int) -> "Line":
+    def through(cls, known: Mapping[int, int], a: int, b: int) -> "Line":
         """The line through the known bytes of two batches."""
-        sample = (known[b] - known[a]) / (b - a)
+        sample = Fraction(known[b] - known[a], b - a)
         return cls(known[a] - sample * a, sample)
 
-    def at(self, batch: int) -> float:
+    def at(self, batch: int) -> Fraction:
         return self.empty + self.sample * batch
 
     def reach(self, usable: int) -> int:
         """The largest batch whose bytes are at most ``usable``."""
-        return int((usable - self.empty) / self.sample) if self.sample > 0 else LARGEST
+        return min(int((usable - self.empty) / self.sample), LARGEST) if self.sample > 0 else LARGEST
 
 
-def largest(total: Callable[[int], int], usable: int, empty: float | None = None) -> int:
+def largest(total: Callable[[int], int], usable: int) -> int:
     """The largest batch whose total is at most ``usable``; 0 if none is.
 
     Totals grow with the batch nearly on a straight line, so each guess follows the line through two known totals.  For
@@ -328,17 +295,16 @@ def largest(total: Callable[[int], int], usable: int, empty: float | None = None
     Args:
         total: the bytes of a batch.
         usable: the bytes that a batch may need.
-        empty: the bytes of a step without samples, if they are known: then one total fewer is asked for at the start.
     """
     low, high = STARTS
-    known: dict[int, float] = {low: total(low)}
+    known = {low: total(low)}
     if known[low] > usable:
         # BatchNorm refuses a batch of one if a channel has a single value.
         with suppress(ValueError):
             return int(total(1) <= usable)
         return 0
     fits, fails = low, LARGEST + 1
-    known |= {high: total(high)} if empty is None else {0: empty}
+    known[high] = total(high)
     halve, step = False, 1
     remaining = fails - fits
     while fails - fits > 1:
@@ -362,12 +328,7 @@ def largest(total: Callable[[int], int], usable: int, empty: float | None = None
 
 def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
     """The shapes of all inputs with their batch."""
-    if isinstance(input_shape, Tensor):
-        raise TypeError(
-            f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got a tensor of shape "
-            f"{tuple(input_shape.shape)}"
-        )
-    if not isinstance(input_shape, Sequence) or not input_shape:
+    if isinstance(input_shape, Tensor) or not isinstance(input_shape, Sequence) or not input_shape:
         raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
     shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape
     return [(batch, *shape) for shape in shapes]

@@ -80,8 +80,22 @@ def _step(trace, model, inputs, loss, steps, autocast, device, fake) -> MemoryRe
     trace.close()
     notes = _notes(model, fake, autocast, value.requires_grad)
     on_gpu = device.type == "cuda" and not fake
-    allocated = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return MemoryReport.of(trace, model, "fake" if fake else str(device), notes, allocated)
+    return MemoryReport(
+        label=trace.exp,
+        model=type(model).__name__,
+        device="fake" if fake else str(device),
+        rows=trace.rows,
+        storages=trace.storages,
+        events=trace.events,
+        marks=trace.marks,
+        resident=trace.resident,
+        peak=trace.peak,
+        peak_event=trace.peak_event,
+        allocator_peak=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=trace.flops,
+        notes=notes,
+    )
 
 
 def _notes(model: nn.Module, fake: bool, autocast: torch.dtype | None, backward: bool) -> list[str]:

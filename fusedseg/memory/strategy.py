@@ -7,23 +7,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.checkpoint import checkpoint
 
-from .compiled import Partition
-
-EAGER, AMP, CHECKPOINT, BUDGET, BITS = "eager", "amp", "checkpoint", "budget", "bits"
+EAGER, AMP, CHECKPOINT, FUSED, COMPILED = "eager", "amp", "checkpoint", "fusedseg", "fusedseg-compile"
 # A function that is called with a model of its own, and returns the converted model.
 Convert = Callable[[nn.Module], nn.Module]
-# A function that is called with a model, its inputs, the options of each way, and the dtype of autocast, and returns
-# what the compiler backend keeps with each of these options.
-Backend = Callable[
-    [nn.Module, Sequence[torch.Tensor], Sequence[Mapping[str, Any]], torch.dtype | None], list[Partition]
-]
+
+
+class NotOneGraph(RuntimeError):
+    """Raised if a model cannot be compiled as one graph, or needs no gradient."""
+
+
+class Partition(NamedTuple):
+    """What one way to divide the graph keeps.
+
+    Attributes:
+        kept: bytes that forward keeps for backward, without parameters and buffers.
+        peak: the most bytes at once if elementwise functions are fused (``buffers.py``), without inputs and parameters.
+        repeated: the arithmetic of convolutions and matrix products that backward repeats, as a share of forward's.
+    """
+
+    kept: int
+    peak: int
+    repeated: float
+
+
+# A function that is called with a model, its inputs, the ways, and the dtype of autocast, and returns what a compiled
+# model keeps in each way: options of the backend, or the compiler's own ``activation_memory_budget``.
+Ways = Sequence[Mapping[str, Any] | float]
+Backend = Callable[[nn.Module, Sequence[torch.Tensor], Ways, torch.dtype | None], list[Partition]]
 # A function that is called with a block's forward, and returns the function that runs instead.
 Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -98,16 +115,16 @@ class Strategy:
     bits: int | None = None
     compiled: bool = False
 
-    def label(self, converted: str) -> str:
-        parts = [(self.converted, converted), (self.compiled, f"{converted}-compile")]
-        parts += [(self.amp, AMP), (self.checkpoint, CHECKPOINT)]
+    @property
+    def label(self) -> str:
+        parts = [(self.converted, FUSED), (self.compiled, COMPILED), (self.amp, AMP), (self.checkpoint, CHECKPOINT)]
         parts += [(True, f"{name}={option_text(value)}") for name, value in self.options.items()]
         return "+".join(name for used, name in parts if used) or EAGER
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of the backend."""
-        return {name: value for name, value in ((BUDGET, self.budget), (BITS, self.bits)) if value is not None}
+        return {name: value for name, value in (("budget", self.budget), ("bits", self.bits)) if value is not None}
 
     @property
     def measures(self) -> int:
@@ -120,33 +137,53 @@ class Strategy:
 
     def prepare(self, model: nn.Module, convert: Convert | None) -> nn.Module:
         if self.converted:
-            if convert is None:
-                raise ValueError("fusedseg.memory: a converted model was asked for without a function that converts")
+            assert convert is not None
             model = convert(model)
         if self.checkpoint:
             checkpoint_blocks(model)
         return model
 
-    def autocast(self, dtype: torch.dtype) -> torch.dtype | None:
-        return dtype if self.amp else None
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast; bytes are the same in bfloat16."""
+        return torch.float16 if self.amp else None
 
     @classmethod
-    def parse(cls, label: str, converted: str) -> "Strategy":
-        """The strategy of a label such as "eager" or "fusedseg+amp".
+    def parse(cls, label: str) -> "Strategy":
+        """The strategy of a label such as "eager", "fusedseg+amp" or "fusedseg-compile+bits=4".
 
         Raises:
             ValueError: the label has an unknown word, or a word twice.
         """
-        words, known = label.split("+"), (converted, AMP, CHECKPOINT)
+        first, *more = words = label.split("+")
+        options = dict(word.partition("=")[::2] for word in more)
+        if first == COMPILED and set(options) <= set(OPTIONS):
+            return cls(compiled=True, **{name: OPTIONS[name](text) for name, text in options.items()})
+        known = (FUSED, AMP, CHECKPOINT)
         if words != [EAGER] and (not set(words) <= set(known) or len(set(words)) < len(words)):
-            raise ValueError(f"expected {EAGER}, or {', '.join(known)} joined by +, got {label!r}")
-        return cls(converted in words, AMP in words, CHECKPOINT in words)
+            raise ValueError(
+                f"expected {EAGER}, or {', '.join(known)} joined by +, or {COMPILED} with {' or '.join(OPTIONS)}, got "
+                f"{label!r}"
+            )
+        return cls(FUSED in words, AMP in words, CHECKPOINT in words)
+
+
+def _number_or_text(text: str) -> float | str:
+    """A budget: a share such as 0.3, or a text such as 6GiB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# The options of the backend in a label, and what reads their values.
+OPTIONS: dict[str, Callable[[str], Any]] = {"budget": _number_or_text, "bits": int}
 
 
 def option_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def combinations(with_converted: bool) -> list[Strategy]:
+def combinations(with_converted: bool, amps: Sequence[bool]) -> list[Strategy]:
     converted = (False, True) if with_converted else (False,)
-    return [Strategy(*used) for used in product(converted, (False, True), (False, True))]
+    return [Strategy(*used) for used in product(converted, amps, (False, True))]

@@ -137,7 +137,6 @@ class Trace(LiveBytes):
         self.rows: list[Row] = []
         self.resident, self.peak_event = 0, -1
         self.flops = dict.fromkeys((*PHASES, RECOMPUTED), 0)
-        self.convolutions = {"forward": 0, RECOMPUTED: 0}
         self.phase = PHASES[0]
         self._closed, self._highest = False, 0
         self._index: dict[int, int] = {}
@@ -231,12 +230,10 @@ class Trace(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         count = self._flops_of.get(func.overloadpacket)
         if count is not None:
-            convolution = func.overloadpacket is torch.ops.aten.convolution
             # The gradients of a convolution have an op of their own.
-            where = RECOMPUTED if self._recomputes or (convolution and self.phase == "backward") else self.phase
+            again = self.phase == "backward" and func.overloadpacket is torch.ops.aten.convolution
+            where = RECOMPUTED if again or self._recomputes else self.phase
             self.flops[where] += count(*args, **(kwargs or {}), out_val=out)
-            if where in self.convolutions:
-                self.convolutions[where] += convolution
         return out
 
     # -- modules ------------------------------------------------------------------------------------------------------

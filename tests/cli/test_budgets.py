@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from fusedseg.__main__ import main
-from fusedseg.memory import curve
 from tests.nnunet import PlainConvUNet
 
 NETWORK, TINY = "tests.cli.test_budgets:small", "tests.cli.test_budgets:tiny"
@@ -31,8 +30,6 @@ def test_profile_of_the_backend_with_bits(capsys):
     assert packed < 0.5 * exact
     assert main([*argv, "eager,fusedseg-compile+bits=5"]) == 2
     assert "option bits must be 8, 4 or None, got 5" in capsys.readouterr().err
-    assert main([*argv, "eager,compile+bits=4"]) == 2
-    assert "--compare: expected budget or bits beside fusedseg-compile, got 'compile+bits=4'" in capsys.readouterr().err
     assert main([*argv, "fusedseg+bits=4"]) == 2
     assert "--compare: expected eager, or fusedseg, amp, checkpoint joined by +" in capsys.readouterr().err
 
@@ -65,7 +62,7 @@ def test_a_curve_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_
 def test_plan_draws_a_curve(monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     # Compiling takes seconds; tests/memory/test_curve.py has a curve of compiled models.
-    monkeypatch.setattr("fusedseg.cli.plan.curve", lambda *args, **options: curve(*args, **options, compiled=False))
+    monkeypatch.setattr("fusedseg.cli.plan.partitions", None)
     picture, figures = tmp_path / "curve.png", tmp_path / "curve.json"
     argv = ["plan", NETWORK, *VOLUME, "--curve", str(picture), "--json", str(figures)]
     assert main(argv) == 0
@@ -76,4 +73,4 @@ def test_plan_draws_a_curve(monkeypatch, capsys, tmp_path):
     assert main(argv) == 2
     assert "exists: choose another path, or pass --overwrite" in capsys.readouterr().err
     assert main([*argv[:-4], "--curve", str(tmp_path / "curve.txt")]) == 2
-    assert "--curve: curve writes " in capsys.readouterr().err
+    assert "fusedseg plan: curve writes " in capsys.readouterr().err

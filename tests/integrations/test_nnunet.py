@@ -47,20 +47,6 @@ def test_another_loss_is_refused_by_name():
         fused_loss(torch.nn.L1Loss())
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--nnunet", "absent.json", "--budget", "1GiB", "unet3d_small"], "MODEL does not belong to --nnunet"),
-        (["--nnunet", "absent.json", "--budget", "1GiB", "--batch", "2"], "--batch does not belong to --nnunet"),
-        (["--budget", "1GiB"], "MODEL and --input are needed, or --nnunet"),
-        (["unet3d_small", "--input", "1,8,8,8", "--budget", "1GiB", "--configuration", "2d"], "belongs to --nnunet"),
-    ],
-)
-def test_refusals_of_plan(argv, said, capsys):
-    assert main(["plan", *argv]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_plan_has_a_row_for_the_stock_trainer_and_for_ours(monkeypatch):
     """Without nnU-Net's own code."""
     monkeypatch.setattr(plan, "read", lambda path, configuration: planned)
@@ -405,7 +391,7 @@ def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plan_reads_a_plans_file(folders, capsys):
     plans = Path(folders["nnUNet_preprocessed"]) / "Dataset901_MNI152" / "nnUNetPlans.json"
-    assert main(["plan", "--nnunet", str(plans), "--budget", "4GiB"]) == 0
+    assert main(["nnunet-plan", str(plans), "--budget", "4GiB"]) == 0
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith(("stock", "fusedseg"))}
     # Both rows are: the way, a size with its unit, the largest batch, the largest patch.
@@ -413,7 +399,7 @@ def test_plan_reads_a_plans_file(folders, capsys):
     assert "-gpu_memory_target" in said
     broken = plans.with_name("broken.json")
     broken.write_text(json.dumps([1]))
-    assert main(["plan", "--nnunet", str(broken), "--budget", "4GiB"]) == 2
+    assert main(["nnunet-plan", str(broken), "--budget", "4GiB"]) == 2
     assert "must hold a JSON object, got list" in capsys.readouterr().err
-    assert main(["plan", "--nnunet", str(plans), "--budget", "4GiB", "--configuration", "3d"]) == 2
+    assert main(["nnunet-plan", str(plans), "--budget", "4GiB", "--configuration", "3d"]) == 2
     assert "configuration must be one of" in capsys.readouterr().err

@@ -6,13 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.compiler import partitions as backend
 from fusedseg.memory import curve
-from fusedseg.memory.compiled import partitions
-from fusedseg.memory.curve import BACKEND, spread
+from fusedseg.memory.curve import BACKEND
 from tests.nnunet import PlainConvUNet
 
 SMALL, SHAPE = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
@@ -23,16 +21,6 @@ def converted(model):
     return model
 
 
-def test_a_model_that_cannot_be_one_graph_is_refused():
-    class Breaks(nn.Linear):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="partitions: the compiler refuses the model: Unsupported"):
-        partitions(Breaks(2, 2), [torch.empty(1, 2)])
-
-
 @pytest.fixture(scope="module")
 def whole():
     """The curve of a small network with a budget of the backend and two of the compiler's; what it said; its text."""
@@ -41,7 +29,7 @@ def whole():
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BACKEND_BUDGETS", (0.2,))
-        patch.setattr(module, "COMPILER_BUDGETS", (1.0, 0.2))
+        patch.setattr(module, "COMPILER_BUDGETS", (0.2,))
         found = curve(SMALL, SHAPE, convert=converted, backend=backend, progress=said.append)
         return found, said, str(found)
 
@@ -78,15 +66,6 @@ def test_curve(whole):
 
 def test_ways_that_cannot_run_are_named():
     layers = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))]
-    found = curve(nn.Sequential(*layers), (3, 8, 8), compiled=False)
+    found = curve(nn.Sequential(*layers), (3, 8, 8))
     assert "checkpoint" not in found.ways
     assert "Left out: checkpoint: Sequential has no module with 1 to 4 convolutions" in " ".join(str(found).split())
-
-
-def test_spread_points_have_equal_distances():
-    kept = [100, 99, 98, 97, 60, 59, 20, 19, 18, 0]
-    assert spread(kept[:8], int) == kept[:8]
-    shown = spread(kept, int)
-    assert len(shown) <= 8
-    assert {100, 60, 20, 0} <= set(shown)
-    assert 98 not in shown

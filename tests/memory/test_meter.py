@@ -56,14 +56,6 @@ def test_what_aliases_the_input_is_not_an_allocation(op):
     assert measure(op, torch.randn(SHAPE)).held == 0
 
 
-def test_inputs_count_only_when_asked():
-    x = torch.randn(SHAPE)
-    alone, declared = measure(torch.neg, x), measure(torch.neg, x, count_inputs=True)
-    assert alone.held == ACTIVATION
-    assert declared.held == 2 * ACTIVATION
-    assert declared.peak == alone.peak + ACTIVATION
-
-
 class KeepsTwice(torch.autograd.Function):
     """Saves its output by ``save_for_backward`` and one more tensor, twice as large, as an attribute."""
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..._sizes import parse_bytes
 from ...conversion import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.plan import parse_budget
 from ...memory.search import largest
 from ...memory.tables import gib, table, wrapped
 from .loss import fused_loss
@@ -115,7 +115,7 @@ def plan(
         ImportError: nnunetv2 is not installed.
         ValueError: the budget cannot be read; a file is absent or no plan; the plan has no such configuration.
     """
-    nbytes = parse_budget(budget)
+    nbytes = parse_bytes(OP, budget)
     usable = int(nbytes * (1 - reserve))
     planned = read(Path(plans), configuration)
     fits = {way: _fit(planned, way, usable, progress or (lambda _: None)) for way in (STOCK, FUSED)}
