@@ -95,6 +95,16 @@ def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
     assert earlier.read_bytes().startswith(PNG)
 
 
+def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
+    from fusedseg.cli.command import write_json
+
+    path = tmp_path / "slices.json"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_json({}, path, overwrite=False)
+    assert path.read_text() == "mine"
+
+
 def test_missing_packages_are_named_with_what_installs_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "EXTRAS", ("torch", "no_such_package", "nor_this_one"))
     assert main(["volume", "--out", str(tmp_path)]) == 2
