@@ -69,7 +69,7 @@ def test_under_autocast_they_keep_a_fifth_of_fp32(make, shapes):
     ours = profile(make, *shapes, autocast=torch.float16)
     print(f"\n{eager.saved / ours.saved:.2f} times less")
     assert eager.saved >= 5 * ours.saved
-    assert ours.convolutions["recomputed"] == 0
+    assert ours.flops["recomputed"] == 0
     # Only the last convolution, a stock module, keeps a copy of its weight.
     assert ours.saved_by("kind")["weight copies"] < 1024
 
