@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
-BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
+# activations and PyTorch's functions, read sizes, refuse options of the compiler backend, and have the private names
+# of PyTorch.
+BASE = {"_backend", "_module_hooks", "_moved", "_sizes", "_torch", "activation", "rules"}
 # What ops share, in the files beside their folders: it knows no op.
 SHARED = {"ops/cast", "ops/check", "ops/double_backward", "ops/layout", "ops/observer", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
@@ -20,6 +21,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
     "_backend": ({"_torch"}, {"torch"}),
     "_module_hooks": ({"_torch"}, {"torch"}),
+    "_moved": (set(), set()),
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),

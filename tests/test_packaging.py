@@ -143,9 +143,10 @@ with fusedseg.recompute():
 
 fusedseg.backend = "cuda"  # assignment
 fusedseg.convert(model, mode="exakt")  # arg-type
-fusedseg.convert(model, bits=4)  # call-arg
+fusedseg.convert(model, bits=4)  # arg-type
+fusedseg.convert(model, budget=0.3)  # arg-type
 fusedseg.convert(model, example_input=1)  # call-arg
-fusedseg.recompute(bits=4)  # call-arg
+fusedseg.recompute(bits=4)  # arg-type
 fusedseg.ConvABN2d(3, 4, 3, conv_backend="cudnn")  # arg-type
 fusedseg.functional.norm_act(torch.zeros(1), None, None, norm="layer")  # arg-type
 fusedseg.batch_norm  # attr-defined

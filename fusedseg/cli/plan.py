@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-from functools import partial
 from typing import Any
 
 from ..memory import curve, plan
@@ -50,7 +49,8 @@ def add_plan(commands) -> None:
 
 
 def add_budget(command: Parser, needed: bool) -> None:
-    command.add_argument("--budget", required=needed, metavar="SIZE", help="memory of the GPU, such as 16GiB")
+    help_text = "memory of the GPU, such as 16GiB; both names mean the same"
+    command.add_argument("--budget", "--gpu", required=needed, metavar="SIZE", help=help_text)
     command.add_argument(
         "--reserve",
         type=float,
@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     found, drawn, figures = None, None, dict[str, Any]()
     try:
         with Progress("fusedseg plan") as progress:
+            shapes = [shape.batch_of(batch or 2) for shape in samples]
             common: dict[str, Any] = {
-                "convert": partial(source.convert, shapes=[shape.batch_of(batch or 2) for shape in samples]),
+                "convert": lambda model: source.convert(model, shapes),
                 "backend": partitions,
                 "dtype": DTYPES[args.dtype],
                 "progress": progress.update,

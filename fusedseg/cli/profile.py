@@ -1,10 +1,10 @@
 """``fusedseg profile`` shows where the bytes of one training step go."""
 
 import argparse
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..memory import MemoryReport, compare, plot, profile
 from ..memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
@@ -125,7 +125,10 @@ def counted(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argpa
 
 
 def report_of(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:
-    dtype, convert = DTYPES[args.dtype], partial(source.convert, shapes=shapes)
+    def convert(model: nn.Module) -> nn.Module:
+        return source.convert(model, shapes)
+
+    dtype = DTYPES[args.dtype]
     options: dict[str, Any] = {"label": strategy.label, "optimizer": OPTIMIZERS[args.optimizer]}
     options["autocast"] = strategy.autocast
     if args.device == "fake":

@@ -58,7 +58,7 @@ def partitions(
         for way in ways
     ]
 
-    def divide(joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+    def divide(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
         options["compiler"] = "inductor"
         total = _flops(joint)
         for way in divisions:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from .._moved import refuse
 from ..activation import parse_invertible
 from ..memory import Footprint
 from ..memory.meter import measure
@@ -36,6 +37,9 @@ def convert(
     slope: float = 0.01,
     inplace: bool = True,
     memory_format: torch.memory_format | None = None,
+    bits: None = None,
+    budget: None = None,
+    extra_flops: None = None,
 ) -> ConversionReport:
     """Makes a model keep fewer bytes for backward, in place, and reports each change.
 
@@ -86,10 +90,11 @@ def convert(
             dimensions of an image, and in each call of the model the inputs.  Convolutions pass the format on.  None
             leaves every tensor as it is.  In both cases instance norms and average pools of volumes, and group norms on
             a GPU, keep the format of their input, where PyTorch's copy it to contiguous planes.
+        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
 
     Raises:
         TypeError: ``model`` is no module, or a ``torch.fx.GraphModule``; the example has another type, or is not given
-            by keyword; ``inplace`` is no bool.
+            by keyword; ``inplace`` is no bool; ``bits``, ``budget`` or ``extra_flops`` is given.
         ValueError: the mode is unknown; the slope is not positive; the model cannot be called with the example;
             ``memory_format`` is another format.
         RuntimeError: a training step of the converted model fails on the example, on tensors without values, and that
@@ -129,6 +134,7 @@ def convert(
     if not isinstance(inplace, bool):
         raise TypeError(f"{OP}: inplace must be True or False, got {inplace!r}")
     parse_invertible(OP, "leaky_relu", slope)
+    refuse(OP, bits=bits, budget=budget, extra_flops=extra_flops)
     check_format(f"{OP}: memory_format", memory_format)
     inputs = None if example_inputs is None else parse_inputs(OP, example_inputs)
     if isinstance(model, torch.fx.GraphModule):

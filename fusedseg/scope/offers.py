@@ -65,6 +65,8 @@ class Offer:
     """
 
     _recipe: Callable[[], Recipe | None] = staticmethod(lambda: None)
+    steps: int
+    extra: int
 
     def __init__(
         self,

@@ -204,6 +204,7 @@ class Recipe:
     """
 
     held: tuple[Tensor, int] | None = None  # the rebuilt value and its version
+    needs: int
     steps = 1  # its calls
 
     def __init__(

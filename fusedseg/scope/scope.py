@@ -5,7 +5,7 @@ from contextlib import ContextDecorator, ExitStack
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .. import _torch
+from .. import _moved, _torch
 from ..ops import unfused
 from ..ops.observer import OPEN, innermost
 from . import compiled
@@ -33,6 +33,9 @@ class recompute(ContextDecorator):
     Kept for backward: about one tensor for each convolution, one byte per element for the mask of dropout and for the
     positions of max-pooling, and in a long residual stream the sum after about every fifth block.
 
+    Args:
+        bits, budget, extra_flops: must be None.  The compiler backend has them, and the error has the line to write.
+
     Falls back to saving the data if it is not certain that a rebuild gives the same bits.  This concerns results of
     functions that the scope does not know, tensors that were modified in place afterwards, tensor subclasses, nested
     and inference tensors, and tensors that could be rebuilt only from the caller's own memory.  All data is saved
@@ -44,6 +47,7 @@ class recompute(ContextDecorator):
     inside the compiled function, and the scope warns.
 
     Raises:
+        TypeError: ``bits``, ``budget`` or ``extra_flops`` is given.
         RuntimeError: in backward, if a tensor from which other tensors are rebuilt was modified in place after the
             scope had ended (inside the scope, a copy is made first); or when a transform of ``torch.func`` that
             differentiates is entered, because saved-tensor hooks cannot surround it.
@@ -55,7 +59,8 @@ class recompute(ContextDecorator):
     # channels_last (``formats.py``).
     _converted = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, bits: None = None, budget: None = None, extra_flops: None = None) -> None:
+        _moved.refuse("fusedseg.recompute", bits=bits, budget=budget, extra_flops=extra_flops)
         self._entered: list[ExitStack] = []
 
     @classmethod
