@@ -81,7 +81,8 @@ for folder in sys.argv[1:]:
     sys.stdout.flush()
     if not os.fork():
         sys.path.insert(0, folder)
-                from fusedseg.doctor import report
+        from fusedseg import _backend
+        from fusedseg.doctor import report
         print(_backend._has_triton(), report._version("triton"))
         sys.exit()
     os.wait()
