@@ -68,7 +68,7 @@ def test_a_part_of_the_tests_as_compiled_code_for_sm_80():
     assert kernels
     # The options of this run are removed, because they may divide the tests among processes.  The plugins that are left
     # out cost seconds.
-    options = ["-o", "addopts=--import-mode=importlib", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
+    options = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
     done = warm.run("pytest", *options, "-q", "-rs", "--tb=short", "--ptx", "sm_80", *PART)
     assert done.returncode == 0, done.stdout + done.stderr
     # The last lines name the kernels that were launched.
