@@ -235,7 +235,7 @@ def test_command_writes_json(capsys, tmp_path):
         (["tests.conversion.networks", "--input", "1,3"], "or package.module:callable, got"),
         (["no.such:thing", "--input", "1,3"], "cannot import no.such"),
         (["tests.conversion.networks:Nothing", "--input", "1,3"], "has no Nothing"),
-        (["tests.conversion.networks:double_conv", "--input", "1,3"], "is called without arguments, and needs some"),
+        (["tests.conversion.networks:double_conv", "--input", "1,3"], "missing 2 required positional arguments"),
         (["tests.conversion.networks:torch.Generator", "--input", "1,3"], "must be a module or build one"),
         (["tests.conversion.networks:UNet", "--input", "1,x"], "a shape is positive integers joined by commas"),
         (["tests.conversion.networks:UNet", "--input", "1,5,32,32"], "the model cannot be called with the example"),
