@@ -56,6 +56,7 @@ RELATED = {
         "tests/losses/test_everywhere.py",
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
+    "fusedseg/ops/avg_pool.py": ["tests/conversion/test_formats.py", "tests/compiler/test_layouts.py"],
     "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
     "fusedseg/ops/reuse.py": ["tests/ops/test_segmentation_sums_memory.py", *SCOPE],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
