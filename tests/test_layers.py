@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "scope", "unet"},
         {"torch"},
     ),
-    "doctor": (BASE | {"__init__", "cli", "ops", "progress"}, {"torch"}),
+    "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
     "cli": ({"compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fusedseg.cli.command import open_new, write_json
+from fusedseg.memory.export import open_new, write_json
 from fusedseg.progress import Lines
 
 from . import report, training

@@ -1,14 +1,13 @@
-"""The parser of every command, one-line errors, and files.  A help has at most 80 columns and an example."""
+"""The parser of every command, and one-line errors.  A help has at most 80 columns and an example."""
 
 import argparse
-import json
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 # The width of the help.  Two columns stay free, as argparse leaves them.
 COLUMNS = 80
@@ -63,14 +62,3 @@ def check_new(path: str | None, overwrite: bool) -> None:
         raise Refused(f"{path} exists: choose another path, or pass --overwrite")
     if path and not Path(path).parent.is_dir():
         raise Refused(f"{path}: there is no folder {Path(path).parent}")
-
-
-def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
-    """Opens a file for writing.  Raises FileExistsError if it exists and ``overwrite`` is False."""
-    return Path(path).open("wb" if overwrite else "xb")
-
-
-def write_json(found: object, path: str | Path, overwrite: bool) -> None:
-    text = json.dumps(found, indent=2)
-    with open_new(path, overwrite) as file:
-        file.write(text.encode() + b"\n")

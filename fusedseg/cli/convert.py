@@ -6,8 +6,9 @@ import torch
 
 from ..conversion import convert
 from ..conversion.convert import MODES
+from ..memory.export import open_new
 from ..progress import Progress
-from .command import Refused, add_command, check_new, first_line, open_new
+from .command import Refused, add_command, check_new, first_line
 from .models import DTYPES, add_choice, add_json, add_model, batched, build, parse_model, place_of
 
 # The options of the command that are arguments of ``fusedseg.convert`` under the same name.

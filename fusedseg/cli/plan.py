@@ -5,8 +5,9 @@ import importlib.util
 from typing import Any
 
 from ..memory import curve, plan
+from ..memory.export import write_json
 from ..progress import Progress
-from .command import Parser, Refused, add_command, check_new, first_line, write_json
+from .command import Parser, Refused, add_command, check_new, first_line
 from .models import (
     DTYPES,
     OPTIMIZERS,
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             if args.curve:
                 drawn = curve(source.build, samples, batch=batch or 2, **common)
                 figures["curve"] = drawn.to_dict()
-                drawn.plot(args.curve)
+                drawn.plot(args.curve, overwrite=args.overwrite)
     except ValueError as error:
         raise Refused(f"{first_line(error)}{place_of(error)}") from error
     # A model may raise any error.

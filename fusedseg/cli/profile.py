@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from ..memory import MemoryReport, compare, plot, profile
+from ..memory.export import write_json
 from ..memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ..memory.strategy import COMPILED, FUSED, Strategy
 from ..memory.tables import wrapped
 from ..progress import Progress
-from .command import Refused, add_command, check_new, first_line, write_json
+from .command import Refused, add_command, check_new, first_line
 from .models import (
     DTYPES,
     OPTIMIZERS,
@@ -145,7 +146,7 @@ def write(reports: list[MemoryReport], args: argparse.Namespace) -> None:
         write_json((compare(*reports) if others else first).to_dict(), args.json, args.overwrite)
     if args.plot:
         try:
-            plot(args.plot, *reports)
+            plot(args.plot, *reports, overwrite=args.overwrite)
         except (ValueError, ImportError) as error:
             raise Refused(f"--plot: {error}") from error
 

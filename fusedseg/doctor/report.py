@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .. import _backend, _torch
-from ..cli.command import Refused, check_new, write_json
+from ..cli.command import Refused, check_new
+from ..memory.export import write_json
 from ..ops.self_test import first_use, verdicts
 from ..ops.self_test.checks import DTYPES
 from ..progress import Progress

@@ -62,9 +62,9 @@ class Curve:
         """The bytes that the stock model keeps in eager mode."""
         return self.ways[EAGER][0].kept
 
-    def plot(self, path: str | Path) -> None:
+    def plot(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Draws the ways as lines: bytes, as a share of ``eager``, over repeated arithmetic; raises as ``plot``."""
-        plot_curve(path, self.title(), self.ways, self.eager)
+        plot_curve(path, self.title(), self.ways, self.eager, overwrite)
 
     def title(self) -> str:
         shapes = " and ".join("×".join(map(str, shape)) for shape in self.shapes)

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from .export import open_new
 from .report import MemoryReport
 from .tables import MEBIBYTE
 
@@ -34,6 +35,7 @@ CURVES: dict[str, dict[str, Any]] = {
     "fusedseg": {"color": "#2a6fdb", "marker": ".", "markersize": 5},
     "fusedseg, compiled": {"color": "#7b4ea3", "marker": "s", "linestyle": "--", "markersize": 4},
     "torch.compile": {"color": "#d6453d", "marker": "^", "markersize": 6},
+    'torch.compile, backend "fusedseg"': {"color": "#39a96b", "marker": "v", "markersize": 6},
 }
 # Shares of arithmetic on the horizontal axis, which is straight up to the second one, and logarithmic after it.
 TICKS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -43,12 +45,13 @@ WIDTHS = {"forward": 1.0, "loss": 0.2, "backward": 1.0, "optimizer": 0.4}
 STEPS = 400
 
 
-def plot(path: str | Path, *reports: MemoryReport) -> None:
+def plot(path: str | Path, *reports: MemoryReport, overwrite: bool = False) -> None:
     """Draws memory over the step: stacked by kind for one report, or one line for each of several reports.
 
     The suffix of the path sets the format: png, svg, pdf, ...
 
     Raises:
+        FileExistsError: the file exists, and ``overwrite`` is False.
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no known format.
     """
@@ -59,10 +62,10 @@ def plot(path: str | Path, *reports: MemoryReport) -> None:
         _overlaid(ax, reports)
     _phases(ax, reports[0])
     ax.set_ylabel("memory, MiB")
-    figure.savefig(path, dpi=150)
+    _save(figure, path, overwrite)
 
 
-def plot_curve(path: str | Path, title: str, ways: Mapping[str, Sequence[Any]], eager: int) -> None:
+def plot_curve(path: str | Path, title: str, ways: Mapping[str, Sequence[Any]], eager: int, overwrite: bool) -> None:
     """Draws the points (budget, kept bytes, repeated share) of each way; ``eager`` bytes are 1."""
     figure, ax = _new_figure(path, "curve")
     for way, points in ways.items():
@@ -78,7 +81,7 @@ def plot_curve(path: str | Path, title: str, ways: Mapping[str, Sequence[Any]], 
     ax.set_ylabel("kept for backward, relative to eager mode")
     ax.set_title(f"{title}\neager mode keeps {eager / MEBIBYTE:,.0f} MiB", fontsize=12)
     ax.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path, overwrite)
 
 
 def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
@@ -95,6 +98,11 @@ def _new_figure(path: str | Path, what: str) -> tuple[Any, Any]:
     ax.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     ax.set_axisbelow(True)
     return figure, ax
+
+
+def _save(figure: Any, path: str | Path, overwrite: bool) -> None:
+    with open_new(path, overwrite) as file:
+        figure.savefig(file, format=Path(path).suffix.removeprefix("."), dpi=150)
 
 
 def positions(report: MemoryReport) -> list[float]:

@@ -11,6 +11,7 @@ import fusedseg
 from fusedseg.compiler import partitions as backend
 from fusedseg.memory import curve
 from fusedseg.memory.curve import BACKEND
+from fusedseg.memory.plot import CURVES
 from tests.nnunet import PlainConvUNet
 
 SMALL, SHAPE = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
@@ -46,6 +47,16 @@ def test_the_compilers_own_budgets(whole):
     assert 0.9 * eager < found[1.0].kept <= eager
     assert found[0.2].kept < 0.3 * eager
     assert 0.05 < found[0.2].repeated < 0.5
+
+
+def test_the_picture_has_a_line_for_each_way(whole, tmp_path):
+    """Only the table was tested: the picture had none for the backend, and the command ended with a KeyError."""
+    assert set(whole[0].ways) == set(CURVES)
+    pytest.importorskip("matplotlib")
+    whole[0].plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FileExistsError):
+        whole[0].plot(tmp_path / "curve.png")
 
 
 def test_curve(whole):

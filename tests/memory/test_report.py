@@ -62,6 +62,9 @@ def test_pictures(report, tmp_path):
     with pytest.raises(ValueError, match=r"plot writes .*png.*, got the path '.*one\.xyz'"):
         plot(tmp_path / "one.xyz", report)
     assert not (tmp_path / "one.xyz").exists()
+    with pytest.raises(FileExistsError):
+        plot(tmp_path / "two.svg", report)
+    plot(tmp_path / "two.svg", report, overwrite=True)
 
 
 def test_without_matplotlib_plot_says_what_to_install(report, tmp_path, monkeypatch):
