@@ -82,10 +82,6 @@ class SumsSpec(NamedTuple):
         """The same call with other functions of the logits."""
         return SumsSpec(probability, likelihood, self.ignore, self.squared, self.minimum, self.dense, gamma)
 
-    def ignoring(self, label: int) -> "SumsSpec":
-        _, _, _, squared, minimum, dense, gamma = self
-        return SumsSpec(self.probability, self.likelihood, label, squared, minimum, dense, gamma)
-
 
 # The fields of a ``SumsSpec`` in the schemas of ``torch.library``, in their order.
 SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense, float gamma=0.0"
