@@ -63,7 +63,7 @@ BUYERS = {
     "alike": "fusedseg, Inductor, at its arithmetic",
 }
 # The steps of these ways are timed.
-BUDGET_STEP_WAYS = ["eager", "aten", "ours", "compiler"]
+BUDGET_STEP_WAYS = ["eager", *BUYERS]
 
 
 def as_it_is(net: nn.Module, x: Tensor) -> nn.Module:
@@ -221,7 +221,7 @@ def counted(network: Network, way: str, device: torch.device) -> Result:
 @cache
 def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
-    network = NETWORKS[name]
+    network = here(name)
     with FakeTensorMode():
         return dict(zip(SHARES, partitions(network.make(), [torch.empty(network.shape)], SHARES), strict=True))
 

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.usefixtures("uncounted")
 
 def integration(monkeypatch, name, **modules):
     """Imports an integration anew, with these modules in place of the framework's; None stands for an absent one."""
+    names = {key.replace("__", ".") for key in modules}
+    # Another test may have imported parts of the real framework, which a stand-in does not hide.
+    for imported in [key for key in sys.modules if key.partition(".")[0] in names]:
+        monkeypatch.delitem(sys.modules, imported)
     for key, module in modules.items():
         monkeypatch.setitem(sys.modules, key.replace("__", "."), module)
     # Both entries are restored after the test, so that no later test finds an integration with stand-ins.

@@ -109,6 +109,8 @@ def test_files_have_the_labels_of_arrays(tmp_path, monkeypatch):
     assert (found == made.predict_single_npy_array(values, properties)).all()
 
 
+# five processes import nnU-Net
+@pytest.mark.slow
 def test_command_and_processes(tmp_path, monkeypatch):
     """Two cases, preprocessed by another process, from the command line and from Python."""
     plans = planned(tmp_path, monkeypatch, FIVE, *CUBE)
