@@ -281,6 +281,7 @@ def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I
     tl.store(x_ptr + offs, v, mask=mask)
 
 
+@plan
 def launcher(kernel, lines, dtype, bits, kinks):
     I, S, C = lines
     rows = C > 1
@@ -299,16 +300,6 @@ def launcher(kernel, lines, dtype, bits, kinks):
     return Launcher(kernel, grid, (I, S, C, lines.row_bytes(bits), max(kinks, 1)), constants)
 
 
-@plan
-def pack_plan(lines, dtype, bits, kinks):
-    return launcher(low_bit_pack_kernel, lines, dtype, bits, kinks)
-
-
-@plan
-def unpack_plan(lines, dtype, bits, kinks):
-    return launcher(low_bit_unpack_kernel, lines, dtype, bits, kinks)
-
-
 def low_bit_pack(flat, lines, bits, key, kink):
     """Codes, lowest and highest values of a tensor with the memory ``flat``; ``key`` is the int32 of the hash.
 
@@ -317,12 +308,12 @@ def low_bit_pack(flat, lines, bits, key, kink):
     codes = torch.empty(lines.code_bytes(bits), dtype=torch.uint8, device=flat.device)
     groups = lines.I * lines.groups * lines.C
     lowest, highest = (torch.empty(groups, dtype=flat.dtype, device=flat.device) for _ in range(2))
-    launch = pack_plan(lines, flat.dtype, bits, 0 if kink is None else kink.numel())
+    launch = launcher(low_bit_pack_kernel, lines, flat.dtype, bits, 0 if kink is None else kink.numel())
     launch((flat, codes, lowest, highest, kink), key)
     return codes, lowest, highest
 
 
 def low_bit_unpack(codes, lowest, highest, kink, lines, bits, flat):
     """Writes the values into ``flat``."""
-    launch = unpack_plan(lines, flat.dtype, bits, 0 if kink is None else kink.numel())
+    launch = launcher(low_bit_unpack_kernel, lines, flat.dtype, bits, 0 if kink is None else kink.numel())
     launch((flat, codes, lowest, highest, kink))

@@ -286,21 +286,17 @@ def laid(target, mask, sizes, dense):
     return target, mask, last, target.stride(0)
 
 
-def positions_launcher(sizes, dtype, device, argmax):
+@plan
+def positions_plan(sizes, dtype, device, argmax):
     N, K, S, _ = sizes
     per_program, programs, blocks_k, constants = blocks(sizes, dtype, device, SPLIT_FWD)
     named = constants | {"ARGMAX": argmax}
     return Launcher(segmentation_positions_kernel, (N * programs,), (K, S, per_program, blocks_k), named)
 
 
-@plan
-def argmax_plan(sizes, dtype, device):
-    return positions_launcher(sizes, dtype, device, True)
-
-
 def segmentation_argmax(x, labels, sizes):
     """Writes the first class with the largest logit of each position into ``labels``, (N, S)."""
-    argmax_plan(sizes, x.dtype, x.device)((x, labels))
+    positions_plan(sizes, x.dtype, x.device, True)((x, labels))
 
 
 @plan
@@ -310,7 +306,7 @@ def fwd_plan(sizes, dtype, device, spec, y_last, stride_n):
     per_program, programs, blocks_k, constants = blocks(sizes, dtype, device, SPLIT_FWD)
     positions = None
     if blocks_k > 1 and (spec.probability in ("softmax", "argmax") or spec.nll == "softmax"):
-        positions = positions_launcher(sizes, dtype, device, spec.probability == "argmax")
+        positions = positions_plan(sizes, dtype, device, spec.probability == "argmax")
     named = meaning(spec, y_last) | constants
     numbers = (N, K, S, stride_n, per_program)
     return positions, Launcher(segmentation_sums_fwd_kernel, (N * programs, blocks_k), numbers, named), programs

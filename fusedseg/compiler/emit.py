@@ -38,7 +38,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.fusedseg.sample_norm.default: sample_norm.forward,
     torch.ops.fusedseg.sample_norm_backward.default: sample_norm.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
-    torch.ops.fusedseg.max_pool_backward.default: pools.functional_backward,
+    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
 
 

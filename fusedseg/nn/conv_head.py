@@ -37,10 +37,8 @@ DOC = """The last convolution, 1x1, of a segmentation network; in training its l
 
     Kept for backward: the features, the weight and the bias.
 
-    **From how many classes on it pays**: the peak of convolution and loss is the gradient of the features and a few
-    tiles.  At (2, 32, 128, 128, 128) in fp16 it is 259 MiB for 118 classes, where a stock convolution and a fused loss
-    take 1891 and the stock loss 8496; for 14 classes it is 259 instead of 368 and 1008.  With three classes it changes
-    the peak by a few per cent, in either direction, and a stock convolution and a fused loss do as well.
+    ``functional.ConvLogits`` says from how many classes on it pays: with three classes, a stock convolution and a fused
+    loss do as well.
 
     It falls back to stock functions, which form the logits, in eval mode without ``labels``.  FullyShardedDataParallel
     frees the weight before the loss needs it, and cannot hold this module apart from the loss.
@@ -99,10 +97,6 @@ class _ConvHead(Unscriptable):
         )  # fmt: skip
         head.weight, head.bias = conv.weight, conv.bias
         return head.train(conv.training)
-
-    @classmethod
-    def _name(cls) -> str:
-        return f"fusedseg.{cls.__name__}"
 
     def extra_repr(self: Any) -> str:
         enlarged = f", scale_factor={self.scale_factor}, align_corners={self.align_corners}"

@@ -20,16 +20,7 @@ class Handed(list):
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         super().__init__(tensors)
-        self._scope = active()
-
-    def take_off(self) -> None:
-        """Empties the list if its tensors may be freed.
-
-        They may not inside a checkpoint, which calls the module again with the same list, even if a scope lies inside
-        that checkpoint.
-        """
-        if self._scope is not None and active() is self._scope:
-            self.clear()
+        self.scope = active()
 
 
 def handing() -> bool:
@@ -37,13 +28,19 @@ def handing() -> bool:
     return active() is not None
 
 
-def cat_of(x: Handed) -> Tensor:
-    """The concatenation of the sources along the channels."""
-    # The scope does not look into a list of another class.
-    return concatenated(list(x))
-
-
 def take_off(x: object) -> None:
-    """Empties ``x`` if it is a ``Handed`` and its tensors may be freed."""
-    if type(x) is Handed:
-        x.take_off()
+    """Empties ``x`` if it is a ``Handed`` and its tensors may be freed.
+
+    They may not inside a checkpoint, which calls the module again with the same list, even if a scope lies inside that
+    checkpoint.
+    """
+    if type(x) is Handed and x.scope is not None and active() is x.scope:
+        x.clear()
+
+
+def cat_of(x: Handed) -> Tensor:
+    """The concatenation of the sources along the channels; ``x`` is emptied as by ``take_off``."""
+    # The scope does not look into a list of another class.
+    whole = concatenated(list(x))
+    take_off(x)
+    return whole

@@ -31,7 +31,23 @@ class Using(NamedTuple):
 COUNTED = "running_mean", "running_var", "num_batches_tracked"
 
 
-class BatchStatistics:
+class _OfFeatures:
+    """The attributes that ``_BatchNorm`` and ``_InstanceNorm`` bring."""
+
+    training: bool
+    affine: bool
+    num_features: int
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    track_running_stats: bool
+    momentum: float | None
+
+    @property
+    def _channels(self) -> int:
+        return self.num_features
+
+
+class BatchStatistics(_OfFeatures):
     """The statistics of modules that are a ``_BatchNorm``.
 
     Code that searches a model for BatchNorms, such as ``swa_utils.update_bn``, finds these modules.
@@ -44,18 +60,7 @@ class BatchStatistics:
     SPATIAL = "with up to three spatial dimensions after it"
     channels_matter = True
     stock = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-
-    training: bool
-    num_features: int
-    running_mean: Tensor | None
-    running_var: Tensor | None
     num_batches_tracked: Tensor | None
-    track_running_stats: bool
-    momentum: float | None
-
-    @property
-    def _channels(self) -> int:
-        return self.num_features
 
     def _statistics(self) -> Using:
         training, momentum = self.training, self.momentum
@@ -96,25 +101,13 @@ class BatchStatistics:
         del self.__dict__["qconfig"]
 
 
-class InstanceStatistics:
+class InstanceStatistics(_OfFeatures):
     """The statistics of modules that are an ``_InstanceNorm``."""
 
     KIND = "instance"
     DIMS = 3, 5
     SPATIAL = "with one to three spatial dimensions after it"
     stock = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
-
-    training: bool
-    affine: bool
-    num_features: int
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    track_running_stats: bool
-    momentum: float | None
-
-    @property
-    def _channels(self) -> int:
-        return self.num_features
 
     @property
     def channels_matter(self) -> bool:

@@ -48,15 +48,10 @@ def check_tangents(op: str, *tensors: Tensor) -> None:
 
 def check_input(op: str, x: Tensor) -> None:
     """Raises an error unless ``x`` is an activation tensor (N, C, *spatial)."""
-    # The conditions of the three functions are tested here first, because each call takes host time in every step.
-    if _torch.are_functorch_transforms_active():
-        check_transforms(op)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
-    if forward_ad._current_level >= 0:
-        check_tangents(op, x)
-    if x.dtype not in ACTIVATION_DTYPES:
-        check_dtype(op, "x", x.dtype)
+    check_transforms(op)
+    check_tensor(op, x)
+    check_tangents(op, x)
+    check_dtype(op, "x", x.dtype)
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")
 

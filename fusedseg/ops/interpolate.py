@@ -39,8 +39,14 @@ def forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode
 
 
 def backward(
-    dy: Tensor, size: list[int], small: list[int], factors: list[float] | None, mode: str, corners: bool | None
+    dy: Tensor,
+    size: Sequence[int],
+    small: Sequence[int],
+    factors: Sequence[float] | None,
+    mode: str,
+    corners: bool | None,
 ) -> Tensor:
+    """The gradient of a tensor of the shape ``small`` from ``dy``, the gradient of its enlargement to ``size``."""
     kernel, takes_corners = BACKWARD[mode, len(size)]
     flags = (bool(corners),) if takes_corners else ()
     return kernel(dy, size, small, *flags, *([None] * len(size) if factors is None else factors))

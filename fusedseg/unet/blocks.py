@@ -116,14 +116,7 @@ class ConvNormAct(nn.Module):
     def forward(self, x: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:
         # No name holds the concatenation or the output of the convolution, so that each is freed after its only use.
         stock = not isinstance(self.conv, (JoinConv2d, JoinConv3d))
-        return self.norm(self.conv(_one(x) if stock and type(x) is Handed else x))
-
-
-def _one(x: Handed) -> Tensor:
-    """The concatenation of sources that are handed over to a stock convolution."""
-    joined = cat_of(x)
-    take_off(x)
-    return joined
+        return self.norm(self.conv(cat_of(x) if stock and type(x) is Handed else x))
 
 
 def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:

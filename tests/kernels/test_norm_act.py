@@ -8,14 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedseg.ops.layout import layout_of
-from tests import reference
-from tests.kernels import test_norm_act_groups
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.traffic import checked
-
-LEAKY, ELU = ("leaky_relu", 0.01), ("elu", 1.3)
-EPS = 1e-5
+from tests.kernels import test_norm_act_groups as norms
+from tests.kernels.test_norm_act_groups import ELU, EPS
+from tests.reference import relative_error
 
 # Tiles hold 2048 values in fp32.  A channel of up to 16384 (backward 8192; rows 1024) takes the one-launch path.
 PLANES = {
@@ -50,14 +45,7 @@ PATHS = [
 
 
 # Split cases have small tiles here; `test_training` and PATHS have the tiles of real tensors.
-SMALL_PATHS = {
-    "planes": (PLANES["odd-plane"], False),
-    "planes-split": ((3, 2, 9, 11), False),
-    # Planes begin anywhere, and the vectors at their ends hold elements of other planes.
-    "planes-peeled-split": ((2, 4, 17, 19), False),
-    "rows": (ROWS["odd-rows"], True),
-    "rows-split": ((2, 20, 3, 5), True),
-}
+SMALL_PATHS = {name: (shape, rows) for name, (shape, groups, rows) in norms.PATHS.items() if groups is None}
 
 
 @pytest.fixture(params=SMALL_PATHS)
@@ -70,7 +58,7 @@ def path(request):
 
 def inputs(shape, rows, dtype, device, affine=True):
     """x, dz, weight and bias."""
-    x, dz, _, *parameters = test_norm_act_groups.inputs(shape, rows, dtype, device, affine)
+    x, dz, _, *parameters = norms.inputs(shape, rows, dtype, device, affine)
     return x, dz, *parameters
 
 
@@ -79,41 +67,12 @@ def start(shape, device, dtype=torch.float32):
     return torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype)
 
 
-def launch(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, in_place=True):
-    """Runs forward and backward, leaves ``x`` as it is, and checks in the interpreter that no access leaves a
-    tensor."""
-    from fusedseg.kernels.norm_act import norm_act_fwd
-    from fusedseg.kernels.norm_act_bwd import norm_act_bwd
-
-    source = x.clone() if in_place else x
-    z = source if in_place else torch.empty_like(x)
-    layout = layout_of(x)
-    parameters = None if weight is None else weight.dtype
-    with checked(x.device):
-        mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept)
-        dx, dweight, dbias = norm_act_bwd(dz, z, layout, weight, bias, rstd, xhat, kept, training, act, parameters)
-    return {"z": z, "mean": mean, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias}
+def launch(x, dz, weight, bias, **options):
+    return norms.launch(x, dz, None, weight, bias, None, **options)
 
 
-def check(x, dz, weight, bias, act=LEAKY, training=True, running=(None, None), kept=None, **options):
-    """Compares everything that ``launch`` returns, and the running statistics that it moves, with float64."""
-    before = [None if r is None else r.clone() for r in running]
-    found = launch(x, dz, weight, bias, act, training, running, kept, **options)
-    settings = {"training": training, "eps": EPS, "activation": act[0], "param": act[1]}
-    settings |= {"running_mean": before[0], "running_var": before[1]}
-    expected = reference.norm_act(x, weight, bias, **settings)
-    assert found["z"].stride() == found["dx"].stride() == x.stride()
-    assert relative_error(found["z"], expected.out) <= FORWARD_TOLERANCE[x.dtype]
-    gradients = reference.gradients(dz, x, weight, bias, **settings)
-    for name, value in gradients._asdict().items():
-        if value is not None:
-            assert relative_error(found[name], value) <= GRADIENT_TOLERANCE[x.dtype], name
-    if training and running[0] is not None:
-        # Statistics are exact to fp32 or fp64, and the buffer's rounding is added.
-        tolerance = FORWARD_TOLERANCE[running[0].dtype]
-        assert relative_error(running[0], expected.running_mean) <= tolerance
-        assert relative_error(running[1], expected.running_var) <= tolerance
-    return found
+def check(x, dz, weight, bias, **options):
+    return norms.check(x, dz, None, weight, bias, None, **options)
 
 
 @pytest.mark.usefixtures("poison")
@@ -153,7 +112,8 @@ def test_out_of_place_leaves_x_and_gives_the_same(path, device):
     before = x.clone()
     there = launch(x, dz, weight, bias, in_place=False)
     assert torch.equal(x, before)
-    assert all(torch.equal(there[name], value) for name, value in launch(x, dz, weight, bias).items())
+    here = launch(x, dz, weight, bias)
+    assert all(torch.equal(there[name], here[name]) for name in ("z", "rstd", "dx", "dweight", "dbias"))
 
 
 @pytest.mark.parametrize(("shape", "rows"), PATHS)

@@ -106,43 +106,52 @@ def inputs(shape, rows, dtype, device, affine=True):
     return x, dz, residual, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
 
 
-def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None):
-    """Runs forward and backward; in the interpreter every access must lie inside its argument."""
+def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None, training=True,
+           running=(None, None), in_place=True):  # fmt: skip
+    """Runs forward and backward, and leaves ``x`` as it is; in the interpreter every access must lie inside its
+    argument."""
     from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
     layout = layout_of(x).by_sample(x.shape[0], groups)
     z = placed(x)
-    if keep == "input":
+    source = z if in_place and keep == "output" else x
+    if source is x:
         z.fill_(torch.nan)
-    source = z if keep == "output" else x
     dresidual = None if residual is None else placed(residual)
     parameters = None if weight is None else weight.dtype
     with checked(x.device):
-        mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, None, None, True, 0.1, EPS, act, kept,
+        mean, rstd, xhat = norm_act_fwd(source, z, layout, weight, bias, *running, training, 0.1, EPS, act, kept,
                                         residual=residual)  # fmt: skip
         options = {"residual": residual, "dresidual": dresidual, "mean": mean if keep == "input" else None}
         saved = x if keep == "input" else z
         dx, dweight, dbias = norm_act_bwd(
-            dz, saved, layout, weight, bias, rstd, xhat, kept, True, act, parameters, **options
+            dz, saved, layout, weight, bias, rstd, xhat, kept, training, act, parameters, **options
         )
         if keep == "input":
             again = torch.empty_like(z)
             norm_act_rebuild(x, again, layout, weight, bias, mean, rstd, act, residual)
             assert torch.equal(again, z)
-    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
+    return {"z": z, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias, "dresidual": dresidual}
 
 
-def check(x, dz, residual, weight, bias, groups, act=LEAKY, **options):
-    """Compares everything that ``launch`` returns with float64."""
-    found = launch(x, dz, residual, weight, bias, groups, act, **options)
+def check(x, dz, residual, weight, bias, groups, act=LEAKY, training=True, running=(None, None), **options):
+    """Compares everything that ``launch`` returns, and the running statistics that it moves, with float64."""
+    before = [None if r is None else r.clone() for r in running]
+    found = launch(x, dz, residual, weight, bias, groups, act, training=training, running=running, **options)
     settings = {"eps": EPS, "activation": act[0], "param": act[1], "groups": groups, "residual": residual}
+    settings |= {"training": training, "running_mean": before[0], "running_var": before[1]}
     expected = reference.norm_act(x, weight, bias, **settings)
     assert found["z"].stride() == found["dx"].stride() == x.stride()
     assert relative_error(found["z"], expected.out) <= FORWARD_TOLERANCE[x.dtype]
     for name, value in reference.gradients(dz, x, weight, bias, **settings)._asdict().items():
         if value is not None:
             assert relative_error(found[name], value) <= GRADIENT_TOLERANCE[x.dtype], name
+    if training and running[0] is not None:
+        # Statistics are exact to fp32 or fp64, and the buffer's rounding is added.
+        tolerance = FORWARD_TOLERANCE[running[0].dtype]
+        assert relative_error(running[0], expected.running_mean) <= tolerance
+        assert relative_error(running[1], expected.running_var) <= tolerance
     return found
 
 

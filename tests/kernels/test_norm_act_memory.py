@@ -1,5 +1,8 @@
 """Bytes that the InPlaceABN kernels move, and tensors beyond 2**31 elements, in the interpreter."""
 
+import contextlib
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,46 +14,58 @@ from tests import reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.interpreter import only_programs
 from tests.tools.tensors import empty
-from tests.tools.traffic import Moved, traffic
+from tests.tools.traffic import traffic
 
 LEAKY = ("leaky_relu", 0.01)
 pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 
 
 class Step:
-    """Runs forward and backward with a few programs of each launch, and counts the bytes that they move."""
+    """Runs forward, backward and, if the input is kept, the rebuilding of z, with a few programs of each launch.
 
-    def __init__(self, x, dz, choose, training=True) -> None:
-        from fusedseg.kernels.norm_act import norm_act_fwd
+    ``passes`` has the bytes that each of them moves, in units of x, extrapolated from the programs that ran to all
+    programs.  z is written over x if the output is kept.
+    """
+
+    def __init__(self, x, dz, choose, training=True, groups=None, keep="output", residual=False) -> None:
+        from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
         from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
-        self.x, self.dz, C, layout = x, dz, x.shape[1], layout_of(x)
+        C, layout = x.shape[1], layout_of(x).by_sample(x.shape[0], groups)
         self.weight, self.bias = torch.linspace(0.6, 1.4, C), torch.linspace(-0.5, 0.5, C)
-        self.running = torch.zeros(C), torch.ones(C)
-        self.grids: dict[str, tuple[int, int]] = {}
+        self.running = (torch.zeros(C), torch.ones(C)) if groups is None else (None, None)
+        r, dr = (torch.empty_like(x).zero_() if residual else None for _ in range(2))
+        z = x if keep == "output" else torch.empty_like(x)
+        self.nbytes, self.passes, self.launches = x.nbytes, [], []
+        affine = self.weight, self.bias
+        with self.counted(choose):
+            mean, rstd, _ = norm_act_fwd(
+                x, z, layout, *affine, *self.running, training, 0.1, 1e-5, LEAKY, None, residual=r
+            )
+        with self.counted(choose):
+            self.dx, self.dweight, self.dbias = norm_act_bwd(
+                dz, x, layout, *affine, rstd, None, None, training, LEAKY, torch.float32,
+                mean=mean if keep == "input" else None, residual=r, dresidual=dr,
+            )  # fmt: skip
+        if keep == "input":
+            with self.counted(choose):
+                norm_act_rebuild(x, z, layout, *affine, mean, rstd, LEAKY, r)
+
+    @contextlib.contextmanager
+    def counted(self, choose):
+        grids: dict[str, float] = {}
 
         def chosen(kernel, grid):
             programs = choose(grid)
-            self.grids[kernel] = grid[0] * grid[1], len(programs)
+            grids[kernel] = grid[0] * grid[1] / len(programs)
             return programs
 
-        affine = self.weight, self.bias
         # Programs that do not run leave undefined values in their partial results.
-        with only_programs(chosen), np.errstate(all="ignore"):
-            with traffic() as self.forward:
-                _, rstd, _ = norm_act_fwd(x, x, layout, *affine, *self.running, training, 0.1, 1e-5, LEAKY, None)
-            with traffic() as self.backward:
-                self.dx, self.dweight, self.dbias = norm_act_bwd(
-                    dz, x, layout, *affine, rstd, None, None, training, LEAKY, torch.float32
-                )
-
-    def passes(self, moved: Moved) -> float:
-        """All bytes moved, in units of x, extrapolated from the programs that ran to all programs."""
-        nbytes = 0.0
-        for kernel in set(moved.launches):
-            programs, run = self.grids[kernel]
-            nbytes += (moved.loaded(kernel) + moved.stored(kernel)) * programs / run
-        return nbytes / self.x.nbytes
+        with only_programs(chosen), np.errstate(all="ignore"), traffic() as moved:
+            yield
+        nbytes = sum((moved.loaded(kernel) + moved.stored(kernel)) * grids[kernel] for kernel in set(moved.launches))
+        self.passes.append(nbytes / self.nbytes)
+        self.launches.append(moved.launches)
 
 
 def every(grid):
@@ -70,6 +85,11 @@ def first_middle_last(grid):
     return [programs[0], programs[len(programs) // 2], programs[-1]]
 
 
+def assert_passes(found, expected, most=0.04):
+    """``most`` covers parameters, partial results, sums over samples, and mean and rstd of each plane."""
+    assert all(at_least <= value <= at_least + most for value, at_least in zip(found, expected, strict=True)), found
+
+
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 @pytest.mark.usefixtures("multiprocessors", "counted_once")
 def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
@@ -77,11 +97,8 @@ def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
     shape = (8, 64, 384, 256) if rows else (8, 64, 256, 256)
     x, dz = (empty(shape, torch.float16, rows).zero_() for _ in range(2))
     step = Step(x, dz, first_middle_last)
-    record_property("forward passes", step.passes(step.forward))
-    record_property("backward passes", step.passes(step.backward))
-    # 0.02 covers partial results and parameters.
-    assert 3 <= step.passes(step.forward) <= 3.02
-    assert 5 <= step.passes(step.backward) <= 5.02
+    record_property("passes", step.passes)
+    assert_passes(step.passes, [3, 5], most=0.02)
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((8, 16, 16, 16), False), ((4, 64, 16, 16), True)], ids=["planes", "rows"])
@@ -89,61 +106,14 @@ def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
 def test_a_slab_that_fits_on_chip_is_read_once(shape, rows, record_property):
     x, dz = (empty(shape, torch.float16, rows).normal_() for _ in range(2))
     step = Step(x, dz, every)
-    record_property("forward passes", step.passes(step.forward))
-    record_property("backward passes", step.passes(step.backward))
-    assert len(step.forward.launches) == len(step.backward.launches) == 1
-    assert 2 <= step.passes(step.forward) <= 2.02
-    assert 3 <= step.passes(step.backward) <= 3.02
+    record_property("passes", step.passes)
+    assert [len(launches) for launches in step.launches] == [1, 1]
+    assert_passes(step.passes, [2, 3], most=0.02)
 
 
-class StepOfSamples:
-    """Runs forward, backward and, if the input is kept, the rebuilding of z, with statistics of samples."""
-
-    def __init__(self, shape, rows, groups, choose, keep="output", residual=False) -> None:
-        from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
-        from fusedseg.kernels.norm_act_bwd import norm_act_bwd
-
-        x, dz, out, r, dr = (empty(shape, torch.float16, rows).zero_() for _ in range(5))
-        r, dr = (r, dr) if residual else (None, None)
-        self.nbytes, C = x.nbytes, shape[1]
-        layout, weight, bias = layout_of(x).by_sample(shape[0], groups), torch.ones(C), torch.zeros(C)
-        self.grids: dict[str, tuple[int, int]] = {}
-
-        def chosen(kernel, grid):
-            programs = choose(grid)
-            self.grids[kernel] = grid[0] * grid[1], len(programs)
-            return programs
-
-        self.passes = []
-        with only_programs(chosen), np.errstate(all="ignore"):
-            with traffic() as moved:
-                mean, rstd, _ = norm_act_fwd(
-                    x, out, layout, weight, bias, None, None, True, 0.1, 1e-5, LEAKY, None, residual=r
-                )
-            self.count(moved)
-            saved, mean = (x, mean) if keep == "input" else (out, None)
-            with traffic() as moved:
-                norm_act_bwd(
-                    dz, saved, layout, weight, bias, rstd, None, None, True, LEAKY, torch.float32,
-                    mean=mean, residual=r, dresidual=dr,
-                )  # fmt: skip
-            self.count(moved)
-            if mean is not None:
-                with traffic() as moved:
-                    norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, LEAKY, r)
-                self.count(moved)
-
-    def count(self, moved) -> None:
-        nbytes = 0.0
-        for kernel in set(moved.launches):
-            programs, run = self.grids[kernel]
-            nbytes += (moved.loaded(kernel) + moved.stored(kernel)) * programs / run
-        self.passes.append(nbytes / self.nbytes)
-
-
-def assert_passes(found, expected):
-    # 0.04 covers partial results, sums over samples, parameters, and mean and rstd of each plane.
-    assert all(at_least <= value <= at_least + 0.04 for value, at_least in zip(found, expected, strict=True)), found
+def passes_of_samples(shape, rows, groups, choose, **options):
+    x, dz = (empty(shape, torch.float16, rows).zero_() for _ in range(2))
+    return Step(x, dz, choose, groups=groups, **options).passes
 
 
 # Shape and number of groups.
@@ -157,12 +127,13 @@ by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"
 @pytest.mark.usefixtures("counted_once")
 def test_statistics_of_samples_that_fit_on_chip(shape, groups, rows, record_property):
     """A residual adds one read to each pass over the tensor, and its gradient one write."""
-    step = StepOfSamples(shape, rows, groups, every)
-    record_property("passes", step.passes)
-    assert_passes(step.passes, [2, 3])
-    assert_passes(StepOfSamples(shape, rows, groups, every, "input").passes, [2, 3, 2])
-    assert_passes(StepOfSamples(shape, rows, groups, every, residual=True).passes, [3, 5])
-    assert_passes(StepOfSamples(shape, rows, groups, every, "input", residual=True).passes, [3, 5, 3])
+    step = partial(passes_of_samples, shape, rows, groups, every)
+    found = step()
+    record_property("passes", found)
+    assert_passes(found, [2, 3])
+    assert_passes(step(keep="input"), [2, 3, 2])
+    assert_passes(step(residual=True), [3, 5])
+    assert_passes(step(keep="input", residual=True), [3, 5, 3])
 
 
 @by_layout
@@ -171,15 +142,16 @@ def test_statistics_of_samples_that_fit_on_chip(shape, groups, rows, record_prop
 def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_property):
     if rows:
         shape = (*shape[:2], 768, 256)
-    step = StepOfSamples(shape, rows, groups, first_middle_last)
-    record_property("passes", step.passes)
-    assert_passes(step.passes, [3, 5])
-    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input").passes, [3, 5, 2])
+    step = partial(passes_of_samples, shape, rows, groups, first_middle_last)
+    found = step()
+    record_property("passes", found)
+    assert_passes(found, [3, 5])
+    assert_passes(step(keep="input"), [3, 5, 2])
     # If the output is kept, both passes of backward read the residual for xhat, and its gradient is written.
-    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, residual=True).passes, [4, 8])
+    assert_passes(step(residual=True), [4, 8])
     # If the input is kept, the residual is read once.  The first pass of backward writes the residual's gradient, and
     # the second pass reads it in place of the residual and dz.
-    assert_passes(StepOfSamples(shape, rows, groups, first_middle_last, "input", residual=True).passes, [4, 7, 3])
+    assert_passes(step(keep="input", residual=True), [4, 7, 3])
 
 
 # All cases are bf16 with more than 2**31 elements; many channels keep the work of a program small.

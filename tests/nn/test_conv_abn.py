@@ -198,17 +198,12 @@ def test_from_modules_refuses(arguments, error, text):
 @pytest.mark.parametrize(
     ("attempt", "error", "text"),
     [
-        (lambda: ConvABN2d(4, 6, 3)(torch.randn(2, 5, 8, 8)), ValueError, r"x must have 4 channels .* got 5 in"),
         (lambda: ConvABN2d(4, 6, 3)(torch.randn(4, 8, 8)), ValueError, r"2 spatial dimensions .* got \(4, 8, 8\)"),
         (lambda: ConvABN3d(4, 6, 3)(torch.randn(4)), ValueError, r"fusedseg.ConvABN3d: .* got \(4,\)"),
         (lambda: ConvABN3d(4, 6, 3)(torch.randn(2, 4, 8, 8)), ValueError, r"3 spatial dimensions after it, got \(2, 4"),
         (lambda: ConvABN2d(4, 6, 3)("x"), TypeError, r"fusedseg.ConvABN2d: x must be a tensor"),
-        (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 8, 8).int()), TypeError, r"x must be float16, .* got torch.int32"),
         (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 8, 8).half()), TypeError, r"conv_weight must be torch.float16"),
-        (lambda: ConvABN2d(4, 6, 3)(torch.ones(2, 4, 2, 8)), ValueError, r"the kernel, \(3, 3\) .* does not fit in x"),
-        (lambda: ConvABN2d(4, 6, 3)(torch.ones(1, 4, 3, 3)), ValueError, "expected more than 1 value per channel"),
         (lambda: ConvABN2d(4, 6, 3, conv_backend="x"), ValueError, "fusedseg.ConvABN2d: conv_backend must be one of"),
-        (lambda: ConvABN2d(4, 6, 3, activation="relu"), ValueError, "activation 'relu' cannot be inverted"),
         (lambda: ConvABN2d(4, 6, 3, groups=3), ValueError, "divisible by groups"),
         (lambda: ConvABN2d(4, 6, 3, dtype=torch.complex64), TypeError, "dtype must be float16, .* got torch.complex64"),
     ],

@@ -239,23 +239,13 @@ def test_a_residual_network_keeps_one_tensor_a_convolution(backend, device):
     [
         (lambda: InPlaceInstanceNormAct(3, activation="relu"), ValueError,
          "fusedseg.InPlaceInstanceNormAct: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct"),
-        (lambda: InPlaceGroupNormAct(3, 6, activation_param=0.0), ValueError,
-         "fusedseg.InPlaceGroupNormAct: leaky_relu with slope 0.0 .* use fusedseg.GroupNormAct"),
         (lambda: InPlaceGroupNormAct(4, 6), ValueError, "must be divisible by num_groups"),
         (lambda: InPlaceInstanceNormAct(3, affine=True)(torch.randn(2, 4, 5)), ValueError,
          r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 4, 5\)"),
         (lambda: InPlaceInstanceNormAct(3)(torch.randn(2, 3)), ValueError,
          r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 3\)"),
-        (lambda: InPlaceInstanceNormAct(3)(torch.randn(2, 3, 1, 1)), ValueError,
-         r"fusedseg.InPlaceInstanceNormAct: expected more than 1 spatial element when training"),
         (lambda: InPlaceGroupNormAct(2, 4)(torch.randn(2, 6, 5)), ValueError,
          r"fusedseg.InPlaceGroupNormAct: x must have shape \(N, 4\) .* got \(2, 6, 5\)"),
-        (lambda: InPlaceGroupNormAct(2, 4)("x"), TypeError, "x must be a tensor, got str"),
-        (lambda: InPlaceABN(4)(torch.randn(2, 4, 5), torch.randn(2, 4, 4)), ValueError,
-         r"fusedseg.InPlaceABN: residual must have the shape of x, \(2, 4, 5\), got \(2, 4, 4\)"),
-        (lambda: InPlaceGroupNormAct(2, 4, dtype=torch.complex64), TypeError,
-         r"dtype must be float16, .* torch.complex64"),
-        (lambda: InPlaceInstanceNormAct(4, dtype=torch.int8), TypeError, r"dtype must be float16, .* torch.int8"),
     ],
 )  # fmt: skip
 def test_refused(attempt, error, text):

@@ -14,31 +14,45 @@ from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
-ACTIVATIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, p: y}
-# Name -> number of groups of 4 channels; None takes the statistics of the batch.
-STATISTICS = {"batch": None, "instance": 4, "groups of 2": 2, "one group": 1}
+ACTIVATIONS = {
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "selu": lambda y, p: F.selu(y),
+    "identity": lambda y, p: y,
+}
+# Name -> number of groups of 4 channels; None takes the statistics of the batch, 0 takes given ones (eval mode).
+STATISTICS = {"batch": None, "given": 0, "instance": 4, "groups of 2": 2, "one group": 1}
 SHAPES = {"1d": (2, 4, 7), "2d": (3, 4, 2, 5), "3d": (2, 4, 3, 2, 3), "one sample": (1, 4, 3, 3)}
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
 # One group is of the same kind as groups of 2, which imply it where values are compared elsewhere.
 by_kind = pytest.mark.parametrize(
     "groups",
-    [pytest.param(of, id=name, marks=[pytest.mark.slow] if of == 1 else []) for name, of in STATISTICS.items()],
+    [
+        pytest.param(of, id=name, marks=[pytest.mark.slow] if of == 1 else [])
+        for name, of in STATISTICS.items()
+        if of != 0
+    ],
 )
 by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 
 
+def running(x, groups):
+    """The mean and variance that are given for ``groups`` of 0."""
+    return (None, None) if groups is None else torch.linspace(0.4, 1.6, 2 * x.shape[1]).to(x).chunk(2)
+
+
 def fused(x, groups, weight, bias, residual=None, **options):
     """Calls the op, which overwrites ``x``."""
-    if groups is None:
-        return inplace_abn(x, None, None, weight, bias, True, residual=residual, **options)
+    if not groups:
+        return inplace_abn(x, *running(x, groups), weight, bias, groups is None, residual=residual, **options)
     if groups == x.shape[1]:
         return inplace_instance_norm_act(x, None, None, weight, bias, residual=residual, **options)
     return inplace_group_norm_act(x, groups, weight, bias, residual=residual, **options)
 
 
 def stock(x, groups, weight, bias, residual=None, activation="leaky_relu", activation_param=0.01):
-    if groups is None:
-        y = F.batch_norm(x, None, None, weight, bias, True)
+    if not groups:
+        y = F.batch_norm(x, *running(x, groups), weight, bias, groups is None)
     elif groups == x.shape[1]:
         y = F.instance_norm(x, None, None, weight, bias)
     else:
@@ -51,8 +65,8 @@ def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
     x, r = torch.randn(2, *shape, dtype=dtype, device=device)
     if fmt == "channels_last":
         x, r = channels_last(x), channels_last(r)
-    weight = torch.tensor([1.0, -0.7, 0.0, 1.3], dtype=dtype, device=device)
-    bias = torch.tensor([0.3, -0.2, 0.4, 0.0], dtype=dtype, device=device)
+    weight = torch.tensor([1.0, -0.7, 0.0, 1.3][: shape[1]], dtype=dtype, device=device)
+    bias = torch.tensor([0.3, -0.2, 0.4, 0.0][: shape[1]], dtype=dtype, device=device)
     return [
         t.requires_grad_() if wanted else None
         for t, wanted in ((x, True), (r, residual), (weight, affine), (bias, affine))
@@ -78,9 +92,10 @@ def check(groups, leaves, numerically=False, fast=False, **options):
 
     ours, expected = call(fused, *given), call(stock, *given)
     torch.testing.assert_close(ours, expected)
-    dz = torch.randn_like(expected)
-    found, exact = (torch.autograd.grad(z, given, dz) for z in (ours, expected))
-    torch.testing.assert_close(found, exact)
+    # A sum gives a dz that is expanded from a scalar.
+    for dz in (torch.randn_like(expected), torch.full_like(expected[:1], 2.0).expand_as(expected)):
+        found, exact = (torch.autograd.grad(z, given, dz, retain_graph=True) for z in (ours, expected))
+        torch.testing.assert_close(found, exact)
     if numerically:
         assert torch.autograd.gradcheck(lambda *t: call(fused, *t), given, fast_mode=fast)
 
@@ -100,20 +115,27 @@ def test_gradcheck(backend, device, groups, fmt):
     check(groups, inputs((2, 4, 3), fmt, device), numerically=True, fast=backend == "triton")
 
 
+@pytest.mark.parametrize("groups", [None, 0], ids=["batch", "given"])
+@pytest.mark.parametrize("shape", [(6, 3), (2, 1, 3, 3), (4, 3, 1, 1)], ids=["N x C", "one channel", "one position"])
+def test_shapes_that_only_a_batch_may_have(backend, device, groups, shape):
+    check(groups, inputs(shape, "contiguous", device), numerically=True, fast=True)
+
+
 @by_statistics
-@pytest.mark.parametrize("activation", ["elu", "identity"])
+@pytest.mark.parametrize("activation", ["elu", "selu", "identity"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
 def test_activations(backend, device, groups, activation, affine):
     leaves = inputs(SHAPES["2d"], "contiguous", device, affine)
-    check(groups, leaves, activation=activation, activation_param=1.0)
+    check(groups, leaves, activation=activation, **{} if activation == "selu" else {"activation_param": 1.0})
 
 
 @by_statistics
 @by_format
-@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "selu", "identity"])
 def test_chunked(monkeypatch, chunking, groups, fmt, activation):
     monkeypatch.setattr(fusedseg, "backend", "aten")
-    check(groups, inputs((2, 4, 3, 5), fmt, "cpu"), activation=activation, activation_param=0.9)
+    options = {} if activation == "selu" else {"activation_param": 0.9}
+    check(groups, inputs((2, 4, 3, 5), fmt, "cpu"), activation=activation, **options)
     check(groups, inputs((2, 4, 3, 5), fmt, "cpu", affine=False, residual=False))
 
 
@@ -211,16 +233,18 @@ def test_running_statistics_of_samples(backend, device):
 
 
 @by_statistics
-def test_saved_bytes(backend, device, groups):
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_saved_bytes(backend, device, groups, fmt, dtype):
     """The op keeps the output and the residual, and not the input."""
-    x, r, weight, bias = inputs((2, 4, 8, 8), "contiguous", device, dtype=torch.float32)
+    x, r, weight, bias = inputs((2, 4, 8, 8), fmt, device, dtype=dtype)
     weight.data.fill_(1.0)
     y, saved = x * 1, []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         z = fused(y, groups, weight, bias, r)
     large = {t.data_ptr() for t in saved if t.numel() >= x.numel()}
     assert large == {z.data_ptr(), r.data_ptr()}
-    units = {None: 4, 4: 8, 2: 4, 1: 2}[groups]
+    units = {None: 4, 0: 4, 4: 8, 2: 4, 1: 2}[groups]
     assert sum(t.numel() for t in saved) == 2 * x.numel() + 4 + 4 + units
 
 
@@ -255,8 +279,11 @@ def test_opcheck(backend, device, groups, fmt, kept):
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
     spec = Spec("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
-    arguments = (x, weight, bias, r, None, None, None, slots, int(kept))
-    opcheck(op.norm_op, (*arguments, *op.flat(spec)), backend)
+    opcheck(op.norm_op, (x, weight, bias, r, None, None, None, slots, int(kept), *op.flat(spec)), backend)
+    if kind == "batch":
+        given = torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)
+        spec = spec._replace(own=False)
+        opcheck(op.norm_op, (x, weight, bias, None, None, *given, slots, int(kept), *op.flat(spec)), backend)
 
 
 def tensor(*shape, **options):
@@ -298,13 +325,6 @@ REFUSED = {
     "its own residual": (lambda: (lambda x: inplace_group_norm_act(x, 2, residual=x.view(2, 4, 3)))(tensor(2, 4, 3)),
                          ValueError,
         r"fusedseg.inplace_group_norm_act: residual shares memory with x, which is overwritten"),
-    "a leaf": (lambda: inplace_group_norm_act(tensor(2, 4, 3, requires_grad=True), 2), ValueError,
-        r"fusedseg.inplace_group_norm_act: x is a leaf that requires grad and would be overwritten"),
-    "wrong channel count": (lambda: inplace_group_norm_act(tensor(2, 4, 3), 2, torch.ones(3)), ValueError,
-        r"fusedseg.inplace_group_norm_act: weight must have shape \(4,\), one value per channel of x, got \(3,\)"),
-    "running statistics without use": (lambda: inplace_instance_norm_act(tensor(2, 4, 3), use_input_stats=False),
-                                       ValueError,
-        r"running_mean and running_var are needed when training is False, got None"),
 }  # fmt: skip
 
 

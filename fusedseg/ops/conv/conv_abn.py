@@ -28,13 +28,7 @@ from ..norm.stock import norm_act
 from . import choice, join_conv
 from .apart import convolve_sources
 from .convolution import output_format, stock_convolution
-from .sources import (
-    Convolution,
-    concatenated,
-    is_tensor,
-    shape_of,
-    tensors_of,
-)
+from .sources import Convolution, concatenated, is_tensor, shape_of, tensors_of
 
 OP = "fusedseg.conv_abn"
 
@@ -111,13 +105,8 @@ def _chosen(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv
 
 
 def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """Calls ``_forward_with`` with the backend that ``choice.py`` chooses."""
-    return _forward_with(_chosen(call, norm, spec, kept, conv_backend), call, norm, spec, kept)
-
-
-def _step(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
-    """Calls ``_forward``, which leaves the bias out of y in training, and moves the running mean by the bias."""
-    found = _forward(call, norm, spec, kept, conv_backend)
+    """Runs ``_forward_with``, which leaves the bias out of y in training, and moves the running mean by the bias."""
+    found = _forward_with(_chosen(call, norm, spec, kept, conv_backend), call, norm, spec, kept)
     # An empty batch moves no running statistics.
     if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():
         norm.running_mean.add_(call.bias, alpha=spec.momentum)
@@ -145,12 +134,12 @@ def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, con
         # The compiler traces these stock functions, and decides itself how much of a concatenation to form.
         return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
     if not torch.is_grad_enabled():
-        return _step(*step).z
+        return _forward(*step).z
     # rstd and xhat of the kept channels, which the second node keeps beside z.
     done: list[Tensor | None] = []
 
     def convolve() -> Tensor:
-        found = _step(*step)
+        found = _forward(*step)
         done[:] = found.second, found.xhat
         return found.z
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import unfused
+from .. import interpolate, unfused
 from .convolution import Geometry, RawGeometry, parse_geometry
 
 MODES = {
@@ -42,14 +42,9 @@ class Enlarge(NamedTuple):
 
     def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
         """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
-        dims = x.dim() - 2
         if self.mode == "area":
-            return getattr(aten, f"_adaptive_avg_pool{dims}d_backward")(dlarge, x)
-        if self.mode in ALIGNABLE:
-            align = bool(self.align_corners)
-            return getattr(aten, f"upsample_{self.mode}{dims}d_backward")(dlarge, self.size, x.shape, align)
-        name = {"nearest": "upsample_nearest", "nearest-exact": "_upsample_nearest_exact"}[self.mode]
-        return getattr(aten, f"{name}{dims}d_backward")(dlarge, self.size, x.shape)
+            return getattr(aten, f"_adaptive_avg_pool{len(self.size)}d_backward")(dlarge, x)
+        return interpolate.backward(dlarge, self.size, x.shape, None, self.mode, self.align_corners)
 
 
 class Interpolated:

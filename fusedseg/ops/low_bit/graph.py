@@ -22,7 +22,7 @@ Source: stochastic rounding of groups is that of Chen et al., "ActNN", ICML 2021
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -124,46 +124,34 @@ def _(codes, lowest, highest, kink, bits, size, stride):
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
 
-def _kink_of(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> Tensor:
-    """The kinks of a norm of ``x`` of shape (N, C, *spatial).
-
-    Args:
-        mean, rstd: (C,) or (N C,): one value for each channel, or for each channel of each sample.
-        weight, bias: (C,), or None.
-        shape: the shape of x.
-
-    Returns:
-        (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
-        bias.
-    """
-    wide = wide_dtype(mean.dtype)
-    mean, rstd = (v.detach().to(wide).flatten() for v in (mean, rstd))
-    if bias is None:
-        return mean
-    shift = bias.detach().to(wide)
-    if weight is not None:
-        shift = shift / weight.detach().to(wide)
-    # 0 / 0 of a channel without weight and bias is NaN.
-    shift = shift.nan_to_num(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST).clamp(-FARTHEST, FARTHEST)
-    return mean - shift.repeat(mean.numel() // shape[1]) / rstd
-
-
-def _of_channels(statistics: Tensor, shape: torch.Size) -> Tensor:
-    """The statistics of groups, (N groups,) or (N, groups), for each channel of each sample, (N C,)."""
-    return statistics.flatten().repeat_interleave(shape[0] * shape[1] // statistics.numel())
-
-
 @torch.library.custom_op(
     "fusedseg::norm_kink",
     mutates_args=(),
     schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias) -> Tensor",
 )
 def norm_kink(x, mean, rstd, weight, bias):
-    """The kinks of a norm of ``x``, (N, C, *spatial), with statistics of channels, or of groups of each sample."""
-    if mean.dim() == 2:
-        mean, rstd = _of_channels(mean, x.shape), _of_channels(rstd, x.shape)
-    kink = _kink_of(mean, rstd, weight, bias, x.shape)
-    return kink.clone() if kink.data_ptr() == mean.data_ptr() else kink
+    """The kinks of a norm of ``x``, (N, C, *spatial).
+
+    Args:
+        mean, rstd: (C,) or (N C,), one value for each channel, or for each channel of each sample; or (N, groups).
+        weight, bias: (C,), or None.
+
+    Returns:
+        (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
+        bias.
+    """
+    wide = wide_dtype(mean.dtype)
+    channels = x.shape[0] * x.shape[1] if mean.dim() == 2 else mean.shape[0]
+    # This makes new memory, which the result of an op needs.
+    mean, rstd = (v.flatten().to(wide).repeat_interleave(channels // v.numel()) for v in (mean, rstd))
+    if bias is None:
+        return mean
+    shift = bias.to(wide)
+    if weight is not None:
+        shift = shift / weight.to(wide)
+    # 0 / 0 of a channel without weight and bias is NaN.
+    shift = shift.nan_to_num(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST).clamp(-FARTHEST, FARTHEST)
+    return mean - shift.repeat(channels // x.shape[1]) / rstd
 
 
 @norm_kink.register_fake
@@ -181,13 +169,6 @@ def _pack_signs(t: Tensor) -> Tensor:
             above = torch.nn.functional.pad(above, (0, 8 - above.numel() % 8))
         of_chunk.copy_((above.view(torch.int64) * GATHER).bitwise_right_shift_(56).bitwise_and_(255))
     return packed
-
-
-def _parts_with_signs(t: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of the memory of a dense tensor ``t``, and for each value of a part whether it was above 0 when packed."""
-    for of_chunk, part in zip(packed.split(CHUNK // 8), _flat(t).split(CHUNK), strict=True):
-        above = of_chunk.to(torch.int64).mul_(SPREAD).bitwise_and_(CHOOSE).view(torch.uint8)[: part.numel()] != 0
-        yield part, above
 
 
 @torch.library.custom_op(
@@ -213,11 +194,12 @@ def _(t, bits, stride):
 def bits_unpack(packed, bits, dtype, size, stride):
     t = torch.empty_strided(size, stride, dtype=torch.uint8, device=packed.device)
     for place, of_place in enumerate(packed.view(bits, -1)):
-        for part, above in _parts_with_signs(t, of_place):
+        for of_chunk, part in zip(of_place.split(CHUNK // 8), _flat(t).split(CHUNK), strict=True):
+            is_set = of_chunk.to(torch.int64).mul_(SPREAD).bitwise_and_(CHOOSE).view(torch.uint8)[: part.numel()] != 0
             if place:
-                part |= above.view(torch.uint8) << place
+                part |= is_set.view(torch.uint8) << place
             else:
-                part.copy_(above)
+                part.copy_(is_set)
     return t.view(dtype)
 
 

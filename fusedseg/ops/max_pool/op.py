@@ -6,8 +6,9 @@ under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,13 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     return z, codes
 
 
-def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: Pool) -> Tensor:
-    """dx, with the spatial size ``size``."""
+def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
+    return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
+
+
+def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window: Any) -> Tensor:
+    """dx, with the spatial size ``size``.  ``window`` has the fields of a ``Pool``."""
+    pool = _pool(*window)
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
     if _has_no_values(dx):
         return dx
@@ -84,14 +90,14 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, pool: P
     return dx
 
 
-def pick(ddx: Tensor, codes: Tensor, rows: bool, pool: Pool) -> Tensor:
+def pick(ddx: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window: Any) -> Tensor:
     """The transpose of ``backward``: for each window the value of ``ddx`` at the position of its maximum.
 
     It always runs on aten, because it is rarely needed.
     """
     if _has_no_values(ddx):
         return _empty(codes.shape, rows, ddx, ddx.dtype)
-    return _dense_as(aten.pick(ddx, codes, pool), rows)
+    return _dense_as(aten.pick(ddx, codes, _pool(*window)), rows)
 
 
 class MaxPoolFunction(torch.autograd.Function):
@@ -114,23 +120,20 @@ class MaxPoolFunction(torch.autograd.Function):
             return None, None
         (codes,) = ctx.saved_tensors
         if is_batch(dz):
-            args = dz, codes, ctx.size, ctx.rows, ctx.pool
+            args = dz, codes, ctx.size, ctx.rows, *ctx.pool
             return *one_by_one(lambda *args: (backward(*args),), *args), None
         if torch.is_grad_enabled():
             # Backward itself is differentiated, and the op has a gradient.
             return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
-        return backward(dz, codes, ctx.size, ctx.rows, ctx.pool), None
+        return backward(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
 
 
-class _PoolCall(NamedTuple):
-    x: Tensor
-    pool: Pool
-
-
-class PoolCall(_PoolCall, OpCall):
+@dataclass(eq=False, slots=True)
+class PoolCall(OpCall):
     """One call of the op."""
 
-    __slots__ = ()
+    x: Tensor
+    pool: Pool
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -148,23 +151,11 @@ class PoolCall(_PoolCall, OpCall):
 WINDOW = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode"
 
 
-def _pool(kernel, stride, padding, dilation, ceil_mode) -> Pool:
-    return Pool(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), ceil_mode)
-
-
 def functional(x, *flat):
     """The functional op: returns z and the codes; the codes are empty unless ``coded``."""
     *window, coded = flat
     z, codes = forward(x, _pool(*window), coded)
     return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
-
-
-def functional_backward(dz, codes, size, rows, *window):
-    return backward(dz, codes, size, rows, _pool(*window))
-
-
-def functional_pick(ddx, codes, size, rows, *window):
-    return pick(ddx, codes, rows, _pool(*window))
 
 
 def _custom_op(name: str, function: Callable, schema: str) -> Any:
@@ -177,8 +168,8 @@ def _custom_op(name: str, function: Callable, schema: str) -> Any:
 max_pool_op = _custom_op("max_pool", functional, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
 # Both ops are linear in their first argument, and each is the transpose of the other.
 LINEAR = f"(Tensor t, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
-max_pool_backward_op = _custom_op("max_pool_backward", functional_backward, LINEAR)
-max_pool_pick_op = _custom_op("max_pool_pick", functional_pick, LINEAR)
+max_pool_backward_op = _custom_op("max_pool_backward", backward, LINEAR)
+max_pool_pick_op = _custom_op("max_pool_pick", pick, LINEAR)
 
 
 def _setup_context(ctx, inputs, output):

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ...activation import TABLE, check_slope_given
-from ..check import ACTIVATION_DTYPES, HALF, check_channel_vector, check_dtype, check_input
+from ...activation import check_slope_given
+from ..check import check_channel_vector, check_dtype, check_input
 from .spec import Passed, Spec
-
-# This table gives, for each dtype of x, the dtypes that the parameters may have.
-BESIDE = {dtype: (dtype, torch.float32) if dtype in HALF else (dtype,) for dtype in ACTIVATION_DTYPES}
 
 
 def check(op: str, passed: Passed, spec: Spec) -> None:
@@ -21,8 +18,6 @@ def check(op: str, passed: Passed, spec: Spec) -> None:
     check_norm(op, passed, spec, x.shape, x)
     if passed.residual is not None:
         _check_residual(op, passed.residual, x, spec)
-    if passed.slope is not None or TABLE[spec.act.name].learned:
-        _check_slope(op, passed.slope, x, spec)
     if spec.keep == "output" and not torch.compiler.is_compiling():
         _check_writable(op, x)
 
@@ -32,34 +27,35 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
 
     Error texts call the tensor ``of``.
     """
-    C, dtype, device = shape[1], like.dtype, like.device
-    _, weight, bias, _, _, running_mean, running_var, _ = passed
-    fits, beside = (C,), BESIDE[dtype]
-    for v in (weight, bias, running_mean, running_var):
-        if v is None or (isinstance(v, Tensor) and v.shape == fits and v.dtype in beside and v.device == device):
-            continue
-        # One of these four calls raises an error that says what is wrong.
-        check_channel_vector(op, "weight", weight, C, dtype, device, of)
-        check_channel_vector(op, "bias", bias, C, dtype, device, of)
-        check_channel_vector(op, "running_mean", running_mean, C, dtype, device, of)
-        check_channel_vector(op, "running_var", running_var, C, dtype, device, of)
+    C = shape[1]
+    _, weight, bias, _, slope, running_mean, running_var, _ = passed
+    check_slope_given(op, spec.act, slope)
+    if slope is not None and not isinstance(slope, Tensor):
+        raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
+    # There is one slope for all channels, or one slope per channel.
+    slopes = C if slope is None or slope.shape != (1,) else 1
+    vectors = (("weight", weight, C), ("bias", bias, C), ("running_mean", running_mean, C),
+               ("running_var", running_var, C), ("slope", slope, slopes))  # fmt: skip
+    for name, v, count in vectors:
+        check_channel_vector(op, name, v, count, like.dtype, like.device, of)
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
     if not spec.own and running_mean is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
-    # The condition for a batch stands here, because this saves a call.  ``own`` comes first, because an exported
-    # program in eval mode must not depend on the number of samples that it was traced with.  ``shape.numel()`` would
-    # make constants of symbolic sizes.
-    if spec.process_group is None and (spec.kind != "batch" or (spec.own and C and math.prod(shape) == C)):
+    if spec.process_group is None:
         _check_values(op, spec, shape)
 
 
 def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
     """Raises ValueError if a statistic of x would be computed from a single value.
 
-    The caller has found this already if the kind is "batch".  An empty batch passes, as in the stock norms.
+    An empty batch passes, as in the stock norms.
     """
     if spec.kind == "batch":
+        # ``own`` comes first, because an exported program in eval mode must not depend on the number of samples that it
+        # was traced with.  ``shape.numel()`` would make constants of symbolic sizes.
+        if not (spec.own and shape[1] and math.prod(shape) == shape[1]):
+            return
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
     if spec.kind == "instance":
         if spec.own and math.prod(shape[2:]) == 1:
@@ -91,15 +87,6 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
         return
     if residual.untyped_storage()._cdata == x.untyped_storage()._cdata:
         raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")
-
-
-def _check_slope(op: str, slope: Tensor | None, x: Tensor, spec: Spec) -> None:
-    check_slope_given(op, spec.act, slope)
-    if not isinstance(slope, Tensor):
-        raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
-    # There is one slope for all channels, or one slope per channel.
-    C = 1 if slope.numel() == 1 and slope.dim() == 1 else x.shape[1]
-    check_channel_vector(op, "slope", slope, C, x.dtype, x.device, "x")
 
 
 def _check_writable(op: str, x: Tensor) -> None:

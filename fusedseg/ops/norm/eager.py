@@ -1,8 +1,7 @@
 """The norm op in eager mode: the autograd function, and how a call describes itself to the recompute scopes."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,19 +13,11 @@ from ..layout import Layout, dense, laid_out, like
 from ..observer import OPEN, OpCall, observed
 from .kept import Kept
 from .passes import Again, backward, fits, forward
-from .spec import Gradients, Passed, Saved, Spec, Wanted, move_running, of_inputs
+from .spec import Passed, Saved, Spec, Wanted, move_running, of_inputs
 
 
-class _NormCall(NamedTuple):
-    passed: Passed
-    layout: Layout | None
-    spec: Spec
-    kept: Kept | None
-    done: Sequence[Tensor | None] | None
-    saved: list[Saved] | None
-
-
-class NormCall(_NormCall, OpCall):
+@dataclass(eq=False, slots=True)
+class NormCall(OpCall):
     """One call of the norm op.
 
     layout: that of x, which is dense then; or None.
@@ -34,7 +25,12 @@ class NormCall(_NormCall, OpCall):
     saved: None, or a list to which the call appends a ``Saved``, from which z can be rebuilt.
     """
 
-    __slots__ = ()
+    passed: Passed
+    layout: Layout | None
+    spec: Spec
+    kept: Kept | None
+    done: Sequence[Tensor | None] | None
+    saved: list[Saved] | None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -68,7 +64,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        passed, layout, spec, kept, done, for_others = call
+        passed, layout, spec, kept = call.passed, call.layout, call.spec, call.kept
         x, weight, bias, residual, slope, _, _, _ = passed
         in_place = spec.keep == "output"
         source, layout = dense(x) if layout is None else (x, layout)
@@ -77,10 +73,10 @@ class NormFunction(torch.autograd.Function):
         laid = None if residual is None else like(residual, source)
         if source is not x or laid is not residual:
             passed = passed._replace(x=source, residual=laid)
-        if done is None:
+        if call.done is None:
             z, mean, second, xhat, share = _computed(passed, spec, layout, kept)
         else:
-            z, mean, (second, xhat), share = source, None, done, None
+            z, mean, (second, xhat), share = source, None, call.done, None
         passed_on = residual is not None and TABLE[spec.act.name].identity
         if in_place:
             residual, mean = laid, None
@@ -98,8 +94,8 @@ class NormFunction(torch.autograd.Function):
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
-        if for_others is not None:
-            for_others.append(Saved(*saved))
+        if call.saved is not None:
+            call.saved.append(Saved(*saved))
         return z
 
     @staticmethod
@@ -121,8 +117,12 @@ class NormFunction(torch.autograd.Function):
             elif spec.keep == "output" and reuse.alone(tensors, 0):
                 into = tensors[0].detach()
         wanted = Wanted(need_weight or need_bias, need_residual and not passed_on, into)
+
+        def gradients(dz, *saved):
+            return backward(dz, Saved(*saved), spec, layout, kept, wanted)
+
         # All saved tensors are passed, because a graph of the gradients must lead back to each of them.
-        grads = differentiated_once(spec.name, partial(_gradients, spec, layout, kept, wanted), dz, *tensors)
+        grads = differentiated_once(spec.name, gradients, dz, *tensors)
         needs = need_x, need_weight, need_bias, need_residual, need_slope
         return None, *of_inputs(grads, dz if passed_on else None, needs)
 
@@ -145,20 +145,13 @@ def _computed(
     return z, mean, second, xhat, share
 
 
-def _gradients(spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted, dz: Tensor, *saved: Any) -> Gradients:
-    """``backward`` with its tensors last."""
-    return backward(dz, Saved(*saved), spec, layout, kept, wanted)
-
-
 # ``Function.apply`` first looks for transforms of ``torch.func`` and their tensors, which the checks refuse.
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
 def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     """``normalise`` for a call that is neither compiled, nor exported, nor traced."""
-    x, residual, layout = passed.x, passed.residual, None
-    if residual is not None and residual.dtype != x.dtype:
-        passed = passed._replace(residual=residual.to(x.dtype))
+    x, layout = passed.x, None
     if not spec.own:
         spec = spec.of_given()
     if spec.keep == "input":

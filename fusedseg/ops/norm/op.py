@@ -218,12 +218,12 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     In eager mode an op that keeps its output overwrites x.  Under ``torch.compile`` it does not change x, and x is
     freed because no graph saves it.
     """
-    exported = spec.process_group is None and unfused.wanted()
-    if not exported and not torch.compiler.is_compiling():
-        return normalise_eagerly(passed, spec, kept)
     x, residual, batches = passed.x, passed.residual, passed.batches
     if residual is not None and residual.dtype != x.dtype:
         passed = passed.with_residual(residual.to(x.dtype))
+    exported = spec.process_group is None and unfused.wanted()
+    if not exported and not torch.compiler.is_compiling():
+        return normalise_eagerly(passed, spec, kept)
     if exported:
         z = norm_act(passed, spec)
     elif (spec.keep == "input" or kept is not None) and spec.process_group is None and labels.norms_are_stock():

@@ -32,10 +32,10 @@ def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: 
     x = passed.x
     if spec.process_group is not None:
         # The collective runs before anything is written, so that a failure changes no tensor.
-        joint = sync.joint_moments(x, layout, spec.process_group)
-        given = passed._replace(running_mean=joint.mean, running_var=joint.var)
+        mean, var, total, share = sync.joint_moments(x, layout, spec.process_group)
+        given = passed._replace(running_mean=mean, running_var=var)
         found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
-        return Normalised(found.z, joint.mean, joint.var, found.xhat, joint.total, joint.share)
+        return Normalised(found.z, mean, var, found.xhat, total, share)
     if x.numel() == 0:
         zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
         return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])

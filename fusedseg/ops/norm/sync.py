@@ -7,8 +7,6 @@ gathered and added in the same order.  So every process gets the same bits, what
 A group is passed by its name, because ops in compiled code can take a string as an argument.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, distributed
 
@@ -43,25 +41,15 @@ def gather(t: Tensor, group: str) -> Tensor:
     return gathered.view(-1, *t.shape)
 
 
-class Joint(NamedTuple):
-    """Statistics of the values of all processes, (C,) each.
+def joint_moments(x: Tensor, layout: Layout, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The statistics of all processes, (C,) each: the collective of a forward pass.
 
-    ``mean`` and ``var`` are the mean and the biased variance, ``total`` is the number of values, and ``share`` is the
-    fraction of the values that this process has.
+    They are the mean and the biased variance, the number of values, and the fraction of them that this process has.
     """
-
-    mean: Tensor
-    var: Tensor
-    total: Tensor
-    share: Tensor
-
-
-def joint_moments(x: Tensor, layout: Layout, group: str) -> Joint:
-    """The statistics of all processes: the collective of a forward pass."""
     local = merge(local_moments(x, layout))
     total, mean, m2 = merge(gather(local, group))
     values = total.clamp(min=1)
-    return Joint(mean, m2 / values, total, local[0] / values)
+    return mean, m2 / values, total, local[0] / values
 
 
 def exchange(share: Tensor, group: str) -> Exchange:
