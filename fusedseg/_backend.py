@@ -148,11 +148,7 @@ def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
     Raises:
         RuntimeError: the backend is set to "triton", and Triton cannot serve ``x``.
     """
-    # ``type`` answers for nearly all tensors, and is faster than ``isinstance`` with the class of fake tensors.
-    if type(x) is not torch.Tensor and isinstance(x, FakeTensor):
-        return False
-    reason = _reasons.get((family, x.dtype, x.device))
-    return not (_find_out(x, family) if reason is None else reason)
+    return not why_not(x, family)
 
 
 class EstimateMode(FakeTensorMode):
@@ -167,9 +163,10 @@ def on_gpu(t: torch.Tensor) -> bool:
     return t.is_cuda or (isinstance(t, FakeTensor) and isinstance(t.fake_mode, EstimateMode))
 
 
-def why_not(x: torch.Tensor, family: str) -> str:
+def why_not(x: torch.Tensor, family: str | None) -> str:
     """The reason why Triton kernels of a family do not serve ``x``, or "" if they do.  It raises as ``use_triton``."""
-    if isinstance(x, FakeTensor):
+    # ``type`` answers for nearly all tensors, and is faster than ``isinstance`` with the class of fake tensors.
+    if type(x) is not torch.Tensor and isinstance(x, FakeTensor):
         return "a fake tensor has no values"
     reason = _reasons.get((family, x.dtype, x.device))
     return _find_out(x, family) if reason is None else reason
