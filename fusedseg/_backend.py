@@ -165,7 +165,8 @@ def on_gpu(t: torch.Tensor) -> bool:
 
 def why_not(x: torch.Tensor, family: str | None) -> str:
     """The reason why Triton kernels of a family do not serve ``x``, or "" if they do.  It raises as ``use_triton``."""
-    if isinstance(x, FakeTensor):
+    # ``type`` answers for nearly all tensors, and is faster than ``isinstance`` with the class of fake tensors.
+    if type(x) is not torch.Tensor and isinstance(x, FakeTensor):
         return "a fake tensor has no values"
     reason = _reasons.get((family, x.dtype, x.device))
     return _find_out(x, family) if reason is None else reason

@@ -27,3 +27,9 @@ def parse_bytes(op: str, value: int | str) -> int:
 
 def text_of(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def change_text(label: str, before: int, after: int) -> str:
+    """A line of a report: the bytes before and after a change."""
+    ratio = f" ({after / before:.2f})" if before else ""
+    return f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}"

@@ -337,23 +337,6 @@ def has_fake_mode() -> bool:
     return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-# What the planner needs to divide a graph as ``torch.compile`` does.  Decompositions need the lowerings to be imported.
-_PARTITIONER = {
-    "lowerings": "torch._inductor.lowering",
-    "decompositions": "torch._inductor.decomposition.select_decomp_table",
-    "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
-    "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
-    "config": "torch._functorch.config",
-    "op_list": "torch._functorch.partitioners.get_default_op_list",
-    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
-}
-
-
-def partitioner() -> SimpleNamespace:
-    """The parts of the compiler that divide a graph in forward and backward; importing them takes seconds."""
-    return SimpleNamespace(**{name: later(path, "a plan of compiled models") for name, path in _PARTITIONER.items()})
-
-
 def is_optimized_module(module: object) -> TypeGuard[torch.nn.Module]:
     """Whether ``torch.compile`` has made a module of another one."""
     compiled = _find("torch._dynamo.OptimizedModule")
@@ -371,7 +354,7 @@ nearest_exact_backward = {
     dims: _or(f"torch.ops.aten._upsample_nearest_exact{dims}d_backward.default", None) for dims in (1, 2, 3)
 }
 
-# What the compiler backend needs (``fusedseg/compiler/``).  Importing some of them takes seconds.
+# What the compiler backend and the planner need (``fusedseg/compiler/``).  Importing some of them takes seconds.
 _BACKEND = {
     "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
@@ -381,7 +364,9 @@ _BACKEND = {
     "list_mode_options": "torch._inductor.list_mode_options",
     "decompositions": "torch._inductor.decomposition.select_decomp_table",
     "GraphLowering": "torch._inductor.graph.GraphLowering",
+    "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
+    "op_list": "torch._functorch.partitioners.get_default_op_list",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
@@ -392,7 +377,7 @@ _FOR_INDUCTOR = (
 
 
 def compiler_parts() -> SimpleNamespace:
-    """The parts of PyTorch's compiler that the backend uses.
+    """The parts of PyTorch's compiler that the backend uses; those that divide a graph serve the planner too.
 
     Without those of Inductor, which exist since PyTorch 2.9, the backend runs PyTorch's own kernels.
     """

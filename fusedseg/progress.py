@@ -4,7 +4,6 @@ import shutil
 import sys
 import threading
 import time
-from types import TracebackType
 
 # A command that ends earlier shows no line.
 QUIET_SECONDS = 1.0
@@ -39,9 +38,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join()

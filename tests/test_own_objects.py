@@ -30,9 +30,7 @@ ALLOWED = {
     "fusedseg/cli/convert.py": {"args": ARGUMENTS},
     "fusedseg/cli/models.py": {"found": USERS},
     "fusedseg/compiler/chains.py": {"aten": NAMED},
-    "fusedseg/compiler/emit.py": {
-        "module": "a graph's parameters, by their names", "aten": NAMED, "torch": NAMED, "Tensor": NAMED,
-    },
+    "fusedseg/compiler/emit.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
     "fusedseg/compiler/reinplace.py": {"aten": NAMED},
     "fusedseg/compiler/unrun.py": {"error": VERSIONS},
     "fusedseg/conversion/applied.py": {"act": STOCK, "self": STOCK, "input": MARK},

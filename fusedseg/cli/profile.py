@@ -116,13 +116,13 @@ def check(args: argparse.Namespace) -> list[Strategy]:
 def counted(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> Any:
     """What the backend of this package keeps, beside what the compiler's own partitioner keeps; no step runs."""
     # Importing the compiler takes seconds.
-    from ..compiler.counted import counted
     from ..compiler.settings import parse
+    from ..compiler.unrun import counted
 
     settings, dtype = parse({"codegen": "inductor"} | strategy.options), DTYPES[args.dtype]
     with fake_mode() as mode:
         inputs = fake_inputs([shape.without_values() for shape in shapes], dtype)
-        return counted(fake_model(source.build, mode, dtype), inputs, settings=settings)
+        return counted(fake_model(source.build, mode, dtype), inputs, settings)
 
 
 def report_of(source: ModelSource, shapes: Shapes, strategy: Strategy, args: argparse.Namespace) -> MemoryReport:

@@ -68,8 +68,7 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     from . import captured, enlarged
-    from .partition import Partition
-    from .weights import WeightsAsTheyAre
+    from .partition import Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
     captured.unfold(module)

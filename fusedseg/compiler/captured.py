@@ -13,33 +13,20 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ..ops.interpolate import interpolate
-from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as pools
 from ..ops.norm import op as norms
 from .joint import node_at
-
-NAMES = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
 
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
 
     def max_pool(input: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:  # noqa: A002
-        named: dict[str, Any] = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-        x = input
-        trained = torch.is_grad_enabled() and x.requires_grad
-        if not trained or named.pop("return_indices", False) or x.dim() != dims + 2 or layout_of(x) is None:
+        trained = torch.is_grad_enabled() and input.requires_grad
+        found = pools.of_stock(dims, input, args, kwargs) if trained else None
+        if found is None:
             return stock(input, *args, **kwargs)
-        try:
-            pool = pools.parse_pool(
-                "max_pool", dims, **{"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False} | named
-            )
-            pools.check("max_pool", x, pool)
-        except (TypeError, ValueError):
-            # A byte cannot number the positions of this window, or the stock function must raise its own error.
-            return stock(input, *args, **kwargs)
-        if not x.is_contiguous() and not suggests_channels_last(x):
-            x = x.contiguous()
+        x, pool = found
         if x.is_cpu and dims == 3 and x.dtype in pools.HALF and torch.is_autocast_enabled("cpu"):
             # Autocast does the same for the stock function on a CPU.
             x = x.float()

@@ -64,13 +64,7 @@ def eager_bytes(joint: Joint) -> int:
 
 
 class Choices:
-    """The choices for one graph.
-
-    Args:
-        joint: the graph.
-        eager: the bytes that eager mode keeps.
-        fused: whether Inductor generates the code, which computes elementwise neighbours in one kernel.
-    """
+    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``order.Backward``."""
 
     def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
         self.joint, self.eager, self.fused = joint, eager, fused

@@ -116,7 +116,7 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
         if node.op == "output":
             out.lines.append(f"    return {out.text(outputs_of(graph))}")
         elif node.op == "get_attr":
-            out.lines.append(f"    {node.name} = {out.name(_attribute(module, node.target), 'constant')}")
+            out.lines.append(f"    {node.name} = {out.name(operator.attrgetter(str(node.target))(module), 'constant')}")
         gone = [one.name for one in ends.get(node, ()) if node.op == "call_function"]
         if node.target is in_turn.convolution_backward:
             (x,), *_ = node.args
@@ -127,12 +127,6 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
         if gone:
             out.lines.append(f"    del {', '.join(gone)}")
     return out
-
-
-def _attribute(module: object, path: object) -> object:
-    for part in str(path).split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _function(source: Source) -> Any:

@@ -15,7 +15,7 @@ from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
 
 def outputs_of(graph: fx.Graph) -> list[Argument]:
     """What a graph returns, one after the other."""
-    (returned,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+    (returned,) = graph.output_node().args
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
 
@@ -45,6 +45,15 @@ def nodes_at(node: fx.Node, place: int) -> list[fx.Node]:
 def is_gradient(node: fx.Node) -> bool:
     """Whether a node is a gradient that backward is given."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def following(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that follow from a gradient that backward is given, with these gradients."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_gradient(node) or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def is_random(node: fx.Node) -> bool:
@@ -216,12 +225,8 @@ class Joint:
         outputs = outputs_of(self.graph)
         self.returned = {node for node in outputs[:forward_outputs] if isinstance(node, fx.Node)}
         self.gradients = [node for node in outputs[forward_outputs:] if isinstance(node, fx.Node)]
-        self.end = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        self.backward: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if is_gradient(node) or any(source in self.backward for source in node.all_input_nodes):
-                self.backward.add(node)
-        self.backward.discard(self.end)
+        self.end = graph.output_node()
+        self.backward = following(graph) - {self.end}
         writing = [node for node in self.graph.nodes if writes(node)]
         self.forward = set(self._before([*self.returned, *writing, *handed]))
         self.overwritten = {node.args[0] for node in writing}

@@ -6,6 +6,7 @@ average pools of volumes and, on a GPU, group norm (``ops/norm/sample_norm.py``)
 """
 
 from collections.abc import Callable
+from inspect import getcallargs
 from typing import Any
 
 import torch
@@ -24,32 +25,21 @@ def _op(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps:
 def _norms(norm: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
     """PyTorch's norms of samples, computed by ``norm`` where they would copy."""
 
-    def instance_norm(
-        input: Tensor,  # noqa: A002
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if running_mean is not None or not use_input_stats or not is_rows(input) or input[0, 0].numel() == 1:
-            # PyTorch raises an error for a single position.
-            return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-        return norm(input, weight, bias, input.shape[1], eps)
+    def instance_norm(*args: Any, **kwargs: Any) -> Tensor:
+        given = getcallargs(F.instance_norm, *args, **kwargs)
+        x, own = given["input"], given["running_mean"] is None and given["use_input_stats"]
+        # PyTorch raises an error for a single position.
+        if not own or not is_rows(x) or x[0, 0].numel() == 1:
+            return F.instance_norm(*args, **kwargs)
+        return norm(x, given["weight"], given["bias"], x.shape[1], given["eps"])
 
-    def group_norm(
-        input: Tensor,  # noqa: A002
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:
+    def group_norm(*args: Any, **kwargs: Any) -> Tensor:
+        given = getcallargs(F.group_norm, *args, **kwargs)
+        x, groups = given["input"], given["num_groups"]
         # PyTorch's own keeps the format on a CPU.
-        if input.is_cpu or not is_rows(input) or input.shape[1] % num_groups:
-            return F.group_norm(input, num_groups, weight, bias, eps)
-        return norm(input, weight, bias, num_groups, eps)
+        if x.is_cpu or not is_rows(x) or x.shape[1] % groups:
+            return F.group_norm(*args, **kwargs)
+        return norm(x, given["weight"], given["bias"], groups, given["eps"])
 
     return {F.instance_norm: instance_norm, F.group_norm: group_norm}
 

@@ -38,14 +38,7 @@ class Virtual:
 
 
 class Planned(order.Backward):
-    """Backward of a decision, before there is a graph of it.
-
-    Args:
-        joint: the graph.
-        decision: what backward reads.
-        nbytes: the bytes of each node.
-        fused: whether Inductor generates the code.
-    """
+    """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
     def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
         self._decision, self._nbytes, self.fused = decision, nbytes, fused
@@ -141,15 +134,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 class Live:
-    """Counts the bytes of the decisions about a joint graph.
-
-    Args:
-        joint: the graph.
-        fused: whether Inductor generates the code.
-
-    Attributes:
-        arguments: the bytes of the arguments of the graph.
-    """
+    """Counts the bytes of the decisions about a joint graph, whose arguments have ``arguments`` bytes."""
 
     def __init__(self, joint: Joint, fused: bool) -> None:
         self._joint, self._fused = joint, fused

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import in_turn, reinplace
-from .joint import Goal, flops_of, is_gradient, is_op, is_random, name_of, nbytes_of, op_of, value_of, writes
+from .joint import Goal, flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, value_of, writes
 from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
@@ -62,13 +62,8 @@ class Backward:
     def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
         self.graph, self.fused = graph, fused
         self.roots = reinplace.roots_of(graph)
-        self.again: set[fx.Node] = set()
-        follows: set[fx.Node] = set()
-        for node in graph.nodes:
-            if is_gradient(node) or any(source in follows for source in node.all_input_nodes):
-                follows.add(node)
-            elif node.op == "call_function" and node.users and is_pure(node):
-                self.again.add(node)
+        calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
+        self.again: set[fx.Node] = {*calls} - following(graph)
         self._prepare()
 
     def _prepare(self) -> None:

@@ -54,25 +54,50 @@ def codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
     of = joint.Joint(graph, outputs)
     others = (node for node in graph.nodes if node not in of.forward and joint.is_tensor(node))
     kept = [node for node in others if node.meta.get(keep.LABEL) == keep.KEEP]
-    (returned,), says = of.end.args, of.end.meta.get("desc")
+    args, says = of.end.args, of.end.meta.get("desc")
+    returned = joint.outputs_of(graph)
     of.end.args = ([*returned[:outputs], *kept, *returned[outputs:]],)
     if says is not None:
         of.end.meta["desc"] = [*says[:outputs], *([None] * len(kept)), *says[outputs:]]
     yield outputs + len(kept)
-    of.end.args = (returned,)
+    of.end.args = args
     if says is not None:
         of.end.meta["desc"] = says
 
 
 def forget_outputs(forward: fx.GraphModule, first: int, last: int) -> None:
     """Forward does not return its outputs from ``first`` to ``last``."""
-    end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
-    (returned,) = end.args
+    end = forward.graph.output_node()
+    returned = joint.outputs_of(forward.graph)
     end.args = ((*returned[:first], *returned[last:]),)
     if "desc" in end.meta:
         end.meta["desc"] = [*end.meta["desc"][:first], *end.meta["desc"][last:]]
     forward.graph.eliminate_dead_code()
     forward.recompile()
+
+
+# The note of Inductor on the output of a graph: the places of the results whose strides the user sees.
+PLACES = "user_visible_output_idxs"
+
+
+class WeightsAsTheyAre(_parts.CustomGraphPass):  # type: ignore[name-defined]
+    """A pass of Inductor over the graph of forward, which then keeps weights without a copy.  It can be pickled too.
+
+    Inductor's layout optimization gives each convolution a weight in channels_last.  A weight that backward reads is
+    returned by forward, and of what forward returns Inductor chooses the strides.  So backward would get the copy,
+    which lives from forward to backward beside the parameter.  Here forward returns arguments in the strides that they
+    have.
+    """
+
+    def uuid(self) -> Any:
+        return _parts.get_hash_for_files(FILES)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        end = graph.output_node()
+        if PLACES in end.meta:
+            results = enumerate(joint.outputs_of(graph))
+            given = {place for place, node in results if isinstance(node, fx.Node) and node.op == "placeholder"}
+            end.meta[PLACES] = sorted({*end.meta[PLACES], *given})
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _torch
-from .._sizes import text_of
+from .._sizes import change_text, text_of
 from ..memory.buffers import peak_if_fused, results
 from ..memory.fake import fake_mode
 from ..memory.meter import key_of, measure
 from . import keep, order
-from .joint import flops_of, is_gradient, name_of, outputs_of, value_of
+from .joint import flops_of, following, name_of, outputs_of, value_of
 
 # A row shows at most this many ops that are computed again.
 NAMES = 6
@@ -73,10 +73,8 @@ class Graph:
             yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
         else:
             for label, place in (("kept for backward", 0), ("at the peak", 1)):
-                before, after = self.eager[place], self.ours[place]
-                ratio = f" ({after / before:.2f})" if before else ""
                 stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
-                yield f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}{stock}"
+                yield change_text(label, self.eager[place], self.ours[place]) + stock
         if self.again:
             most = sorted(self.again.items(), key=lambda row: -row[1])
             names = ", ".join(f"{name} ×{count}" for name, count in most[:NAMES])
@@ -270,14 +268,8 @@ def note_after(
 
 def _repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> float:
     """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
-    follows: set[fx.Node] = set()
-    again = 0
-    for node in backward.graph.nodes:
-        if is_gradient(node) or any(source in follows for source in node.all_input_nodes):
-            follows.add(node)
-        else:
-            again += flops_of(node)
-    return again / max(1, sum(map(flops_of, forward.graph.nodes)))
+    again = set(backward.graph.nodes) - following(backward.graph)
+    return sum(map(flops_of, again)) / max(1, sum(map(flops_of, forward.graph.nodes)))
 
 
 def _readable(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ def rewrite(graph: fx.Graph) -> int:
 
     What the graph returns stays apart from its arguments and from all else that it returns.
     """
-    count, roots, end = 0, roots_of(graph), next(iter(reversed(graph.nodes)))
+    count, roots, end = 0, roots_of(graph), graph.output_node()
     returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
         source: object = None

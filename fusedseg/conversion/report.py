@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._sizes import text_of
+from .._sizes import change_text, text_of
 from ..memory import Footprint
 from .verify import Verification, verify
 
@@ -117,12 +117,8 @@ class ConversionReport:
             lines += [f"  {line}" for line in self.guarantee.splitlines()]
         if self.before and self.after:
             lines += ["", "A training step on the example"]
-            for label, before, after in (
-                ("kept for backward", self.before.saved, self.after.saved),
-                ("at the peak", self.before.peak, self.after.peak),
-            ):
-                ratio = f" ({after / before:.2f})" if before else ""
-                lines.append(f"  {label:<18}{text_of(before):>12} -> {text_of(after)}{ratio}")
+            lines.append(change_text("kept for backward", self.before.saved, self.after.saved))
+            lines.append(change_text("at the peak", self.before.peak, self.after.peak))
             if self.after.saved < 0.9 * self.before.saved and self.after.peak > 0.97 * self.before.peak:
                 lines.append(PEAK_STAYS)
         if self.uncounted:

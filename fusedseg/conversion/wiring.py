@@ -37,13 +37,9 @@ class Fused(NamedTuple):
 
 
 class Wiring:
-    """The places of all modules that take part in a fused norm.
+    """The places of all modules that take part in a fused norm of ``root``.
 
-    Args:
-        root: the converted model.
-        fused: its fused norms.
-        paths: a path of each of their modules.
-        aside: what norms and activations ask whether they run as stock modules.
+    Norms and activations ask ``aside`` whether they run as stock modules.
     """
 
     def __init__(self, root: nn.Module, fused: list[Fused], paths: dict[nn.Module, str], aside: Aside) -> None:

@@ -1,6 +1,5 @@
 """Norms for the factories of MONAI, and conversion and an inferer for a bundle's configuration."""
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -182,14 +181,11 @@ class SlidingWindowLabels(_Inferer):
 
     def __call__(self, inputs: Any, network: Callable[..., Tensor], *args: object, **kwargs: object) -> Any:
         plain = inputs.as_tensor() if isinstance(inputs, _MetaTensor) else inputs
-        model = functools.partial(_called, network, args, kwargs)
+
+        def model(windows: Tensor) -> Tensor:
+            return network(windows, *args, **kwargs)
+
         labels = sliding_window_labels(model, plain, self.roi_size, self.overlap, **self.options)
         if labels.dim() < plain.dim():
             labels = labels.unsqueeze(1)
         return _like(labels, inputs) if isinstance(inputs, _MetaTensor) else labels
-
-
-def _called(
-    network: Callable[..., Tensor], args: tuple[object, ...], kwargs: dict[str, object], windows: Tensor
-) -> Tensor:
-    return network(windows, *args, **kwargs)

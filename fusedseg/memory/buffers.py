@@ -12,7 +12,7 @@ from operator import getitem
 
 from torch import Tensor, fx
 
-from .._torch import partitioner
+from .._torch import compiler_parts
 from .meter import key_of
 
 # Functions that Inductor computes inside other kernels, beside those that the partitioner knows; and functions whose
@@ -120,7 +120,7 @@ def peak_if_fused(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
 
     Elementwise functions are computed inside other kernels.
     """
-    is_fusible = partitioner().op_list().is_fusible
+    is_fusible = compiler_parts().op_list().is_fusible
     before = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
     given = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name not in before]
     return max(Buffers(forward.graph, is_fusible).peak(), Buffers(backward.graph, is_fusible).peak(given))

@@ -136,12 +136,13 @@ class _SavedTensor:
         weakref.finalize(self, saved._release, key, saver).atexit = False
 
 
-def graph_of(outputs: object) -> Iterator[Node]:
+def graph_of(outputs: object, wanted: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """The nodes of autograd's graph that lead to the outputs through ``wanted`` nodes alone."""
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in tensors_of(outputs)]
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in seen and wanted(node):
             seen.add(node)
             stack.extend(parent for parent, _ in node.next_functions)
             yield node

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from .._module_hooks import looking_on
 from .._torch import OpOverload, get_sequence_nr
-from .meter import LiveBytes, SavedBytes, key_of, tensors_of
+from .meter import LiveBytes, SavedBytes, graph_of, key_of
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 ROOT, LOSS = "(model)", "(loss)"
@@ -320,18 +320,9 @@ def _first_node(out: object, since: int) -> Node | None:
 
     ``since`` is the number that autograd would have given to a node when the call began.
     """
-    first: Node | None = None
-    lowest = None
-    seen: set[Node] = set()
-    stack = [tensor.grad_fn for tensor in tensors_of(out) if tensor.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        number = node._sequence_nr()
+
+    def is_of_call(node: Node) -> bool:
         # The nodes of parameters have the highest numbers, and run at another time.
-        if node in seen or number < since or node.name().endswith("AccumulateGrad"):
-            continue
-        seen.add(node)
-        if lowest is None or number < lowest:
-            first, lowest = node, number
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return first
+        return node._sequence_nr() >= since and not node.name().endswith("AccumulateGrad")
+
+    return min(graph_of(out, is_of_call), key=lambda node: node._sequence_nr(), default=None)

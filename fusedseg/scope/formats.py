@@ -1,11 +1,12 @@
 """Functions that keep channels_last in the scope of a converted model, as its fused norms do.
 
 PyTorch's instance norm and its average pool of volumes copy channels_last to contiguous planes, in forward and in
-backward, and the convolution after them copies back.  So does its group norm on a GPU.  The functions of this file have
-the signatures of PyTorch's, and their results have other last bits.
+backward, and the convolution after them copies back.  So does its group norm on a GPU.  The functions of this file take
+the arguments of PyTorch's, and their results have other last bits.
 """
 
 from collections.abc import Callable
+from inspect import getcallargs
 from typing import Any
 
 from torch import Tensor
@@ -22,34 +23,22 @@ from .plain import plain
 IDENTITY = Activation("identity", 0.0)
 
 
-def _normalised(passed: Passed, spec: Spec) -> Tensor:
+def _normalised(given: dict[str, Any], **how: Any) -> Tensor:
+    vectors = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
+    passed = Passed(given["input"], **vectors)
+    spec = Spec("input", IDENTITY, given["eps"], **how)
     check(NAMES["input"], passed, spec)
     return normalise(passed, spec, None)
 
 
-def _instance_norm(
-    input: Tensor,  # noqa: A002
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    passed = Passed(input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    return _normalised(passed, Spec("input", IDENTITY, eps, momentum=momentum, own=use_input_stats, kind="instance"))
+def _instance_norm(*args: Any, **kwargs: Any) -> Tensor:
+    given = getcallargs(F.instance_norm, *args, **kwargs)
+    return _normalised(given, momentum=given["momentum"], own=given["use_input_stats"], kind="instance")
 
 
-def _group_norm(
-    input: Tensor,  # noqa: A002
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    passed = Passed(input, weight=weight, bias=bias)
-    return _normalised(passed, Spec("input", IDENTITY, eps, kind="group", groups=num_groups))
+def _group_norm(*args: Any, **kwargs: Any) -> Tensor:
+    given = getcallargs(F.group_norm, *args, **kwargs)
+    return _normalised(given, kind="group", groups=given["num_groups"])
 
 
 KEEPING: dict[Any, Callable[..., Tensor]] = {

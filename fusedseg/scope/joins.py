@@ -12,10 +12,12 @@ written to.  It is also invalid if a source is the caller's own memory, which ea
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import getcallargs
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import _torch
 from ..ops.conv.sources import ALIGNABLE, MODES, Interpolated, Source, tensors_of
@@ -87,30 +89,22 @@ def note_cat(out: Tensor, tensors: tuple, dim: int = 0, **others: Any) -> None:
     note_sources(out, tuple(sources))
 
 
-def note_interpolated(
-    out: Tensor,
-    input: object,  # noqa: A002
-    size: object = None,
-    scale_factor: object = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> None:
-    if antialias or not isinstance(input, Tensor) or mode not in MODES.get(input.dim(), ()):
+def note_interpolated(out: Tensor, *args: Any, **kwargs: Any) -> None:
+    given = getcallargs(F.interpolate, *args, **kwargs)
+    x, factors, mode = given["input"], given["scale_factor"], given["mode"]
+    if given["antialias"] or not isinstance(x, Tensor) or mode not in MODES.get(x.dim(), ()):
         return
     if not out.is_cpu and torch.are_deterministic_algorithms_enabled():
         # PyTorch then calls another function, because the backward of the usual one adds in any order.
         return
     sizes = tuple(out.shape[2:])
-    if scale_factor is not None and not recompute_scale_factor:
+    if factors is not None and not given["recompute_scale_factor"]:
         # Positions are computed from the factor.  They equal the positions for ``size`` only if the factor gives the
         # size exactly.
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(sizes)
-        if any(n * f != m for n, f, m in zip(input.shape[2:], factors, sizes, strict=True)):
+        factors = factors if isinstance(factors, (tuple, list)) else (factors,) * len(sizes)
+        if any(n * f != m for n, f, m in zip(x.shape[2:], factors, sizes, strict=True)):
             return
-    align_corners = align_corners if mode in ALIGNABLE else None
-    note_sources(out, (Interpolated(input, sizes, mode, align_corners),))
+    note_sources(out, (Interpolated(x, sizes, mode, given["align_corners"] if mode in ALIGNABLE else None),))
 
 
 def noted(rule: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

@@ -96,9 +96,7 @@ class Memories:
         version.
         """
         storage = t.untyped_storage()
-        return self._is_computed(t, storage, self._find(storage))
-
-    def _is_computed(self, t: Tensor, storage: torch.UntypedStorage, memory: Memory | None) -> bool:
+        memory = self._find(storage)
         # Memory that belongs to numpy or another library, or that was given to one, is not resizable.
         if not storage.resizable():
             return False

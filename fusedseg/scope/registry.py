@@ -194,7 +194,7 @@ class Registry(Memories, Observer):
         storage = x.untyped_storage()
         memory = self._find(storage)
         # After the change, the version of x no longer shows that x's node in the graph has allocated its memory.
-        if (memory is None or not memory.made) and self._is_computed(x, storage, memory):
+        if (memory is None or not memory.made) and self.is_computed(x):
             memory = self._memory(storage)
             memory.made = True
         if memory is None:
@@ -242,8 +242,7 @@ class Registry(Memories, Observer):
         small, at = t.numel() * SMALL <= output.numel(), Place.of(t)
         # Small leaves, such as parameters and running statistics, are copied instead.
         if not (small and t.is_leaf):
-            storage = t.untyped_storage()
-            memory = self._find(storage)
+            memory = self._find(t.untyped_storage())
             if memory is not None and not memory.exposed:
                 kept = memory.kept_at(at, t._version)
                 if kept is not None:
@@ -251,7 +250,7 @@ class Registry(Memories, Observer):
                 offer = memory.offer_of(at, t._version)
                 if offer is not None:
                     return offer, at
-            if not small and self._is_computed(t, storage, memory):
+            if not small and self.is_computed(t):
                 return Held(t.detach(), t.nbytes), at
             if not small and t.numel() > VECTOR:
                 return None, at

@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from .. import _torch
 from ..ops.avg_pool import avg_pool3d
 from ..ops.cast import is_cast
-from ..ops.layout import layout_of, suggests_channels_last
 from ..ops.max_pool import op as max_pool
 from ..rules import FLAG, ROWS
 from . import recipes
@@ -121,26 +120,12 @@ def _cat(registry: Registry, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _max_pool(registry: Registry, func: Function, args: Args, kwargs: Kwargs, dims: int) -> Any:
     """The rule of max-pooling: the package's own pool, which keeps a byte per element, runs if its result is equal."""
-    names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    named = dict(zip(names, args, strict=False)) | kwargs
-    x, op = named.pop("input"), f"max_pool{dims}d"
-    coded = not named.pop("return_indices", False) and isinstance(x, Tensor) and x.requires_grad
-    if not coded or not plain(x) or x.dim() != dims + 2:
+    named = dict(kwargs)
+    x, *others = args or [named.pop("input")]
+    if not isinstance(x, Tensor) or not x.requires_grad or not plain(x):
         return func(*args, **kwargs)
-    named = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False} | named
-    try:
-        pool = max_pool.parse_pool(op, dims, **named)
-        max_pool.check(op, x, pool)
-    except (TypeError, ValueError):
-        # A byte cannot number the positions of this window, or the stock function must raise its own error.
-        return _pure(registry, func, args, kwargs)
-    if not x.is_contiguous():
-        if layout_of(x) is None:
-            return _pure(registry, func, args, kwargs)
-        if not suggests_channels_last(x):
-            # The stock function returns a contiguous result here, for example for some views of a single image.
-            x = x.contiguous()
-    return max_pool.max_pool(x, pool)
+    found = max_pool.of_stock(dims, x, others, named)
+    return _pure(registry, func, args, kwargs) if found is None else max_pool.max_pool(*found)
 
 
 def _offer_cast(registry: Registry, t: Tensor, parameter: Tensor) -> Handle | None:

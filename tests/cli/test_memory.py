@@ -164,6 +164,7 @@ def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
     assert "Sizes of tensors must match" in line
 
 
+EMBEDS = "tests.cli.test_memory:embeds"
 PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
 
 
@@ -197,7 +198,9 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected eager, or fusedseg, amp"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
+        (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
         (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
+        (["convert", RESNET, "--input", "1,5,32,32"], "the model cannot be called with the example: RuntimeError"),
     ],
     ids=lambda value: None if isinstance(value, list) else "".join(c for c in value if c.isalnum())[:24],
 )
@@ -233,17 +236,9 @@ def embeds():
 def test_an_input_of_integers(argv, capsys):
     """Every input was of floating point, which no embedding takes."""
     command, *options = argv
-    assert main([command, "tests.cli.test_memory:embeds", "--input", "2,16:int64", *options]) == 0
+    assert main([command, EMBEDS, "--input", "2,16:int64", *options]) == 0
     out = capsys.readouterr().out
     assert ("2×16" if command == "profile" else "identical to the last bit") in out
-
-
-def test_plan_refuses_an_input_of_integers(capsys):
-    argv = ["plan", "tests.cli.test_memory:embeds", "--input", "2,16:int64", "--budget", "1GiB"]
-    assert main(argv) == 2
-    assert capsys.readouterr().err == (
-        "fusedseg plan: --input: plan takes no inputs of integers; `fusedseg profile` does\n"
-    )
 
 
 def test_text_is_as_wide_as_the_terminal(monkeypatch):

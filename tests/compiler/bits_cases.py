@@ -28,14 +28,11 @@ class Shortcut(nn.Module):
         self.stem, self.more = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
         self.norm, self.act = spread(norm), act
         self.short, self.conv = nn.Conv2d(16, 8, 1), nn.Conv2d(16, 8, 3, padding=1)
-        self.norm_first = True
 
     def forward(self, x):
         x = self.stem(x)
         x = torch.cat([x, self.more(x)], 1)
-        if self.norm_first:
-            return self.conv(self.act(self.norm(x))) + self.short(x)
-        return self.short(x) + self.conv(self.act(self.norm(x)))
+        return self.conv(self.act(self.norm(x))) + self.short(x)
 
 
 NORMS = {

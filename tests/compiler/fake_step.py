@@ -35,7 +35,7 @@ class _Graphs:
         def compiled(module, example):
             places = [node for node in module.graph.nodes if node.op == "placeholder"]
             self.made.append((places, emit(module, example)))
-            return _torch.partitioner().make_boxed_func(module.forward)
+            return _torch.compiler_parts().make_boxed_func(module.forward)
 
         compiler = _torch.compiler_parts().aot_autograd(
             fw_compiler=compiled, bw_compiler=compiled, partition_fn=divided, keep_inference_input_mutations=True

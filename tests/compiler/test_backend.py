@@ -34,6 +34,17 @@ def test_the_entry_point_names_the_backend():
         ({"codegen": "triton"}, r"codegen must be one of inductor, aten, got 'triton'"),
         ({"inductor": 3}, r"inductor must be a dict"),
         ({"codegen": "aten", "inductor": {"max_autotune": True}}, r"has no effect with codegen='aten'"),
+        ({"bits": 3}, "option bits must be 8, 4 or None, got 3"),
+        ({"bits": True}, "option bits must be 8, 4 or None, got True"),
+        ({"seed": 1.0}, "option seed must be an integer, got float"),
+        ({"memory_format": "rows"}, r"option memory_format must be torch.channels_last, .*, got 'rows'"),
+        ({"budget": 0.0}, "budget must be a fraction above 0.0 and at most 1.0"),
+        ({"budget": 1.5}, "budget must be a fraction above 0.0 and at most 1.0"),
+        ({"budget": "6 apples"}, "budget must be a positive number with one of"),
+        ({"budget": "peak much"}, "budget must be a positive number with one of"),
+        ({"budget": True}, "budget must be a fraction such as 0.3"),
+        ({"extra_flops": -1}, "extra_flops must be finite and at least 0"),
+        ({"extra_flops": "all"}, "extra_flops must be a number such as 0.02"),
     ],
 )
 def test_wrong_options_raise(options, text):

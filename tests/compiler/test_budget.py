@@ -14,7 +14,6 @@ from fusedseg.compiler import choose, forms, keep, partitions
 from fusedseg.compiler import emit as partition_emit
 from fusedseg.compiler.joint import nbytes_of
 from fusedseg.compiler.live import Live
-from fusedseg.compiler.settings import parse
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from tests.compiler.bits_cases import MOST
@@ -276,23 +275,6 @@ def test_arithmetic_is_used_up(monkeypatch):
     net, inputs = make("nnU-Net")
     budgeted(net, 0.9)(*inputs)
     assert found
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"budget": 0.0}, "budget must be a fraction above 0.0 and at most 1.0"),
-        ({"budget": 1.5}, "budget must be a fraction above 0.0 and at most 1.0"),
-        ({"budget": "6 apples"}, "budget must be a positive number with one of"),
-        ({"budget": "peak much"}, "budget must be a positive number with one of"),
-        ({"budget": True}, "budget must be a fraction such as 0.3"),
-        ({"extra_flops": -1}, "extra_flops must be finite and at least 0"),
-        ({"extra_flops": "all"}, "extra_flops must be a number such as 0.02"),
-    ],
-)
-def test_wrong_options_raise(options, error):
-    with pytest.raises((ValueError, TypeError), match=error):
-        parse(options)
 
 
 def least_arithmetic(choices, nbytes):

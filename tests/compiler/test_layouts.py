@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg._torch import FakeTensorMode
 from fusedseg.compiler import captured, layouts
-from fusedseg.compiler.settings import parse
 from fusedseg.ops.avg_pool import avg_pool3d
 from fusedseg.ops.norm.sample_norm import sample_norm_backward_op, sample_norm_op
 from tests.compiler.fake_step import _bare, _Graphs
@@ -127,11 +126,6 @@ def test_average_pools_of_volumes(kernel):
     """A tuple of one number raised."""
     x = torch.randn(2, 4, 4, 4, 6).contiguous(memory_format=ROWS)
     torch.testing.assert_close(avg_pool3d(x, kernel), F.avg_pool3d(x, kernel))
-
-
-def test_wrong_format():
-    with pytest.raises(ValueError, match=r"option memory_format must be torch.channels_last, .*, got 'rows'"):
-        parse({"memory_format": "rows"})
 
 
 def test_opcheck():

@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedseg.__main__ import main
 from fusedseg.compiler import report
-from fusedseg.compiler.counted import counted
+from fusedseg.compiler.unrun import counted
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import mean_of

@@ -13,7 +13,6 @@ from torch import nn
 import fusedseg
 from fusedseg.conversion import scope, twins
 from fusedseg.memory.meter import measure
-from fusedseg.ops.observer import innermost
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, converted, pair, reasons, replaced, results
 
@@ -292,36 +291,6 @@ def test_copies(image, copied, mode):
     assert type(model.bn1) is not nn.BatchNorm2d
 
 
-def test_the_scope_is_entered_by_the_forward_and_left_after_an_exception():
-    active = []
-
-    class Raises(networks.Functional):
-        def forward(self, x):
-            active.append(innermost() is not None)
-            return super().forward(x)
-
-    model = Raises()
-    fusedseg.convert(model, example_inputs=torch.randn(2, 3, 8, 8))
-    active.clear()
-    model(torch.randn(2, 3, 8, 8))
-    with pytest.raises(RuntimeError, match="channels"):
-        model(torch.randn(2, 5, 8, 8))
-    model.register_forward_pre_hook(lambda m, args: 1 / 0, prepend=True)
-    with pytest.raises(ZeroDivisionError):
-        model(torch.randn(2, 3, 8, 8))
-    assert active == [True, True]
-    assert innermost() is None
-
-
-def test_part_of_a_model_and_then_all_of_it(image):
-    stock = networks.UNet().double()
-    model = copy.deepcopy(stock)
-    fusedseg.convert(model.down, example_inputs=torch.randn(2, 8, 8, 8, dtype=torch.float64))
-    fusedseg.convert(model, example_inputs=image)
-    assert_same(model, stock, image)
-    assert not model.down._forward_hooks
-
-
 def test_a_fake_model(counted):
     with torch._subclasses.FakeTensorMode():
         model, x = networks.UNet(), torch.empty(2, 3, 64, 64)
@@ -352,15 +321,6 @@ def test_compiled(mode):
     assert torch.allclose(out, expected, atol=1e-5)
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, expected_gradients[name.removeprefix("_orig_mod.")], atol=1e-4)
-
-
-def test_autocast(image):
-    x = image.float()
-    ours, stock = pair(networks.UNet(nn.LeakyReLU), x)
-    with torch.autocast("cpu", torch.bfloat16):
-        outs = [net(x).float() for net in (ours, stock)]
-    assert outs[0].dtype == torch.float32
-    assert (outs[0] - outs[1]).norm() < 2e-2 * outs[1].norm()
 
 
 def test_parameters_can_be_swapped(image):

@@ -50,13 +50,3 @@ def test_package(name):
     double = fusedseg.convert(model.double(), example_inputs=x.double())
     assert double.verify(x.double(), training=True).largest < DOUBLE
     assert double.verify(x.double(), training=False).largest < DOUBLE
-
-
-@pytest.mark.slow
-def test_names_of_nnunet():
-    """The network has 136 keys for 48 parameters."""
-    network = NETWORKS["nnU-Net PlainConvUNet 2D"]
-    model = network.make()
-    assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)
-    fusedseg.convert(model, example_inputs=torch.randn(network.shape))
-    assert (len(model.state_dict()), len(list(model.parameters()))) == (136, 48)

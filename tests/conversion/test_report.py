@@ -227,27 +227,3 @@ def test_command_writes_json(capsys, tmp_path):
     assert capsys.readouterr().out.endswith(f"wrote {path}\n")
     assert main(argv) == 2
     assert "report.json exists: choose another path, or pass --overwrite" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tests.conversion.networks", "--input", "1,3"], "or package.module:callable, got"),
-        (["no.such:thing", "--input", "1,3"], "cannot import no.such"),
-        (["tests.conversion.networks:Nothing", "--input", "1,3"], "has no Nothing"),
-        (["tests.conversion.networks:double_conv", "--input", "1,3"], "missing 2 required positional arguments"),
-        (["tests.conversion.networks:torch.Generator", "--input", "1,3"], "must be a module or build one"),
-        (["tests.conversion.networks:UNet", "--input", "1,x"], "a shape is positive integers joined by commas"),
-        (["tests.conversion.networks:UNet", "--input", "1,5,32,32"], "the model cannot be called with the example"),
-        (["tests.conversion.networks:UNet"], "--input"),
-    ],
-    ids=["no name", "no module", "no such name", "arguments", "no model", "no shape", "other channels", "no input"],
-)  # fmt: skip
-def test_command_says_what_is_wrong(capsys, arguments, message):
-    # argparse raises SystemExit if it refuses an argument.
-    try:
-        code = main(["convert", *arguments])
-    except SystemExit as left:
-        code = left.code
-    assert code == 2
-    assert message in capsys.readouterr().err

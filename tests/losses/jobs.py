@@ -34,14 +34,6 @@ def labels_or_regions(name, N, K, spatial):
     return torch.randint(K, shape, dtype=torch.uint8)
 
 
-def batch_dice(rank, world, x, labels, options):
-    """The Dice part of a batch of which each process has one sample: its value, and the gradient of the sample."""
-    leaf = x[rank : rank + 1].clone().requires_grad_()
-    loss = DC_and_CE_loss(options, {}, weight_ce=0)(leaf, labels[rank : rank + 1])
-    (grad,) = torch.autograd.grad(loss, leaf)
-    return loss.item(), grad
-
-
 def parallel_step(rank, world, net, x, labels):
     """The loss and the gradients of a network under DDP, of which each process has one sample."""
     wrapped = DistributedDataParallel(net)

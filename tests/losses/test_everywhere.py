@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedseg import losses
+from fusedseg.functional import ConvLogits
 from tests.losses.jobs import LOSSES, labels_or_regions, parallel_step
 from tests.reference import relative_error
 from tests.tools.ranks import on_ranks
@@ -74,6 +75,14 @@ def test_the_gradient_waits_for_the_scale_of_the_loss(name):
     assert (unscaled == 0).float().mean() > 0.3
     assert ((scaled == 0) & (wanted.abs() > 1e-6)).float().mean() < 0.01
     assert relative_error(scaled, wanted) <= 2**-9
+
+
+@EACH
+def test_logits_that_are_not_formed(name):
+    """A convolution and an interpolation give the logits tile by tile."""
+    features, weight = torch.randn(2, 3, 3, 5, dtype=torch.float64), torch.randn(K, 3, dtype=torch.float64)
+    logits, target = ConvLogits(features, weight, size=(6, 10)), labels_or_regions(name, 2, K, (6, 10))
+    assert (LOSSES[name]()(logits, target) - LOSSES[name]()(logits.formed(), target)).abs() <= 1e-13
 
 
 def test_fullgraph():

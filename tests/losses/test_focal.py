@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedseg.functional import ConvLogits
 from fusedseg.losses import DiceFocalLoss, FocalLoss
 from fusedseg.memory.meter import measure
 from tests.losses import formulas
@@ -92,17 +91,6 @@ def test_dice_focal(softmax):
                 return of_dice * dice + of_focal * formulas.monai_focal(x, y, None, options | {"alpha": alpha})
 
             check_same((loss, labels), (expected,), x)
-
-
-def test_logits_that_are_not_formed():
-    features, weight = torch.randn(2, 3, 3, 5, dtype=torch.float64), torch.randn(K, 3, dtype=torch.float64)
-    labels = torch.randint(K, (2, 1, 3, 5))
-    for loss in (
-        FocalLoss(to_onehot_y=True, use_softmax=True),
-        DiceFocalLoss(to_onehot_y=True, softmax=True),
-    ):
-        formed = loss(ConvLogits(features, weight).formed(), labels)
-        assert (loss(ConvLogits(features, weight), labels) - formed).abs() <= 1e-14
 
 
 @pytest.mark.parametrize("loss", [FocalLoss(to_onehot_y=True), DiceFocalLoss(to_onehot_y=True, softmax=True)])

@@ -10,8 +10,6 @@ from fusedseg.losses import DC_and_BCE_loss, DC_and_CE_loss, DeepSupervision, nn
 from fusedseg.ops.segmentation import op
 from tests.losses.compare import check_same
 from tests.losses.formulas import nnunet_dc_and_bce, nnunet_dc_and_ce
-from tests.losses.jobs import batch_dice
-from tests.tools.ranks import on_ranks
 
 N, K = 2, 4
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
@@ -115,21 +113,6 @@ def test_the_sums_of_processes_make_the_loss(monkeypatch):
     assert abs(found.item() - value.item()) <= 1e-12
     # DDP averages over the processes.
     assert (grad / 2 - expected[:1]).abs().max() <= 1e-12 * expected.abs().max()
-
-
-# The test above has the arithmetic of it; starting processes takes seconds.
-@pytest.mark.slow
-def test_two_processes_are_one():
-    """With batch_dice, the sums of all processes make the loss; DDP averages the gradients of the processes."""
-    x, labels = data()
-    options = {"batch_dice": True, "smooth": 1e-5}
-    results = on_ranks(2, batch_dice, x, labels, options)
-    leaf = x.clone().requires_grad_()
-    value = nnunet_dc_and_ce(leaf, labels, options, {}, weight_ce=0)
-    (expected,) = torch.autograd.grad(value, leaf)
-    for rank, (found, grad) in enumerate(results):
-        assert abs(found - value.item()) <= 1e-12
-        assert (grad / 2 - expected[rank : rank + 1]).abs().max() <= 1e-12 * expected.abs().max()
 
 
 def test_refused():

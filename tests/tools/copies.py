@@ -1,10 +1,11 @@
-"""Networks whose volumes lie in channels_last_3d, and a count of the copies that change how volumes lie."""
+"""Networks whose volumes lie in channels_last_3d, and a count of the copies that change how images lie."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedseg.ops.layout import FORMATS
 from tests.nnunet import block
 
 ROWS = torch.channels_last_3d
@@ -38,11 +39,11 @@ class Deep(nn.Module):
 
 
 class Copies(TorchDispatchMode):
-    """Counts changes of the order in which volumes lie in memory.
+    """Counts changes of the order in which images and volumes lie in memory.
 
     Attributes:
         found: copies, those inside of convolutions too: names and shapes.
-        planes: new volumes of other ops that lie otherwise although an argument is in channels_last_3d.
+        planes: new images of other ops that lie otherwise although an argument is in channels_last.
     """
 
     def __init__(self):
@@ -69,11 +70,11 @@ class Copies(TorchDispatchMode):
 
 
 def is_image(t):
-    return isinstance(t, torch.Tensor) and t.dim() == 5 and t.numel() > 4096
+    return isinstance(t, torch.Tensor) and t.dim() in FORMATS and t.numel() > 4096
 
 
 def in_rows(t):
-    return order(t) == order(torch.empty_like(t, memory_format=ROWS))
+    return order(t) == order(torch.empty_like(t, memory_format=FORMATS[t.dim()]))
 
 
 def order(t):

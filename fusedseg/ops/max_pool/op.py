@@ -20,7 +20,7 @@ from .. import unfused
 from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
 from ..double_backward import is_batch, one_by_one
-from ..layout import FORMATS, dense
+from ..layout import FORMATS, dense, layout_of, suggests_channels_last
 from ..observer import OPEN, OpCall, observed, unwatched
 from . import aten
 from .windows import Pool
@@ -255,6 +255,23 @@ def check(op: str, x: Tensor, pool: Pool) -> None:
                 f"{op}: x {tuple(x.shape)} has no element at the positions of one window of kernel_size {pool.kernel} "
                 f"with dilation {pool.dilation} and padding {pool.padding}, so the window has no maximum"
             )
+
+
+def of_stock(dims: int, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Pool] | None:
+    """The argument and the pool that equal PyTorch's pool of ``x`` with these further arguments; None if none do."""
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    named = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, **dict(zip(names, args, strict=False))}
+    named |= kwargs
+    if named.pop("return_indices", False) or x.dim() != dims + 2 or layout_of(x) is None:
+        return None
+    try:
+        pool = parse_pool("max_pool", dims, **named)
+        check("max_pool", x, pool)
+    except (TypeError, ValueError):
+        # A byte cannot number the positions of this window, or the stock function must raise its own error.
+        return None
+    # The stock function returns a contiguous result here, for example for some views of a single image.
+    return x if x.is_contiguous() or suggests_channels_last(x) else x.contiguous(), pool
 
 
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
