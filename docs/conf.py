@@ -2,6 +2,8 @@
 
 import re
 
+from docutils import nodes
+
 import fusedseg
 
 project = "fusedseg"
@@ -88,7 +90,20 @@ def escape_formulas(app, what, name, obj, options, lines):
         lines[number] = "".join(parts)
 
 
+NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMG]i?B|GHz|ms|min|s)(?!\w))")
+
+
+def choose_line_breaks(app, doctree, docname):
+    """No line break parts a number and its unit, and the name of a module may break after a dot of the page's title."""
+    for text in list(doctree.findall(nodes.Text)):
+        if isinstance(text.parent, nodes.title) and re.fullmatch(r"\w+(\.\w+)+", text):
+            text.parent.replace(text, nodes.Text(text.replace(".", ".\u200b")))
+        elif not isinstance(text.parent, nodes.literal | nodes.literal_block):
+            text.parent.replace(text, nodes.Text(NUMBER_AND_UNIT.sub("\u00a0", text)))
+
+
 def setup(app):
+    app.connect("doctree-resolved", choose_line_breaks)
     app.connect("autodoc-process-docstring", escape_formulas, priority=400)
     # Last, so that the sections of a docstring are read as they are.
     app.connect("autodoc-process-docstring", mark_stability, priority=900)

@@ -102,7 +102,9 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     Equals, for one to three spatial dimensions, or none::
 
-        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict`` has the
     names and shapes of ``nn.BatchNorm2d``.  So its checkpoints load with ``strict=True``, and give the same function
@@ -175,7 +177,9 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
 
     Equals, for one to three spatial dimensions::
 
-        nn.Sequential(nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict``, and the
     errors while one is loaded, are those of ``nn.InstanceNorm3d``.  Input in channels_last(_3d) is not copied, while

@@ -92,7 +92,9 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     Equals, for one to three spatial dimensions, or none::
 
-        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     With a residual it equals ``F.leaky_relu(bn(x) + residual, 0.01)``.  Without a GPU, on aten, the results have the
     same bits.  The ``state_dict`` has the names and shapes of ``nn.BatchNorm2d``, so its checkpoints load with
@@ -161,7 +163,9 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
 
     Equals, for one to three spatial dimensions::
 
-        nn.Sequential(nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     With a residual it equals ``F.leaky_relu(norm(x) + residual, 0.01)``.  The ``state_dict`` has the names and shapes
     of ``nn.InstanceNorm2d``.  An image without a batch is not supported, because its shape does not show that; pass
