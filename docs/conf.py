@@ -90,16 +90,21 @@ def escape_formulas(app, what, name, obj, options, lines):
         lines[number] = "".join(parts)
 
 
-NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMG]i?B|GHz|ms|min|s)(?!\w))")
+# a number and its unit, a date, a power of ten, and a name with a hyphen
+WHOLE = re.compile(r"(\d+(?:\.\d+)?\s(?:%|[KMG]i?B|GHz|ms|min|s)(?!\w)|\d+-\d\d-\d\d|\de-\d+|nnU-Net)")
 
 
 def choose_line_breaks(app, doctree, docname):
-    """No line break parts a number and its unit, and the name of a module may break after a dot of the page's title."""
+    """No line ends inside of a number and its unit, for example; a long name in a title may break between its parts."""
     for text in list(doctree.findall(nodes.Text)):
-        if isinstance(text.parent, nodes.title) and re.fullmatch(r"\w+(\.\w+)+", text):
-            text.parent.replace(text, nodes.Text(text.replace(".", ".\u200b")))
-        elif not isinstance(text.parent, nodes.literal | nodes.literal_block):
-            text.parent.replace(text, nodes.Text(NUMBER_AND_UNIT.sub("\u00a0", text)))
+        if isinstance(text.parent, nodes.title):
+            name = re.sub(r"\S{18,}", lambda long: re.sub(r"([._])", "\\1\u200b", long[0]), text)
+            text.parent.replace(text, nodes.Text(name))
+        elif not isinstance(text.parent, nodes.literal | nodes.FixedTextElement | nodes.raw | nodes.comment):
+            parts = [nodes.Text(part) for part in WHOLE.split(text)]
+            parts[1::2] = [nodes.inline("", "", part, classes=["whole"]) for part in parts[1::2]]
+            if len(parts) > 1:
+                text.parent.replace(text, [part for part in parts if part.astext()])
 
 
 def setup(app):
