@@ -91,15 +91,24 @@ def escape_formulas(app, what, name, obj, options, lines):
 
 
 # a number and its unit, a date, a power of ten, and a name with a hyphen
-WHOLE = re.compile(r"(\d+(?:\.\d+)?\s(?:%|[KMG]i?B|GHz|ms|min|s)(?!\w)|\d+-\d\d-\d\d|\de-\d+|nnU-Net)")
+UNITS = r"\d+(?:\.\d+)?\s(?:%|[KMG]i?B|GHz|ms|µs|ns|min|s)(?!\w)"
+WHOLE = re.compile(rf"({UNITS}|\d+-\d\d-\d\d|\de-\d+|nnU-Net)")
+
+
+LONG_NAME = re.compile(r"\S{18,}")
+
+
+def allow_breaks(name):
+    """The text of a match with a possible line break after each dot, or after each underscore if it has no dot."""
+    mark = "." if "." in name[0] else "_"
+    return name[0].replace(mark, mark + "\u200b")
 
 
 def choose_line_breaks(app, doctree, docname):
     """No line ends inside of a number and its unit, for example; a long name in a title may break between its parts."""
     for text in list(doctree.findall(nodes.Text)):
         if isinstance(text.parent, nodes.title):
-            name = re.sub(r"\S{18,}", lambda long: re.sub(r"([._])", "\\1\u200b", long[0]), text)
-            text.parent.replace(text, nodes.Text(name))
+            text.parent.replace(text, nodes.Text(LONG_NAME.sub(allow_breaks, text)))
         elif not isinstance(text.parent, nodes.literal | nodes.FixedTextElement | nodes.raw | nodes.comment):
             parts = [nodes.Text(part) for part in WHOLE.split(text)]
             parts[1::2] = [nodes.inline("", "", part, classes=["whole"]) for part in parts[1::2]]
@@ -107,7 +116,13 @@ def choose_line_breaks(app, doctree, docname):
                 text.parent.replace(text, [part for part in parts if part.astext()])
 
 
+def skip_fields(app, what, name, obj, skip, options):
+    """Leaves out the fields of a named tuple, about which Python says only "Alias for field number 0"."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("doctree-resolved", choose_line_breaks)
     app.connect("autodoc-process-docstring", escape_formulas, priority=400)
     # Last, so that the sections of a docstring are read as they are.

@@ -101,8 +101,8 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     ``strict=True``; for prelu it also has the learned ``slope``.
 
     Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
+        num_features: the number of channels.
+        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
         activation: the name of an activation, one of ``fusedseg.activation.NAMES``.
         activation_param: the negative slope of leaky_relu (None means 0.01), the alpha of elu (None means 1), the
             initial slope of prelu (None means 0.25), or the approximation of gelu, "none" or "tanh" (None means
@@ -174,9 +174,11 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
     in the stock module.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.  By default there are
-            neither parameters nor running statistics.  Running statistics, if there are any, are used in eval mode.
+        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.
         activation, activation_param, num_slopes, bias, device, dtype: see ``BatchNormAct``.
+
+    By default there are neither parameters nor running statistics.  Running statistics, if there are any, are used in
+    eval mode.
 
     ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
 
