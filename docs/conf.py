@@ -95,6 +95,8 @@ UNITS = r"\d+(?:\.\d+)?\s(?:%|[KMG]i?B|GHz|ms|µs|ns|min|s)(?!\w)"
 WHOLE = re.compile(rf"({UNITS}|\d+-\d\d-\d\d|\de-\d+|nnU-Net)")
 
 
+# characters of code in a list, on a screen of 390 pixels
+PHONE = 34
 LONG_NAME = re.compile(r"\S{18,}")
 
 
@@ -114,6 +116,9 @@ def choose_line_breaks(app, doctree, docname):
             parts[1::2] = [nodes.inline("", "", part, classes=["whole"]) for part in parts[1::2]]
             if len(parts) > 1:
                 text.parent.replace(text, [part for part in parts if part.astext()])
+    for code in doctree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > PHONE:
+            code["classes"].append("long")
 
 
 def skip_fields(app, what, name, obj, skip, options):
