@@ -120,7 +120,7 @@ def table() -> str:
         cells = [", ".join(f"{share:.2f}" for share in found[way][:2]) + again(found[way][2]) for way in WAYS]
         title = f"{name}, {'×'.join(map(str, found['input']))}"
         rest = [str(found["graphs"]), "yes" if found["exports"] else "no"]
-        rest.append(f"differ by {found['losses']:.0e}" if found["losses"] else "same bits")
+        rest.append(f"differ by `{found['losses']:.0e}`" if found["losses"] else "same bits")
         lines.append("| " + " | ".join([title, found["package"] or "this repository", *cells, *rest]) + " |")
     parts = ["\n".join(lines)]
     for title, lines in remarks(rows).items():
@@ -155,7 +155,8 @@ def remarks(rows: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def again(share: float) -> str:
-    return f", {share:.1%}".replace("%", " %") if share else ""
+    # no-break spaces, so that a narrow cell does not part a number and its sign
+    return f", {share:.1%}".replace("%", "\u00a0%") if share else ""
 
 
 def page() -> str:

@@ -2,6 +2,8 @@
 
 import re
 
+from docutils import nodes
+
 import fusedseg
 
 project = "fusedseg"
@@ -88,7 +90,45 @@ def escape_formulas(app, what, name, obj, options, lines):
         lines[number] = "".join(parts)
 
 
+# a number and its unit, a date, a power of ten, and a name with a hyphen
+UNITS = r"\d+(?:\.\d+)?\s(?:%|[KMG]i?B|GHz|ms|µs|ns|min|s)(?!\w)"
+WHOLE = re.compile(rf"({UNITS}|\d+-\d\d-\d\d|\de-\d+|nnU-Net)")
+
+
+# characters of code in a list, on a screen of 390 pixels
+PHONE = 34
+LONG_NAME = re.compile(r"\S{18,}")
+
+
+def allow_breaks(name):
+    """The text of a match with a possible line break after each dot, or after each underscore if it has no dot."""
+    mark = "." if "." in name[0] else "_"
+    return name[0].replace(mark, mark + "\u200b")
+
+
+def choose_line_breaks(app, doctree, docname):
+    """No line ends inside of a number and its unit, for example; a long name in a title may break between its parts."""
+    for text in list(doctree.findall(nodes.Text)):
+        if isinstance(text.parent, nodes.title):
+            text.parent.replace(text, nodes.Text(LONG_NAME.sub(allow_breaks, text)))
+        elif not isinstance(text.parent, nodes.literal | nodes.FixedTextElement | nodes.raw | nodes.comment):
+            parts = [nodes.Text(part) for part in WHOLE.split(text)]
+            parts[1::2] = [nodes.inline("", "", part, classes=["whole"]) for part in parts[1::2]]
+            if len(parts) > 1:
+                text.parent.replace(text, [part for part in parts if part.astext()])
+    for code in doctree.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > PHONE:
+            code["classes"].append("long")
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """Leaves out the fields of a named tuple, about which Python says only "Alias for field number 0"."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("doctree-resolved", choose_line_breaks)
     app.connect("autodoc-process-docstring", escape_formulas, priority=400)
     # Last, so that the sections of a docstring are read as they are.
     app.connect("autodoc-process-docstring", mark_stability, priority=900)

@@ -32,7 +32,9 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
-    aten.view.default: Tensor.view,
+    # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
+    # channels_last, and PyTorch's trace says that it is contiguous.
+    aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
     torch.ops.fusedseg.sample_norm.default: sample_norm.forward,

@@ -40,7 +40,8 @@ def conv_abn(
     Equals::
 
         y = conv2d(x, conv_weight, conv_bias, stride, padding, dilation, groups)
-        leaky_relu(batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
+        y = batch_norm(y, running_mean, running_var, weight, bias, training, momentum, eps)
+        leaky_relu(y, activation_param)
 
     Args:
         x: (N, C, *spatial), with two or three spatial dimensions, fp16, bf16, fp32 or fp64; it keeps its values.  A

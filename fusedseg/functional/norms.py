@@ -30,7 +30,8 @@ def inplace_abn(
 
     Equals, with the arguments of ``torch.nn.functional.batch_norm`` in their order::
 
-        leaky_relu(batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps), activation_param)
+        y = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        leaky_relu(y, activation_param)
 
     Args:
         x: (N, C) or (N, C, *spatial), fp16, bf16, fp32 or fp64, on any device.  It is overwritten; use the result.
@@ -101,7 +102,8 @@ def inplace_instance_norm_act(
 
     Equals, with the arguments of ``torch.nn.functional.instance_norm`` in their order::
 
-        leaky_relu(instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps), 0.01)
+        y = instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        leaky_relu(y, 0.01)
 
     Args:
         x: (N, C, *spatial); otherwise as in ``inplace_abn``.

@@ -216,9 +216,10 @@ class TopKLoss(nn.Module):
     several positions share the smallest value that counts, it may choose other ones.
 
     Args:
-        weight, ignore_index, label_smoothing: as in ``nn.CrossEntropyLoss``; an ignored position has the value 0, and
-            is one of all positions, as in nnU-Net.
+        weight, ignore_index, label_smoothing: as in ``nn.CrossEntropyLoss``.
         k: per cent of the positions of the whole batch.
+
+    An ignored position has the value 0, and is one of all positions, as in nnU-Net.
 
     Its forward takes logits (N, K, *spatial) and labels (N, 1, *spatial) of any integer or floating dtype.
 

@@ -135,7 +135,8 @@ def curve(
 
     Raises:
         ValueError: the model keeps nothing for backward, because no parameter requires a gradient for example.
-        ``profile`` lists further errors.
+
+    ``profile`` lists further errors.
     """
     say = progress or (lambda text: None)
     shapes = batched(input_shape, batch)

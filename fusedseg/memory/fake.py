@@ -102,7 +102,8 @@ def profile(
         ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices;
             there is an optimizer, and no parameter requires a gradient; ``dtype`` is given without shapes.
         RuntimeError: on tensors without values, the model asks for a value.
-        Errors of the model pass through.
+
+    Errors of the model pass through.
     """
     options = {"loss": loss, "optimizer": optimizer, "autocast": autocast, "label": label}
     if not inputs or not all(map(_is_without_values, inputs)):

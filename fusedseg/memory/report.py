@@ -101,7 +101,7 @@ class MemoryReport:
 
     @property
     def peak_phase(self) -> str:
-        """The phase of the peak: forward, loss, backward or optimizer."""
+        """The phase of the peak, which is forward, loss, backward or optimizer."""
         return next((name for name in reversed(self.marks) if self.marks[name] <= self.peak_event), "forward")
 
     @property

@@ -86,7 +86,8 @@ def plan(
     Raises:
         ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
             [0, 1).
-        ``profile`` lists further errors.
+
+    ``profile`` lists further errors.
     """
     nbytes = parse_bytes(OP, budget)
     if not 0.0 <= reserve < 1.0:

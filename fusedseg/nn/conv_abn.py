@@ -181,8 +181,7 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in
-            ``nn.Conv{dims}d``.  In training the gradient of a bias is exactly zero, because the norm subtracts the
-            mean, which contains the bias; in compiled code it is zero up to rounding.
+            ``nn.Conv{dims}d``.
         eps, momentum, affine, track_running_stats, activation, activation_param: as in ``InPlaceABN``.
         conv_backend: "aten" for the vendor's convolution, "triton" for the Triton kernel, or "auto".  "auto" measures
             both on this GPU at the first call with such a shape, and takes the faster one.  It measures only where the
@@ -191,6 +190,9 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
             second output for a moment.  If deterministic algorithms are required, "auto" takes the vendor's.  fp32
             takes TF32 where a stock convolution would.
         device, dtype: the device and dtype of parameters and buffers.
+
+    In training the gradient of a convolution's bias is exactly zero, because the norm subtracts the mean, which
+    contains the bias; in compiled code it is zero up to rounding.
 
     Kept for backward: the input, the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and for channels
     with a tiny weight the tensors that ``InPlaceABN`` keeps.  Under autocast the weight itself is kept, and backward

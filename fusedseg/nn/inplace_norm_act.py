@@ -102,7 +102,9 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     Equals, for one to three spatial dimensions, or none::
 
-        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict`` has the
     names and shapes of ``nn.BatchNorm2d``.  So its checkpoints load with ``strict=True``, and give the same function
@@ -115,8 +117,8 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
     Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
 
     Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
+        num_features: the number of channels.
+        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
         activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
             ignore it.
@@ -175,7 +177,9 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
 
     Equals, for one to three spatial dimensions::
 
-        nn.Sequential(nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict``, and the
     errors while one is loaded, are those of ``nn.InstanceNorm3d``.  Input in channels_last(_3d) is not copied, while
@@ -188,12 +192,13 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
     Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
 
     Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.  By default there
-            are neither parameters nor running statistics.
+        num_features: the number of channels.
+        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
         activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
             ignore it.
+
+    By default there are neither parameters nor running statistics.
 
     Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters, the residual, and
     the normalised input of the kept channels (see ``InPlaceABN``).

@@ -58,7 +58,7 @@ class MaxPool2d(_MaxPool, nn.MaxPool2d):
     Shapes: (N, C, H, W) to (N, C, OH, OW), or both without N, in fp16, bf16, fp32 or fp64.
 
     Args:
-        kernel_size, stride, padding, dilation, ceil_mode: as in ``nn.MaxPool2d``; stride defaults to kernel_size.
+        kernel_size, stride, padding, dilation, ceil_mode: as in ``nn.MaxPool2d``.
         return_indices: must be False.
 
     Kept for backward: one uint8 per output element, which is the position of the maximum within its window; nothing if

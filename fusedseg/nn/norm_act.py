@@ -92,15 +92,17 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     Equals, for one to three spatial dimensions, or none::
 
-        nn.Sequential(nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     With a residual it equals ``F.leaky_relu(bn(x) + residual, 0.01)``.  Without a GPU, on aten, the results have the
     same bits.  The ``state_dict`` has the names and shapes of ``nn.BatchNorm2d``, so its checkpoints load with
     ``strict=True``; for prelu it also has the learned ``slope``.
 
     Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``; ``momentum=None`` averages cumulatively.
+        num_features: the number of channels.
+        eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
         activation: the name of an activation, one of ``fusedseg.activation.NAMES``.
         activation_param: the negative slope of leaky_relu (None means 0.01), the alpha of elu (None means 1), the
             initial slope of prelu (None means 0.25), or the approximation of gelu, "none" or "tanh" (None means
@@ -161,7 +163,9 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
 
     Equals, for one to three spatial dimensions::
 
-        nn.Sequential(nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01))
+        nn.Sequential(
+            nn.InstanceNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
+        )
 
     With a residual it equals ``F.leaky_relu(norm(x) + residual, 0.01)``.  The ``state_dict`` has the names and shapes
     of ``nn.InstanceNorm2d``.  An image without a batch is not supported, because its shape does not show that; pass
@@ -170,9 +174,11 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
     in the stock module.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.  By default there are
-            neither parameters nor running statistics.  Running statistics, if there are any, are used in eval mode.
+        num_features, eps, momentum, affine, track_running_stats: as in ``nn.InstanceNorm2d``.
         activation, activation_param, num_slopes, bias, device, dtype: see ``BatchNormAct``.
+
+    By default there are neither parameters nor running statistics.  Running statistics, if there are any, are used in
+    eval mode.
 
     ``BatchNormAct`` describes the shapes, the tensors kept for backward, the fallbacks and the errors.
 

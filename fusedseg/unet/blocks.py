@@ -189,7 +189,9 @@ class Up(nn.Module):
             ``in_channels``.
         fit: "resize" or "pad".
         align_corners: as in ``torch.nn.functional.interpolate``.
-        bias, norm_act, plain: as in ``ConvNormAct``.  The convolution that enlarges always has a bias.
+        bias, norm_act, plain: as in ``ConvNormAct``.
+
+    The convolution that enlarges always has a bias.
 
     Raises:
         ValueError: the mode or fit is unknown, or ``dims`` is not 2 or 3; in forward, the skips have several sizes, or
