@@ -34,6 +34,8 @@ from .norm_calls import is_planes_or_rows, is_served
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
 ROUNDED = "fusedseg_rounded"
+# The mark of nodes that may lie in channels_last although the trace says that they are contiguous.
+ROWS = "fusedseg_rows"
 # What gives the node that backward reads in place of a node of forward.
 Read = Callable[[Any], Any]
 
@@ -206,6 +208,17 @@ def round_inputs(graph: fx.Graph) -> None:
         node.meta[ROUNDED] = True
 
 
+def mark_rows(graph: fx.Graph) -> None:
+    """Marks what may lie in channels_last although PyTorch's trace says that it is contiguous.
+
+    Group norm on a CPU keeps channels_last, which the trace does not know.  Neither does what follows from its output.
+    """
+    for node in graph.nodes:
+        begins = name_of(node) == "native_group_norm" and not value_of(node_at(node, 0)).is_contiguous()
+        if begins or any(ROWS in source.meta for source in node.all_input_nodes):
+            node.meta[ROWS] = True
+
+
 def form_of(node: fx.Node) -> Form | None:
     """The form in which backward computes ``node`` again, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
@@ -244,7 +257,7 @@ def _group_norm(norm: GroupNorm, rounded: bool) -> GroupNorm | None:
         return None
     if rounded:
         return norm
-    if weight is None or bias is None or is_served(x):
+    if ROWS in x.meta or weight is None or bias is None or is_served(x):
         # ``triton_ops.py`` computes the output from the statistics, or the call runs again.
         return None
     values = [value_of(t) for t in (x, weight, bias, mean)]

@@ -122,6 +122,8 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         split.rewrite(graph)
     if settings.bits is not None:
         forms.round_inputs(graph)
+    if settings.codegen == "aten":
+        forms.mark_rows(graph)
     graph.eliminate_dead_code()
     fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, forward_outputs), None
     if settings.bits is not None:
