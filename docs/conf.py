@@ -2,8 +2,6 @@
 
 import re
 
-from docutils import nodes
-
 import fusedseg
 
 project = "fusedseg"
@@ -108,6 +106,9 @@ def allow_breaks(name):
 
 def choose_line_breaks(app, doctree, docname):
     """No line ends inside of a number and its unit, for example; a long name in a title may break between its parts."""
+    # Sphinx brings it; tests read this file where Sphinx is not installed.
+    from docutils import nodes
+
     for text in list(doctree.findall(nodes.Text)):
         if isinstance(text.parent, nodes.title):
             text.parent.replace(text, nodes.Text(LONG_NAME.sub(allow_breaks, text)))
