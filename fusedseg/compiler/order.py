@@ -314,10 +314,39 @@ def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
     backward = Backward(module.graph, fused)
-    if not backward.again:
+    steps = backward.least_peak(goal) if backward.again else list(backward.as_it_stands(module.graph.nodes).values())
+    if fused:
+        steps = sums_after_products(steps)
+    elif not backward.again:
         return
-    module.graph = _written(backward.least_peak(goal))
+    module.graph = _written(steps)
     module.recompile()
+
+
+def sums_after_products(steps: list[Step]) -> list[Step]:
+    """Sums of an elementwise value after the first product that reads it, if nobody reads the sum before that.
+
+    A product needs the value in memory, and a sum after it reads that memory.  For a sum before it Inductor computes
+    the value once more from its inputs, which then live on beside it: in backward of an attention three tensors of the
+    size of its scores in place of two.
+    """
+    for added in [step for step in steps if name_of(step.node) in READING]:
+        start = steps.index(added)
+        values = {read.first for read in added.reads if is_inlined(read.first.node)}
+        end = next((place for place in range(start, len(steps)) if _is_product_of(values, steps[place])), start)
+        first: list[Step] = []
+        later = [added]
+        for step in steps[start + 1 : end + 1]:
+            (first if set(step.reads).isdisjoint(later) else later).append(step)
+        if all(step.first is added for step in later):
+            steps = [*steps[:start], *first, *later, *steps[end + 1 :]]
+    return steps
+
+
+def _is_product_of(values: set[Step], step: Step) -> bool:
+    """Whether a step reads one of these values from memory."""
+    inside = is_inlined(step.node) or name_of(step.node) in READING
+    return not inside and is_op(step.node) and step.first is step and any(read.first in values for read in step.reads)
 
 
 def again(module: fx.GraphModule) -> None:

@@ -3,7 +3,9 @@
 A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
 becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
 and has the dtype, shape and strides of the result.  The gradient of an activation is written over the gradient that it
-reads.  Running statistics are written where they are, in place of a copy that is copied back.
+reads.  A softmax and its gradient are too: each row is read whole before a value of it is written, and at the peak of
+an attention the gradient would be the third tensor of its size.  Running statistics are written where they are, in
+place of a copy that is copied back.
 """
 
 import operator
@@ -23,8 +25,7 @@ UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
 _ACTIVATIONS = [row for row in rules.ROWS if row.backward]
 _GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
-# How these forms, and that of a choice by a mask, name the tensor that they write to.
-INTO = {"grad_input": "grad_input", "self_out": "out"}
+_SOFTMAX = [getattr(aten, f"{op}{of}") for op in ("_softmax", "_log_softmax") for of in ("", "_backward_data")]
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{
@@ -34,6 +35,7 @@ OVERWRITING: dict[Any, Any] = {
     },
     **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
     aten.where.self: aten.where.self_out,
+    **{op.default: op.out for op in _SOFTMAX},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
 }
@@ -90,7 +92,7 @@ def results(graph: fx.Graph) -> int:
             continue
         result, root = _result(node), roots[x]
         node.target = _overwriting(node)
-        into = INTO.get(node.target._overloadname) if is_op(node) else None
+        into = _into(node.target) if is_op(node) else None
         if into is not None:
             node.kwargs = {**node.kwargs, into: x}
         elif x is not node.args[0]:
@@ -102,6 +104,11 @@ def results(graph: fx.Graph) -> int:
         last[root] = max(place, last.get(result, place))
         count += 1
     return count
+
+
+def _into(op: Any) -> str | None:
+    """How an op names the tensor beside its arguments that it writes its result to; None for ``relu_``."""
+    return next((argument.name for argument in op._schema.arguments if argument.is_out), None)
 
 
 def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:

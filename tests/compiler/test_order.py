@@ -12,7 +12,7 @@ from fusedseg import recompute
 from fusedseg.compiler import order
 from fusedseg.compiler.joint import Goal
 from fusedseg.memory import allocator_peak
-from tests.compiler.networks import compiled, results, same
+from tests.compiler.networks import CODEGENS, compiled, results, same
 from tests.compiler.test_passes import names, traced
 
 aten = torch.ops.aten
@@ -121,6 +121,53 @@ def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
     order.rewrite(module, fused=fused)
     assert names(module.graph).count(op) == times
     assert torch.equal(module(*inputs), expected)
+
+
+@pytest.mark.parametrize(("reads", "moved"), [("the sum", True), ("nothing", True), ("the product", False)], ids=str)
+def test_a_sum_comes_after_the_product_that_reads_the_same_value(reads, moved):
+    """Inductor computed the value again for a sum before it.  What another op reads of the sum stays before it."""
+
+    def run(kept, tangents):
+        value = aten.mul(tangents, kept)
+        total = aten.squeeze(aten.sum(value, [0], True), 0)
+        scaled = aten.mul(kept, 2 if reads == "nothing" else total if reads == "the product" else 3)
+        return aten.mm(aten.t(value), scaled), aten.cos(total)
+
+    inputs = torch.randn(4, 5), torch.randn(4, 5)
+    module = traced(run, *inputs)
+    expected = module(*inputs)
+    order.rewrite(module)
+    assert names(module.graph).index("sum") < names(module.graph).index("mm")
+    order.rewrite(module, fused=True)
+    assert (names(module.graph).index("sum") > names(module.graph).index("mm")) == moved
+    assert same(module(*inputs), expected)
+
+
+class Biased(nn.Module):
+    """Attention of two heads with a bias for each pair of positions, whose gradient is a sum over the batch."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, positions, positions))
+        self.inputs = nn.Linear(8, 24)
+
+    def forward(self, x):
+        queries, keys, values = self.inputs(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return ((queries @ keys.mT + self.bias).softmax(-1) @ values).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+def test_two_tensors_of_scores_at_the_peak_of_an_attention(codegen):
+    """The gradient of the scores was a third one, beside the softmax and its gradient."""
+    torch.manual_seed(0)
+    net, x = Biased(192), torch.randn(3, 192, 8)
+    twin, run = copy.deepcopy(net), compiled(net, codegen)
+    for found, wanted in zip(results(net, run, [x]), results(twin, twin, [x]), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    scores = x.new_empty(3, 2, 192, 192).nbytes
+    peaks = [allocator_peak(lambda call=call: call(x).square().mean().backward()) for call in (run, twin)]
+    # The gradient of the bias has a third of the bytes of the scores.
+    assert peaks[0] < 2.8 * scores < 3 * scores < peaks[1]
 
 
 class Residual(nn.Module):

@@ -1,7 +1,9 @@
 """Each pass on a small graph, before and after it."""
 
 import operator
+from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -114,6 +116,26 @@ def test_reinplace_writes_gradients_over_gradients():
     assert reinplace.results(module.graph) == 3
     module.recompile()
     assert same(module(*inputs), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5, 130), (2, 3, 7, 33), (70, 3), (2, 17, 8, 8)])
+def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
+    """Kernels read a row whole before they write to it, whichever the dimension is."""
+
+    def run(x, dy, dim):
+        y, z = aten._softmax(aten.mul(x, 2), dim, False), aten._log_softmax(aten.mul(x, 3), dim, False)
+        dz = aten._log_softmax_backward_data(aten.mul(dy, 3), z, dim, x.dtype)
+        return aten._softmax_backward_data(aten.mul(dy, 2), y, dim, x.dtype), dz, aten._softmax(x, dim, False)
+
+    inputs = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    for dim in range(len(shape)):
+        module = traced(partial(run, dim=dim), *inputs)
+        expected = module(*inputs)
+        # The last one would write over the caller's x.
+        assert reinplace.results(module.graph) == 4
+        module.recompile()
+        assert same(module(*inputs), expected)
 
 
 def test_reinplace_exchanges_the_terms_of_a_sum():
