@@ -3,12 +3,12 @@
 A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
 becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
 and has the dtype, shape and strides of the result.  The gradient of an activation is written over the gradient that it
-reads.  A softmax and its gradient are too: each row is read whole before a value of it is written, and at the peak of
-an attention the gradient would be the third tensor of its size.  Running statistics are written where they are, in
-place of a copy that is copied back.
+reads.  So are a softmax and its gradient, which would be the third tensor of its size at the peak of an attention.
+Running statistics are written where they are, in place of a copy that is copied back.
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,24 @@ UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
 _ACTIVATIONS = [row for row in rules.ROWS if row.backward]
 _GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
+# How these forms, and that of a choice by a mask, name the tensor that they write to.
+INTO = {"grad_input": "grad_input", "self_out": "out"}
+
+
+def _softmax_over(op: Any) -> Callable[..., Tensor]:
+    """A softmax, or its gradient, that is written over its first argument.
+
+    Kernels reduce a row before they write to it, and then write each value where they read it.  But they write a
+    contiguous result, and a trace may say that a tensor is contiguous which is not.
+    """
+    (into,) = (argument.name for argument in op.out._schema.arguments if argument.is_out)
+
+    def over(x: Tensor, *given: Any) -> Any:
+        return op.out(x, *given, **{into: x}) if x.is_contiguous() else op.default(x, *given)
+
+    return over
+
+
 _SOFTMAX = [getattr(aten, f"{op}{of}") for op in ("_softmax", "_log_softmax") for of in ("", "_backward_data")]
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
@@ -35,7 +53,7 @@ OVERWRITING: dict[Any, Any] = {
     },
     **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
     aten.where.self: aten.where.self_out,
-    **{op.default: op.out for op in _SOFTMAX},
+    **{op.default: _softmax_over(op) for op in _SOFTMAX},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
 }
@@ -92,7 +110,7 @@ def results(graph: fx.Graph) -> int:
             continue
         result, root = _result(node), roots[x]
         node.target = _overwriting(node)
-        into = _into(node.target) if is_op(node) else None
+        into = INTO.get(node.target._overloadname) if is_op(node) else None
         if into is not None:
             node.kwargs = {**node.kwargs, into: x}
         elif x is not node.args[0]:
@@ -104,11 +122,6 @@ def results(graph: fx.Graph) -> int:
         last[root] = max(place, last.get(result, place))
         count += 1
     return count
-
-
-def _into(op: Any) -> str | None:
-    """How an op names the tensor beside its arguments that it writes its result to; None for ``relu_``."""
-    return next((argument.name for argument in op._schema.arguments if argument.is_out), None)
 
 
 def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:

@@ -121,21 +121,28 @@ def test_reinplace_writes_gradients_over_gradients():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5, 130), (2, 3, 7, 33), (70, 3), (2, 17, 8, 8)])
 def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
-    """Kernels read a row whole before they write to it, whichever the dimension is."""
+    """In any dimension and layout: kernels would write contiguous values to a tensor in another layout."""
 
     def run(x, dy, dim):
         y, z = aten._softmax(aten.mul(x, 2), dim, False), aten._log_softmax(aten.mul(x, 3), dim, False)
         dz = aten._log_softmax_backward_data(aten.mul(dy, 3), z, dim, x.dtype)
         return aten._softmax_backward_data(aten.mul(dy, 2), y, dim, x.dtype), dz, aten._softmax(x, dim, False)
 
-    inputs = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     for dim in range(len(shape)):
-        module = traced(partial(run, dim=dim), *inputs)
-        expected = module(*inputs)
+        module = traced(partial(run, dim=dim), x, dy)
+        expected = module(x, dy)
         # The last one would write over the caller's x.
         assert reinplace.results(module.graph) == 4
         module.recompile()
-        assert same(module(*inputs), expected)
+        assert same(module(x, dy), expected)
+        # What the trace says may be wrong.
+        turned = [t.mT.contiguous().mT for t in (x, dy)]
+        assert same(module(*turned), expected)
+        module = traced(partial(run, dim=dim), *turned)
+        reinplace.results(module.graph)
+        module.recompile()
+        assert same(module(*turned), expected)
 
 
 def test_reinplace_exchanges_the_terms_of_a_sum():
