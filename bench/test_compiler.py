@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 import fusedseg.compiler
 from fusedseg.compiler import partitions
+from fusedseg.memory.fake import fake_model
 from fusedseg.memory.strategy import Partition
 from tests.resnet import ResNet50
 
@@ -222,8 +223,8 @@ def counted(network: Network, way: str, device: torch.device) -> Result:
 def of_compiler(name: str) -> dict[float, Partition]:
     """What the compiler's own budgets repeat."""
     network = here(name)
-    with FakeTensorMode():
-        net = network.make()
+    with FakeTensorMode() as mode:
+        net = fake_model(network.make, mode, torch.float32)
         if name == "SwinUNETR":
             # Its check of the input calls NumPy, which would end the compiler's graph.
             net._check_input_size = lambda spatial_shape: None

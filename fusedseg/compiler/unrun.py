@@ -166,11 +166,13 @@ def _kept(forward: fx.GraphModule, owned: set[tuple[int, ...]], outputs: int) ->
 
 
 def twin_of(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph."""
+    """A copy of a graph, which has the same constants."""
+    parts = (*vars(module).values(), *module.buffers(), *module.parameters())
+    constants = {id(part): part for part in parts if isinstance(part, Tensor)}
     with warnings.catch_warnings():
         # Copying a graph warns of a class of PyTorch that its own copy uses.
         warnings.simplefilter("ignore", FutureWarning)
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, constants)
 
 
 def _flops(module: fx.GraphModule) -> int:

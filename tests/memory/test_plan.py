@@ -352,6 +352,18 @@ def test_a_model_that_cannot_be_one_graph_is_refused():
         partitions(Breaks(2, 2), [torch.empty(1, 2)], [{}])
 
 
+def test_a_model_whose_graph_has_a_constant():
+    """MONAI's SwinUNETR was refused: each way gets a copy of the graph, and the constant could not be copied."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.tensor([0.5, 2.0])
+
+    with FakeTensorMode():
+        found = partitions(Scaled(2, 2), [torch.empty(1, 2)], [{}, 1.0])
+    assert [way.kept > 0 for way in found] == [True, True]
+
+
 def test_what_cannot_be_the_answer_is_not_traced():
     """Budgets that are met without one, and autocast of a model in half precision: three minutes for one network."""
 
