@@ -19,6 +19,7 @@ from fusedseg.memory.meter import LiveBytes
 from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
+from tests.tools.threads import threads
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
 # Coverage doubles the time of the compiler, and the tests without this mark run the same lines.
@@ -207,7 +208,9 @@ def test_dynamic_shapes(chosen):
     run = budgeted(net, 0.3, dynamic=True)
     for size in (32, 48):
         x = [torch.randn(3, 3, size, size)]
-        assert same(results(net, run, x, 1), results(twin, twin, x, 1))
+        # Convolutions of concatenations run source by source, where several threads may add in another order.
+        with threads(1):
+            assert same(results(net, run, x, 1), results(twin, twin, x, 1))
     assert all(share > 0 for _, _, share in chosen)
 
 
