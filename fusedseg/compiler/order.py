@@ -314,11 +314,9 @@ def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
     backward = Backward(module.graph, fused)
-    steps = backward.least_peak(goal) if backward.again else list(backward.as_it_stands(module.graph.nodes).values())
+    steps = backward.least_peak(goal)
     if fused:
         steps = sums_after_products(steps)
-    elif not backward.again:
-        return
     module.graph = _written(steps)
     module.recompile()
 

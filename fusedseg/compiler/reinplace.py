@@ -43,7 +43,7 @@ def _softmax_over(op: Any) -> Callable[..., Tensor]:
     return over
 
 
-_SOFTMAX = [getattr(aten, f"{op}{of}") for op in ("_softmax", "_log_softmax") for of in ("", "_backward_data")]
+_SOFTMAX = aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{
