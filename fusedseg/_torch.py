@@ -349,6 +349,11 @@ _NORM = "torch.ops.aten._native_batch_norm_legit"
 functional_batch_norm = _or(f"{_NORM}_functional.default", None)
 writing_batch_norm = _or(f"{_NORM}.default", None)
 batch_norm_without_running = _or(f"{_NORM}.no_stats", None)
+# Softmax and its gradient as the compiler traces them.
+_softmax = (
+    _or(f"torch.ops.aten.{op}{of}", None) for op in ("_softmax", "_log_softmax") for of in ("", "_backward_data")
+)
+softmax_ops = [op for op in _softmax if op is not None]
 # The gradients of the interpolation "nearest-exact", by the number of spatial dimensions.
 nearest_exact_backward = {
     dims: _or(f"torch.ops.aten._upsample_nearest_exact{dims}d_backward.default", None) for dims in (1, 2, 3)

@@ -43,7 +43,6 @@ def _softmax_over(op: Any) -> Callable[..., Tensor]:
     return over
 
 
-_SOFTMAX = aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{
@@ -53,7 +52,7 @@ OVERWRITING: dict[Any, Any] = {
     },
     **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
     aten.where.self: aten.where.self_out,
-    **{op.default: _softmax_over(op) for op in _SOFTMAX},
+    **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
 }
