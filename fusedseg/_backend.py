@@ -163,6 +163,14 @@ def on_gpu(t: torch.Tensor) -> bool:
     return t.is_cuda or (isinstance(t, FakeTensor) and isinstance(t.fake_mode, EstimateMode))
 
 
+def off_cpu(t: torch.Tensor) -> bool:
+    """Whether aten runs the kernels of another device than a CPU on ``t``.
+
+    The tests replace this function to run that code on a CPU, by the rules of ``tests/tools/cuda_rules.py``.
+    """
+    return t.device.type != "cpu"
+
+
 def why_not(x: torch.Tensor, family: str | None) -> str:
     """The reason why Triton kernels of a family do not serve ``x``, or "" if they do.  It raises as ``use_triton``."""
     # ``type`` answers for nearly all tensors, and is faster than ``isinstance`` with the class of fake tensors.

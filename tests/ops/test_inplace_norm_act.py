@@ -209,10 +209,11 @@ def test_gradients_for_every_weight(backend, device, groups, dtype, with_residua
     exact = gradients(dz, x, weight, bias, r, groups=count)
     given = channels_last(x) if fmt == "channels_last" else x
     found = []
-    for f in (fused, stock):
-        leaves = [t.detach().to(device).requires_grad_() for t in (given, weight, bias)]
-        z = f(leaves[0] * 1, count, *leaves[1:], None if r is None else r.to(device))
-        found.append(torch.autograd.grad(z, leaves[:2], dz.to(device)))
+    # On CUDA the stock group norm takes no parameters in fp32 beside an input in half precision.
+    for f, place in ((fused, device), (stock, "cpu")):
+        leaves = [t.detach().to(place).requires_grad_() for t in (given, weight, bias)]
+        z = f(leaves[0] * 1, count, *leaves[1:], None if r is None else r.to(place))
+        found.append(torch.autograd.grad(z, leaves[:2], dz.to(place)))
     for i, pair in enumerate(pairs):
         c = slice(4 * i, 4 * i + 4)
         for name, k, of in (("dx", 0, (slice(None), c)), ("dweight", 1, c)):

@@ -95,8 +95,11 @@ def test_gradcheck_and_gradients_of_gradients(backend, device, rows):
         x = torch.randperm(math.prod(shape), device=device).double().view(shape)
         x = (channels_last(x) if rows else x).requires_grad_()
         f = lambda x: max_pool(x, 3, 2, 1) * 1.5  # noqa: E731
-        assert torch.autograd.gradcheck(f, x, fast_mode=True)
-        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+        # CUDA's kernel for volumes adds the gradients of windows that overlap by atomics, so in any order.
+        unordered = backend == "aten" and x.is_cuda and x.dim() == 5
+        options = {"fast_mode": True, "nondet_tol": 1e-12 if unordered else 0.0}
+        assert torch.autograd.gradcheck(f, x, **options)
+        assert torch.autograd.gradgradcheck(f, x, **options)
 
 
 def test_other_strides_unbatched_and_expanded_gradients(backend, device):

@@ -30,7 +30,7 @@ def test_on_triton(norm, name, fmt, device):
         stock, ours = both(norm, name, x, *parameters, r, training=training)
         assert ours[0].stride() == x.stride()
         for expected, found in zip(stock, ours, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("triton")

@@ -3,6 +3,9 @@
 Forward calls aten's pooling, which returns int64 indices, and looks up the code of the distance between an index and
 the first position of its window.  Backward looks up the distance of each code, and gives aten's backward the indices.
 On a CPU both process parts of a tensor, which stay in its cache, so that indices of the whole tensor take no memory.
+
+CUDA's kernels write 2D results in the format that the strides of their input suggest, those of dimensions of size 1
+included, and 3D results into contiguous memory alone, whatever the strides of ``out`` are.
 """
 
 import functools
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import _backend
 from .windows import Pool, distances, first_positions, rows_told_apart
 
 aten = torch.ops.aten
@@ -31,7 +35,7 @@ def _parts(
     spatial dimension if ``split`` is True.  Such parts of x overlap if windows do.
     """
     everything = slice(None)
-    if x.device.type != "cpu":
+    if _backend.off_cpu(x):
         yield (everything,), (everything,), pool
         return
     N, C, count = *x.shape[:2], z.shape[2]
@@ -78,8 +82,12 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
         x, pool = _padded(x, tuple(z.shape[2:]), pool)
     for of_x, of_z, inner in _parts(x, z, rows, pool, split):
         z_part = z[of_z]
-        index = torch.empty_like(z_part, dtype=torch.int64)
-        op.out(x[of_x], *inner, out=z_part, indices=index)
+        if _backend.off_cpu(x):
+            found, index = op.default(x[of_x], *inner)
+            z_part.copy_(found)
+        else:
+            index = torch.empty_like(z_part, dtype=torch.int64)
+            op.out(x[of_x], *inner, out=z_part, indices=index)
         if codes is not None:
             # A part may be a range of the first spatial dimension; its indices count from there.
             size, count = tuple(x[of_x].shape[2:]), tuple(z_part.shape[2:])
@@ -95,9 +103,13 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
     op, size = getattr(aten, name).grad_input, tuple(dx.shape[2:])
     # The gradients of windows that overlap are summed, so the parts must not overlap.
     for of_x, of_z, _ in _parts(dx, dz, rows, pool, split=False):
-        into = dx[of_x]
+        part = dx[of_x]
+        apart = _backend.off_cpu(dx) and dx.dim() == 5
+        into = torch.empty_like(part, memory_format=torch.contiguous_format) if apart and rows else part
         # aten reads only the shape of its input, so dx itself may stand in for it.
         op(dz[of_z], into, *pool, indices(codes[of_z], size, pool), grad_input=into)
+        if into is not part:
+            part.copy_(into)
 
 
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ... import _backend
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
 from ..layout import Layout
@@ -24,7 +25,7 @@ def chunk_elements(x: Tensor) -> int:
     On a CPU, the few tensors that a pass uses at once fit into the cache.  On other devices the chunks are large,
     because the number of launches matters there.
     """
-    if x.device.type != "cpu":
+    if _backend.off_cpu(x):
         return 2**26
     return 2**21 // x.element_size()
 
@@ -51,18 +52,19 @@ def run_of(parts: list[Part], x: Tensor) -> list[Part]:
 def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel of a ``channel_view``."""
     acc = stats_dtype(xv)
-    if xv.device.type == "cpu":
+    if _backend.off_cpu(xv):
+        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
+    else:
         zeros, unused = torch.zeros(2, layout.C, dtype=acc)
         mean, var = torch.batch_norm_update_stats(xv, zeros, unused, 0.0)
-    else:
-        var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
     return mean, var
 
 
 def scale_shift(x, out, weight, bias, mean, var, eps) -> None:
     """Writes out = (x - mean) / sqrt(var + eps) * weight + bias in one pass; ``out`` may be ``x``."""
-    unused = mean.new_empty(0)
-    torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, unused, unused))
+    # CUDA writes the statistics there, a CPU nothing.
+    unused = mean.new_empty(0), mean.new_empty(0)
+    torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps, out=(out, *unused))
 
 
 def affine_into(

@@ -1,8 +1,8 @@
 """The norm op that keeps its input, on aten ops, for every device.
 
-It calls the same ops as the stock norm and activation, so its results have the same bits.
+It calls the same ops as the stock norm and activation, so its results have the same bits on a CPU.
 
-Backward rebuilds y by a batch norm of given statistics (``_normalise``), which rounds as the forward pass does.  It
+Backward rebuilds y by a batch norm of given statistics (``_normalise``), which rounds as a CPU's forward pass does.  It
 writes g = dz phi'(y) over y, and passes g to the norm's own backward.  Planes of a large tensor are processed in parts.
 Each part is a smaller problem of whole statistics groups, so that there is no temporary of the tensor's size.  Rows
 (channels_last) are processed in one piece, because a range of channels is scattered in memory there; g then takes the
@@ -10,6 +10,9 @@ memory of a whole tensor beside dx.
 
 InstanceNorm of planes is computed as the batch norm of one sample with N C channels.  InstanceNorm of rows is computed
 as one batch norm per sample.  GroupNorm of a part of the planes is the GroupNorm of one sample with these channels.
+
+aten's group norm on a GPU takes only contiguous tensors of one dtype.  So forward finds the statistics there and calls
+``_normalise``, and backward calls aten with copies of x and g where these are needed.
 """
 
 from collections.abc import Sequence
@@ -18,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _backend
+from ..._torch import FakeTensor
 from ...activation import TABLE
 from ..layout import channel_view, layout_of, per_channel
-from .aten_chunks import activate, activation_grad, over_channels, over_samples, run_of
+from .aten_chunks import activate, activation_grad, over_channels, over_samples, run_of, scale_shift
 from .spec import Exchange, Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, stats_dtype
 
 # A call of ``torch.ops`` takes longer than a call of the functions of ``torch``, which have no backward functions.  A
@@ -47,9 +52,19 @@ def _image(x: Tensor) -> Tensor:
     return x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
 
 
+def _off_cpu(x: Tensor) -> bool:
+    """Whether a GPU computes on ``x``.  Tensors without values show the memory of the kernels of this package."""
+    return _backend.off_cpu(x) and not isinstance(x, FakeTensor)
+
+
 def _as(image: Tensor, x: Tensor) -> Tensor:
     """Gives a result of ``_image`` the shape and strides of ``x`` again."""
-    return image if image.stride() == x.stride() and image.shape == x.shape else image.as_strided(x.shape, x.stride())
+    if image.stride() == x.stride() and image.shape == x.shape:
+        return image
+    if _off_cpu(x) and image.is_contiguous() and not x.is_contiguous():
+        # CUDA returns planes where a CPU returns rows.
+        image = torch.empty_like(_image(x)).copy_(image)
+    return image.as_strided(x.shape, x.stride())
 
 
 def _problems(x: Tensor, spec: Spec) -> Sequence[Tensor]:
@@ -61,14 +76,16 @@ def _problems(x: Tensor, spec: Spec) -> Sequence[Tensor]:
     return _image(x).split(1)
 
 
-def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """The weight in the dtype of the statistics; ones for half-precision ``x`` if there is no weight.
+def _wide(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias in the dtype of the statistics; the weight is ones where aten needs one.
 
-    A weight in fp32 beside half-precision ``x`` makes aten compute the statistics in fp32.
+    A weight in fp32 beside half-precision ``x`` makes aten compute the statistics in fp32.  On CUDA the gradient of a
+    bias has the dtype of the weight, and does not exist without one.
     """
-    if weight is None and x.dtype in (torch.float16, torch.bfloat16):
-        return torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
-    return cast(weight, stats_dtype(x))
+    acc = stats_dtype(x)
+    if weight is None and (bias is not None or x.dtype in (torch.float16, torch.bfloat16)):
+        weight = torch.ones(x.shape[1], dtype=acc, device=x.device)
+    return cast(weight, acc), cast(bias, acc)
 
 
 def _each(v: Tensor | None, x: Tensor, spec: Spec) -> Any:
@@ -80,9 +97,14 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
     x, running_mean, running_var = passed.x, passed.running_mean, passed.running_var
     own, momentum, eps = spec.own, spec.momentum, spec.eps
     acc = stats_dtype(x)
-    weight, bias = _wide_weight(passed.weight, x), cast(passed.bias, acc)
+    weight, bias = _wide(passed.weight, passed.bias, x)
     running = [cast(v, acc) for v in (running_mean, running_var)]
-    if spec.kind == "group":
+    if spec.kind == "group" and _off_cpu(x):
+        groups = x.unflatten(1, (spec.groups, -1)).to(acc)
+        var, mean = torch.var_mean(groups, list(range(2, groups.dim())), correction=0)
+        mean, second = mean.view(-1), torch.rsqrt(var + eps).view(-1)
+        z = _normalise(Saved(x, weight, bias, None, None, mean, second), spec, None)
+    elif spec.kind == "group":
         N, C = x.shape[:2]
         S = x.numel() // (N * C)
         z, mean, second = torch.native_group_norm(_image(x), weight, bias, N, C, S, spec.groups, eps)
@@ -114,8 +136,7 @@ def forward(passed: Passed, spec: Spec) -> Normalised:
 
 
 def _wide_saved(saved: Saved) -> Saved:
-    x = saved.source
-    weight, bias = _wide_weight(saved.weight, x), cast(saved.bias, stats_dtype(x))
+    weight, bias = _wide(saved.weight, saved.bias, saved.source)
     # In nearly all cases nothing changes, and the call of ``_replace`` is saved.
     return saved if weight is saved.weight and bias is saved.bias else saved._replace(weight=weight, bias=bias)
 
@@ -138,7 +159,6 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
     if spec.kind == "batch" and out is None:
         return _as(_batch_norm(_image(x), weight, bias, mean, second, False, 0.0, eps)[0], x)
     out = torch.empty_like(x) if out is None else out
-    unused = mean.new_empty(0)
     first = 0
     for xp, yp in zip(_problems(x, spec), _problems(out, spec), strict=True):
         u = slice(first, first := first + xp.shape[1])
@@ -147,8 +167,8 @@ def _normalise(saved: Saved, spec: Spec, out: Tensor | None) -> Tensor:
             each = (1, -1, *(1,) * (xp.dim() - 2))
             torch.sub(xp, mean[u].view(each), out=yp).mul_(weight[u].view(each))
             continue
-        parameters = [None if v is None else v[u] for v in (weight, bias, mean, second)]
-        _batch_norm(xp, *parameters, False, 0.0, eps, out=(yp, unused, unused))
+        w, b, mu, var = (None if v is None else v[u] for v in (weight, bias, mean, second))
+        scale_shift(xp, yp, w, b, mu, var, eps)
     return out
 
 
@@ -169,13 +189,18 @@ def _norm_backward(g: Tensor, saved: Saved, spec: Spec, affine: bool) -> Any:
     assert mean is not None
     mask = [True, affine, affine]
     if spec.keeps_variance:
-        running = mean, second, None, None
+        # A CPU reads the first two of them, CUDA any two.
+        running = mean, second, mean, torch.rsqrt(second + eps)
         return _batch_norm_backward(_image(g), _image(x), weight, *running, False, eps, mask)
     if spec.kind == "group":
         N, C = x.shape[:2]
         shape = (N, C, x.numel() // (N * C), spec.groups)
         mean, rstd = (v.view(N, spec.groups) for v in (mean, second))
-        return _group_norm_backward(_image(g), _image(x), mean, rstd, weight, *shape, mask)
+        g, image = _image(g), _image(x)
+        if _off_cpu(x):
+            g, image = (t.to(mean.dtype, memory_format=torch.contiguous_format) for t in (g, image))
+        dx, *sums = _group_norm_backward(g, image, mean, rstd, weight, *shape, mask)
+        return dx.to(x.dtype), *sums
     if spec.kind == "batch":
         own = None, None, mean, second
         return _batch_norm_backward(_image(g), _image(x), weight, *own, True, eps, mask)

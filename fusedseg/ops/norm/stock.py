@@ -24,9 +24,15 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
     return TABLE[act.name].function(y, act.param if slope is None else slope)
 
 
+def _weight_of(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The weight; ones for a bias alone, which has no gradient on CUDA otherwise."""
+    return torch.ones_like(bias) if weight is None and bias is not None else weight
+
+
 def norm_act(passed: Passed, spec: Spec) -> Tensor:
     """The norm op of these arguments, as stock functions."""
     x, weight, bias, residual, slope, running_mean, running_var, _ = passed
+    weight = _weight_of(weight, bias)
     if spec.kind == "group":
         # Not all devices take parameters of another dtype than x here; autocast returns fp32.
         wide = x if weight is None else x.to(weight.dtype)
@@ -46,6 +52,7 @@ def serves(x: Tensor, spec: Spec, slots: Tensor | None) -> bool:
 def forward(passed: Passed, spec: Spec) -> tuple[Tensor, Tensor]:
     """z, and the mean and rstd in one tensor; the running statistics do not move."""
     x, weight, bias, residual, _, running_mean, running_var, _ = passed
+    weight = _weight_of(weight, bias)
     N, C, *size = x.shape
     acc = stats_dtype(x)
     if not spec.own:

@@ -1,0 +1,301 @@
+"""The path without Triton under the rules of PyTorch's CUDA kernels (``tests/tools/cuda_rules.py``), on a CPU.
+
+On an H100 that path had wrong outputs, wrong gradients, refused calls and one failed assertion in the device, where all
+tests passed on a CPU.
+"""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg import _backend
+from fusedseg.activation import Activation
+from fusedseg.functional import (
+    conv_abn,
+    inplace_abn,
+    inplace_group_norm_act,
+    inplace_instance_norm_act,
+    max_pool,
+    norm_act,
+)
+from fusedseg.ops.layout import layout_of
+from fusedseg.ops.norm import aten_chunks, aten_input, sample_norm, stock
+from fusedseg.ops.norm.backend import ATEN
+from fusedseg.ops.norm.spec import Passed, Saved, Spec, Wanted
+from tests import reference
+from tests.ops.test_max_pool import CASES, STOCK, special
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.cuda_rules import CudaRules, share_memory
+from tests.tools.tensors import channels_last
+
+C = 4
+# Name -> groups of 4 channels; None takes the statistics of the batch, 0 takes given ones.
+STATISTICS = {"batch": None, "given": 0, "instance": C, "groups of 2": 2, "one group": 1}
+SHAPES = {"1d": (2, C, 7), "2d": (3, C, 2, 5), "3d": (2, C, 3, 2, 3), "one sample": (1, C, 3, 3)}
+# Which of weight and bias there are.
+PARAMETERS = {"affine": (True, True), "no affine": (False, False), "weight": (True, False), "bias": (False, True)}
+by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
+by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+by_keep = pytest.mark.parametrize("keep", ["input", "output"])
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """The aten path as on a GPU; the fixture's value notes which ops of the rules ran."""
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    monkeypatch.setattr(_backend, "off_cpu", lambda t: True)
+    with CudaRules() as rules:
+        yield rules
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Small tensors are processed in many parts, as large ones are."""
+    monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
+    monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aten_input, "PART_BYTES", 64)
+
+
+def laid(x, fmt):
+    return channels_last(x) if fmt == "channels_last" else x.contiguous()
+
+
+def fused(keep, x, groups, weight, bias, residual, **options):
+    given = (torch.linspace(-0.4, 0.6, C, dtype=x.dtype), torch.linspace(0.5, 1.6, C, dtype=x.dtype))
+    statistics = given if groups == 0 else (None, None)
+    options |= {"residual": residual}
+    if keep == "input":
+        kind = {None: "batch", 0: "batch", C: "instance"}.get(groups, "group")
+        count = groups if kind == "group" else None
+        return norm_act(x, *statistics, weight, bias, groups != 0, norm=kind, num_groups=count, **options)
+    # The op overwrites its input.
+    x = x * 1
+    if not groups:
+        return inplace_abn(x, *statistics, weight, bias, groups is None, **options)
+    if groups == C:
+        return inplace_instance_norm_act(x, None, None, weight, bias, **options)
+    return inplace_group_norm_act(x, groups, weight, bias, **options)
+
+
+def check(keep, groups, fmt, shape, dtype, parameters=(True, True), residual=True):
+    """Compares values and gradients with the reference in float64; one channel has weight 0, so it is kept."""
+    x, r, dz = (laid(torch.randn(shape, dtype=torch.float64), fmt).to(dtype) for _ in range(3))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]], dtype=wide)
+    weight, bias = (v if there else None for v, there in zip((weight, bias), parameters, strict=True))
+    r = r if residual else None
+    # ELU has no kink, at which a rounded value would take the other branch.
+    settings = {"activation": "elu", "param": 1.0, "groups": groups or None}
+    if groups == 0:
+        settings |= {"training": False, "running_mean": torch.linspace(-0.4, 0.6, C, dtype=dtype)}
+        settings |= {"running_var": torch.linspace(0.5, 1.6, C, dtype=dtype)}
+    leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, r)]
+    z = fused(keep, x, groups, weight, bias, r, activation="elu", activation_param=1.0)
+    assert z.stride() == x.stride()
+    exact = reference.norm_act(x, weight, bias, residual=r, **settings).out
+    assert relative_error(z, exact) <= FORWARD_TOLERANCE[dtype]
+    found = torch.autograd.grad(z, [t for t in leaves if t is not None], dz)
+    expected = [t for t in reference.gradients(dz, x, weight, bias, r, **settings) if t is not None]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
+
+
+@by_keep
+@by_statistics
+@by_format
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_norms(rules, keep, groups, fmt, shape):
+    check(keep, groups, fmt, shape, torch.float64)
+    check(keep, groups, fmt, shape, torch.float64, residual=False)
+    assert "native_batch_norm" in rules.called
+
+
+@by_keep
+@by_statistics
+@by_format
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
+def test_norms_with_and_without_parameters(rules, keep, groups, fmt, parameters):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check(keep, groups, fmt, SHAPES["2d"], dtype, parameters, residual=False)
+
+
+@by_keep
+@by_statistics
+@by_format
+def test_norms_in_parts(rules, small_parts, keep, groups, fmt):
+    for parameters in PARAMETERS.values():
+        check(keep, groups, fmt, SHAPES["3d"], torch.float64, parameters)
+
+
+@by_keep
+@pytest.mark.parametrize("groups", [None, 0, 2], ids=["batch", "given", "groups of 2"])
+def test_norms_of_vectors_and_of_single_positions(rules, keep, groups):
+    for shape in ((6, C), (4, C, 1, 1)):
+        check(keep, groups, "contiguous", shape, torch.float64, residual=False)
+
+
+@by_keep
+@by_format
+def test_norms_over_processes(rules, keep, fmt):
+    """Processes exchange the sums of backward, which need a weight on CUDA although there is none."""
+    x, dz = (laid(torch.randn(SHAPES["2d"], dtype=torch.float64), fmt) for _ in range(2))
+    bias = torch.linspace(-0.4, 0.6, C, dtype=x.dtype)
+    spec = Spec(keep, Activation("elu", 1.0), process_group="the processes of this test")
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    given, alone = Passed(x, None, bias, None, None, mean, var), spec._replace(own=False, process_group=None)
+    z, mean, second, *_ = ATEN.forward(given, alone, layout_of(x), None, x.clone() if keep == "output" else None)
+    saved = Saved(x if keep == "input" else z, None, bias, None, None, mean, second)
+    wanted = Wanted(affine=True, residual=False, exchange=lambda s1, s2: (s1, s2))
+    dx, _, dbias, *_ = ATEN.backward(dz, saved, spec, layout_of(x), None, wanted)
+    settings = {"activation": "elu", "param": 1.0}
+    exact = reference.gradients(dz, x, None, bias, **settings)
+    assert relative_error(z, reference.norm_act(x, None, bias, **settings).out) <= FORWARD_TOLERANCE[x.dtype]
+    assert relative_error(dx, exact.dx) <= GRADIENT_TOLERANCE[x.dtype]
+    assert relative_error(dbias, exact.dbias) <= GRADIENT_TOLERANCE[x.dtype]
+
+
+@by_statistics
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_rebuilt_outputs(rules, groups, fmt, dtype):
+    """Last bits may differ from those of forward, as CUDA multiplies by weight and rstd one after the other."""
+    x = laid(torch.randn(SHAPES["2d"]).to(dtype), fmt)
+    weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]])
+    kind = {None: "batch", 0: "batch", C: "instance"}.get(groups, "group")
+    spec = Spec("input", Activation("silu", 0.0), own=groups != 0, kind=kind, groups=groups or 0)
+    running = (bias.clone(), bias + 1) if groups == 0 else (None, None)
+    z, mean, second, *_ = ATEN.forward(Passed(x, weight, bias, None, None, *running), spec, layout_of(x), None, None)
+    again = ATEN.rebuild(Saved(x, weight, bias, None, None, mean, second), spec)
+    assert relative_error(again, z) <= FORWARD_TOLERANCE[dtype]
+
+
+@by_format
+@pytest.mark.parametrize("groups", [C, 2], ids=["instance", "groups of 2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_sample_norm(rules, groups, fmt, dtype):
+    """The op of compiled graphs that keeps channels_last, which exists for GPUs alone."""
+    x, dz = (laid(torch.randn(SHAPES["3d"]).to(dtype), fmt) for _ in range(2))
+    weight, bias = torch.tensor([[1.0, -0.7, 0.1, 1.3], [0.3, -0.2, 0.4, 0.0]])
+    given = (x, weight, bias)
+    z, mean, rstd = sample_norm.forward(*given, None, None, groups, 1e-5)
+    assert z.stride() == x.stride()
+    again, *_ = sample_norm.forward(*given, mean, rstd, groups, 1e-5)
+    found = sample_norm.backward(dz, *given, mean, rstd, groups, 1e-5, True)
+    settings = {"activation": "identity", "groups": groups}
+    exact = reference.norm_act(*given, **settings).out
+    assert relative_error(z, exact) <= FORWARD_TOLERANCE[dtype]
+    assert relative_error(again, exact) <= FORWARD_TOLERANCE[dtype]
+    for mine, theirs in zip(found, reference.gradients(dz, *given, **settings), strict=False):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_exported_norms_with_a_bias_alone(rules, kind, dtype):
+    """PyTorch's own norms have no gradient on CUDA for a bias without a weight."""
+    x = torch.randn(SHAPES["2d"]).to(dtype).requires_grad_()
+    bias = torch.linspace(-0.4, 0.6, C, requires_grad=True)
+    spec = Spec("input", Activation("elu", 1.0), kind=kind, groups=2 if kind == "group" else 0)
+    z = stock.norm_act(Passed(x, None, bias), spec)
+    dz = torch.randn_like(z)
+    found = torch.autograd.grad(z, (x, bias), dz)
+    groups = {"batch": None, "instance": C, "group": 2}[kind]
+    exact = reference.gradients(dz, x, None, bias, activation="elu", param=1.0, groups=groups)
+    for mine, theirs in zip(found, (exact.dx, exact.dbias), strict=True):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
+
+
+@by_format
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_convolutions_with_norms(rules, fmt, training):
+    x, w = laid(torch.randn(2, 3, 5, 6), fmt).requires_grad_(), torch.randn(C, 3, 3, 3, requires_grad=True)
+    weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]])
+    running = torch.linspace(-0.4, 0.6, C), torch.linspace(0.5, 1.6, C)
+    options = {"activation": "elu", "activation_param": 1.0}
+    z = conv_abn(x, w, None, *(v.clone() for v in running), weight, bias, training=training, padding=1, **options)
+    dz = torch.randn_like(z)
+    found = torch.autograd.grad(z, (x, w), dz)
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    settings = {"activation": "elu", "param": 1.0, "training": training}
+    y = reference.convolve(*leaves, padding=1)
+    exact = reference.norm_act(y, weight, bias, *running, **settings).out
+    assert relative_error(z, exact) <= FORWARD_TOLERANCE[torch.float32]
+    for mine, theirs in zip(found, torch.autograd.grad(exact, leaves, dz.double()), strict=True):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[torch.float32]
+
+
+def check_pool(x, *arguments):
+    """Compares values and gradients with the stock function of contiguous input."""
+    dims = x.dim() - 2
+    # ``clone`` would change the strides of dimensions of size 1.
+    leaf, exact = x.detach().requires_grad_(), x.detach().contiguous().requires_grad_()
+    z = max_pool(leaf, *arguments)
+    expected = STOCK[dims](exact, *arguments)
+    dz = torch.randn_like(expected)
+    (dx,) = torch.autograd.grad(expected, exact, dz)
+    torch.testing.assert_close(z, expected, rtol=0, atol=0, equal_nan=True)
+    (found,) = torch.autograd.grad(z, leaf, dz)
+    torch.testing.assert_close(found, dx)
+    with torch.no_grad():
+        torch.testing.assert_close(max_pool(leaf, *arguments), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@by_format
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_pools(rules, case, fmt):
+    shape, *arguments = case
+    check_pool(laid(torch.randn(shape), fmt), *arguments)
+    check_pool(laid(special(shape), fmt), *arguments)
+    assert len(rules.called) == 2
+
+
+@pytest.mark.parametrize("shape", [(7, 6, 3), (5, 4, 6, 3)], ids=["2d", "3d"])
+def test_pools_of_a_view_of_one_image(rules, shape):
+    """Such a view is channels_last to every reader but the kernel, which asks for the strides of one sample too.
+
+    The indices were those of other positions, at which an assertion in the device failed.
+    """
+    x = torch.randn(shape).movedim(-1, 0).unsqueeze(0)
+    assert not x.is_contiguous()
+    assert x.stride(0) < x.numel()
+    check_pool(x, 3, 2, 1)
+
+
+def test_the_rules_find_what_a_gpu_did():
+    """Each defect of the run on an H100 is an error, or a wrong value, under the rules."""
+    x, mean, var = torch.randn(2, C, 3, 5), torch.zeros(C), torch.ones(C)
+    rows = channels_last(x)
+    unused, out = mean.new_empty(0), torch.empty_like(x)
+    aten = torch.ops.aten
+    with CudaRules():
+        with pytest.raises(RuntimeError, match="one memory for two outputs"):
+            torch.native_batch_norm(x, None, None, mean, var, False, 0.0, 0.0, out=(out, unused, unused))
+        with pytest.raises(RuntimeError, match="save_mean should always be defined"):
+            aten.native_batch_norm_backward(rows, rows, None, mean, var, None, None, False, 0.0, [True, False, False])
+        with pytest.raises(RuntimeError, match="does not have a device"):
+            aten.native_batch_norm_backward(x, x, None, None, None, mean, var, True, 0.0, [True, True, True])
+        with pytest.raises(RuntimeError, match="contiguous"):
+            F.group_norm(rows, 2)
+        with pytest.raises(RuntimeError, match="but found"):
+            F.group_norm(x.half(), 2, var)
+        of_eval = mean, var, mean, var, False, 0.0, [True, False, False]
+        assert aten.native_batch_norm_backward(rows, rows, None, *of_eval)[0].is_contiguous()
+        volume = channels_last(torch.randn(2, C, 4, 4, 4))
+        z = channels_last(torch.zeros(2, C, 2, 2, 2))
+        aten.max_pool3d_with_indices.out(volume, 2, out=z, indices=torch.empty_like(z, dtype=torch.int64))
+        assert z.isnan().all()
+    # A CPU leaves the statistics of eval mode alone.
+    torch.native_batch_norm(x, None, None, mean, var, False, 0.0, 0.0, out=(out, unused, unused))
+    assert torch.equal(out, x)
+
+
+def test_which_tensors_share_memory():
+    x = torch.zeros(2, 6)
+    assert share_memory(x, x)
+    assert share_memory(x[:, :3], x[:, 2:])
+    assert not share_memory(x[0], x[1])
+    assert not share_memory(x.new_empty(0), x.new_empty(0))
+    empty = x.new_empty(0)
+    assert share_memory(empty, empty)
