@@ -204,6 +204,11 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
+def without_nan_checks() -> torch.autograd.set_detect_anomaly:
+    """A context in which anomaly mode does not look for NaN, which tensors without values cannot show."""
+    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+
+
 def mean_of(out: object) -> torch.Tensor:
     return torch.stack([tensor.float().mean() for tensor in tensors_of(out)]).sum()
 
