@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from .._backend import EstimateMode
 from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException, tree_map
-from .meter import without_nan_checks
 from .report import MemoryReport
 from .step import OP, OptimizerFactory, step
 
@@ -25,7 +24,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
 
     A model may hold real tensors beside parameters and buffers.
     """
-    with quiet(), without_nan_checks(), EstimateMode(allow_non_fake_inputs=True) as mode:
+    with quiet(), EstimateMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 

@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
+from fusedseg import convert
 from fusedseg.memory import curve, plan, profile
 from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet
@@ -314,11 +315,12 @@ def test_anomaly_mode(check_nan):
     """Backward looked for NaN in tensors without values, and raised DataDependentOutputException."""
     with FakeTensorMode():
         model, x = block(), torch.empty(X)
-    expected = profile(block, X), profile(model, x)
+    steps = (block, X), (model, x), (block(), torch.randn(X))
+    expected = [profile(*step) for step in steps]
     with torch.autograd.set_detect_anomaly(True, check_nan):
-        found = profile(block, X), profile(model, x)
+        found = [profile(*step) for step in steps]
         assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check_nan)
-        profile(block(), torch.randn(X))
         plan(block, X[1:], budget=2**30)
         curve(block, X[1:])
+        assert convert(block(), example_inputs=torch.randn(X)).after is not None
     assert [(report.saved, report.peak) for report in found] == [(report.saved, report.peak) for report in expected]
