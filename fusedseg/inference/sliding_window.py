@@ -1,5 +1,6 @@
 """Labels of a large image: class scores are summed over windows, and never held for the whole image."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,8 @@ from .windows import Cell, Sums, Windows, importance, part
 
 OP = "fusedseg.sliding_window_labels"
 MODES = ("constant", "gaussian")
+# What an image lacks if it has so many dimensions less than roi asks for, and how to add it.
+NEW_AXES = {1: ("batch dimension", "image[None]"), 2: ("batch and channel dimensions", "image[None, None]")}
 PADDING_MODES = ("constant", "reflect", "replicate", "circular")
 
 
@@ -172,7 +175,16 @@ def labels_of(logits: Tensor, regions: bool | Sequence[int]) -> Tensor:
 
 def _predicted(model: Callable[[Tensor], Tensor], data: Tensor, axes: list[tuple[int, ...]]) -> Tensor:
     """The prediction of windows, or the mean of those of all mirrored windows."""
-    prediction = _checked(model(data), data)
+    try:
+        prediction = _checked(model(data), data)
+    except Exception as error:
+        # Python 3.10 has no notes.
+        if sys.version_info >= (3, 11):
+            error.add_note(
+                f"{OP}: the model was called with windows (n, C, *roi) = {tuple(data.shape)}; if image has no batch "
+                "dimension, pass image[None]"
+            )
+        raise
     if axes:
         prediction = prediction.clone()
         for flipped in axes:
@@ -217,8 +229,18 @@ def _check_regions(regions: bool | Sequence[int]) -> None:
 def _roi(roi: int | Sequence[int | None], image: Tensor) -> tuple[int, ...]:
     spatial = image.shape[2:]
     given = tuple(roi) if isinstance(roi, Sequence) else (roi,) * len(spatial)
-    if len(given) != len(spatial) or not all(size is None or isinstance(size, int) for size in given):
-        raise ValueError(f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r}")
+    missing = len(given) - len(spatial)
+    if missing in NEW_AXES:
+        dimensions, write = NEW_AXES[missing]
+        raise ValueError(
+            f"{OP}: image must have shape (N, C, *spatial) with {len(given)} spatial dimensions for roi {roi!r}, "
+            f"got {tuple(image.shape)}, which has no {dimensions}; pass {write}"
+        )
+    if missing or not all(size is None or isinstance(size, int) for size in given):
+        raise ValueError(
+            f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r} for image "
+            f"(N, C, *spatial) = {tuple(image.shape)}"
+        )
     return tuple(n if size is None or size < 1 else size for size, n in zip(given, spatial, strict=True))
 
 
