@@ -100,6 +100,11 @@ class Focal(NamedTuple):
         return None if mask is None else mask.flatten(1).sum(1).to(torch.get_default_dtype())
 
 
+def number_or_values(alpha: Sequence[float] | float | Tensor | None) -> Sequence[float] | float | None:
+    """A number or a list of an alpha that may be a tensor or an array, as in MONAI."""
+    return None if alpha is None else torch.as_tensor(alpha, dtype=torch.float64).tolist()
+
+
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -156,7 +161,7 @@ class FocalLoss(_Loss):
             )
         self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
         self.gamma = float(gamma)
-        self.focal = Focal(name, include_background, alpha, self.reduction, use_softmax)
+        self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction, use_softmax)
         self.register_buffer("class_weight", class_weight(name, weight))
         self.class_weight: Tensor | None
 
@@ -217,7 +222,7 @@ class DiceFocalLoss(_Loss):
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.dice.form.check(other_act)
-        self.focal = Focal(name, include_background, alpha, self.reduction)
+        self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction)
         self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002

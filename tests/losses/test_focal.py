@@ -67,6 +67,14 @@ def test_targets_with_channels():
 
 
 @pytest.mark.parametrize("alpha", [0.25, [0.25, 0.875, 0.375, 0.5]], ids=["number", "list"])
+def test_alpha_is_a_tensor(alpha):
+    """MONAI takes tensors too; the one of a number raised TypeError."""
+    (x, labels), given = data(), torch.tensor(alpha)
+    loss = FocalLoss(to_onehot_y=True, alpha=given)
+    assert torch.equal(loss(x, labels), FocalLoss(to_onehot_y=True, alpha=alpha)(x, labels))
+
+
+@pytest.mark.parametrize("alpha", [0.25, [0.25, 0.875, 0.375, 0.5]], ids=["number", "list"])
 def test_alpha_of_a_soft_target(alpha, backend):
     """Alpha depends on each value of the target; the sums of a soft target had it as if the target were one-hot."""
     x, labels = data()
