@@ -463,3 +463,12 @@ def python_dispatcher() -> Any:
 def bare_op(op: object) -> Any:
     """The binding that an op of ``torch.ops`` calls; the op itself if it has none."""
     return getattr(op, "_op", op)
+
+
+def write_gradient(op: Any, out: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Writes the gradient that a backward op of ``torch.ops.aten`` computes into ``out``, and returns it."""
+    try:
+        return op.grad_input(*args, **kwargs, grad_input=out)
+    except KeyError:
+        # ``torch.autograd.graph.allow_mutation_on_saved_tensors`` takes ops that name their result "out" alone.
+        return out.copy_(op(*args, **kwargs))

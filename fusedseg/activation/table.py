@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import _torch
+from .._torch import write_gradient
 
 # Stock functions call these bindings, which have less overhead than ``torch.ops``.  Backward functions have no such
 # binding; a call of an overload, such as ``.default``, has the least overhead for them.
@@ -99,13 +100,13 @@ def _leaky_relu_inverse(z: Tensor, p: float, out: Tensor | None) -> Tensor:
 def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
     if out is None:
         return aten.leaky_relu_backward.default(dz, z, p, True)
-    return aten.leaky_relu_backward.grad_input(dz, z, p, True, grad_input=out)
+    return write_gradient(aten.leaky_relu_backward, out, dz, z, p, True)
 
 
 def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     if out is None:
         return aten.elu_backward.default(dz, p, scale, 1, True, z)
-    return aten.elu_backward.grad_input(dz, p, scale, 1, True, z, grad_input=out)
+    return write_gradient(aten.elu_backward, out, dz, p, scale, 1, True, z)
 
 
 def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
@@ -144,7 +145,7 @@ _ROWS = (
         nn.LeakyReLU,
         function=F.leaky_relu,
         forward=lambda y, p: _nn.leaky_relu_(y, p),
-        grad=lambda dz, y, p, out: aten.leaky_relu_backward.grad_input(dz, y, p, False, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.leaky_relu_backward, out, dz, y, p, False),
         node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
@@ -158,7 +159,7 @@ _ROWS = (
         nn.ELU,
         function=F.elu,
         forward=lambda y, p: _nn.elu_(y, p),
-        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(dz, p, 1, 1, False, y, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, p, 1, 1, False, y),
         node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
         inverse=Inverse(
@@ -172,9 +173,7 @@ _ROWS = (
         nn.SELU,
         function=lambda y, p: F.selu(y),
         forward=lambda y, p: torch.selu_(y),
-        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(
-            dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y, grad_input=out
-        ),
+        grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y),
         node="Elu",
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
@@ -187,8 +186,8 @@ _ROWS = (
         function=F.celu,
         forward=torch.celu_,
         # Autograd rounds p to fp32 first.
-        grad=lambda dz, y, p, out: aten.elu_backward.grad_input(
-            dz, p, 1, 1 / ctypes.c_float(p).value, False, y, grad_input=out
+        grad=lambda dz, y, p, out: write_gradient(
+            aten.elu_backward, out, dz, p, 1, 1 / ctypes.c_float(p).value, False, y
         ),
         node="Celu",
         parameter=Parameter("alpha", "alpha", 1.0),
@@ -211,7 +210,7 @@ _ROWS = (
         nn.ReLU,
         function=lambda y, p: F.relu(y),
         forward=lambda y, p: torch.relu_(y),
-        grad=lambda dz, y, p, out: aten.threshold_backward.grad_input(dz, y, 0, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.threshold_backward, out, dz, y, 0),
         node="Relu",
         idempotent=True,
     ),
@@ -220,7 +219,7 @@ _ROWS = (
         nn.SiLU,
         function=lambda y, p: F.silu(y),
         forward=lambda y, p: _nn.silu_(y),
-        grad=lambda dz, y, p, out: aten.silu_backward.grad_input(dz, y, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.silu_backward, out, dz, y),
         node="Silu",
     ),
     Row(
@@ -228,7 +227,7 @@ _ROWS = (
         nn.GELU,
         function=lambda y, p: F.gelu(y),
         forward=lambda y, p: _nn.gelu_(y),
-        grad=lambda dz, y, p, out: aten.gelu_backward.grad_input(dz, y, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.gelu_backward, out, dz, y),
         node="Gelu",
         parameter=_APPROXIMATION,
     ),
@@ -237,7 +236,7 @@ _ROWS = (
         nn.GELU,
         function=lambda y, p: F.gelu(y, approximate="tanh"),
         forward=lambda y, p: _nn.gelu_(y, approximate="tanh"),
-        grad=lambda dz, y, p, out: aten.gelu_backward.grad_input(dz, y, approximate="tanh", grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.gelu_backward, out, dz, y, approximate="tanh"),
         node="Gelu",
         parameter=_APPROXIMATION,
         selected_by=("gelu", "tanh"),
@@ -263,7 +262,7 @@ _ROWS = (
         nn.ReLU6,
         function=lambda y, p: F.relu6(y),
         forward=lambda y, p: _nn.hardtanh_(y, 0.0, 6.0),
-        grad=lambda dz, y, p, out: aten.hardtanh_backward.grad_input(dz, y, 0.0, 6.0, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.hardtanh_backward, out, dz, y, 0.0, 6.0),
         node="Hardtanh",
         idempotent=True,
     ),
@@ -272,7 +271,7 @@ _ROWS = (
         nn.Softplus,
         function=lambda y, p: F.softplus(y),
         forward=lambda y, p: _nn.softplus(y, out=y),
-        grad=lambda dz, y, p, out: aten.softplus_backward.grad_input(dz, y, 1, 20, grad_input=out),
+        grad=lambda dz, y, p, out: write_gradient(aten.softplus_backward, out, dz, y, 1, 20),
         node="Softplus",
         fixed=(("beta", 1.0), ("threshold", 20.0)),
     ),

@@ -1,5 +1,6 @@
 """Labels of a large image: class scores are summed over windows, and never held for the whole image."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,11 @@ from .windows import Cell, Sums, Windows, importance, part
 
 OP = "fusedseg.sliding_window_labels"
 MODES = ("constant", "gaussian")
+# What an image lacks that has so many dimensions less than roi asks for, and how to add it.
+MISSING = {
+    1: "no batch dimension (pass image[None]) or no channel dimension (pass image[:, None])",
+    2: "no batch and channel dimensions (pass image[None, None])",
+}
 PADDING_MODES = ("constant", "reflect", "replicate", "circular")
 
 
@@ -85,16 +91,15 @@ def sliding_window_labels(
     Source: Isensee et al., "nnU-Net", Nature Methods 2021 (Gaussian weights, mirroring).
     """
     _check_image(image)
-    dims = image.dim() - 2
     check_positive(OP, "sw_batch_size", sw_batch_size)
     check_choice(OP, "mode", mode, MODES)
     check_choice(OP, "padding_mode", padding_mode, PADDING_MODES)
     if cval != 0 and padding_mode != "constant":
         raise ValueError(f"{OP}: cval must be 0 for padding_mode {padding_mode!r}, got {cval}")
     sizes = _roi(roi, image)
-    of_axes = _for_axes("overlap", overlap, dims, "at least 0 and below 1", lambda o: 0 <= o < 1)
-    sigmas = _for_axes("sigma_scale", sigma_scale, dims, "above 0", lambda s: s > 0)
-    axes = _mirrored_axes(mirror, dims)
+    of_axes = _for_axes("overlap", overlap, image, "at least 0 and below 1", lambda o: 0 <= o < 1)
+    sigmas = _for_axes("sigma_scale", sigma_scale, image, "above 0", lambda s: s > 0)
+    axes = _mirrored_axes(mirror, image)
     _check_regions(regions)
 
     inner = image.shape[2:]
@@ -172,7 +177,16 @@ def labels_of(logits: Tensor, regions: bool | Sequence[int]) -> Tensor:
 
 def _predicted(model: Callable[[Tensor], Tensor], data: Tensor, axes: list[tuple[int, ...]]) -> Tensor:
     """The prediction of windows, or the mean of those of all mirrored windows."""
-    prediction = _checked(model(data), data)
+    try:
+        prediction = _checked(model(data), data)
+    except Exception as error:
+        # Python 3.10 has no notes.
+        if sys.version_info >= (3, 11):
+            error.add_note(
+                f"{OP}: the model was called with windows (n, C, *roi) = {tuple(data.shape)}; if image has no batch "
+                "dimension, pass image[None]"
+            )
+        raise
     if axes:
         prediction = prediction.clone()
         for flipped in axes:
@@ -214,28 +228,46 @@ def _check_regions(regions: bool | Sequence[int]) -> None:
         raise ValueError(f"{OP}: regions must be True, False, or labels of at least 0, got {regions!r}")
 
 
+def _read(image: Tensor) -> str:
+    """How an image is read, for errors about one value for each axis."""
+    return f"image (N, C, *spatial) = {tuple(image.shape)}"
+
+
 def _roi(roi: int | Sequence[int | None], image: Tensor) -> tuple[int, ...]:
     spatial = image.shape[2:]
     given = tuple(roi) if isinstance(roi, Sequence) else (roi,) * len(spatial)
-    if len(given) != len(spatial) or not all(size is None or isinstance(size, int) for size in given):
-        raise ValueError(f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r}")
+    missing = len(given) - len(spatial)
+    if missing in MISSING:
+        raise ValueError(
+            f"{OP}: image must have shape (N, C, *spatial) with {len(given)} spatial dimensions for roi {roi!r}, "
+            f"got {tuple(image.shape)}, which has {MISSING[missing]}"
+        )
+    if missing or not all(size is None or isinstance(size, int) for size in given):
+        raise ValueError(
+            f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r} "
+            f"for {_read(image)}"
+        )
     return tuple(n if size is None or size < 1 else size for size, n in zip(given, spatial, strict=True))
 
 
 def _for_axes(
-    name: str, value: float | Sequence[float], dims: int, text: str, fits: Callable[[float], bool]
+    name: str, value: float | Sequence[float], image: Tensor, text: str, fits: Callable[[float], bool]
 ) -> tuple[float, ...]:
     """One number for each axis."""
+    dims = image.dim() - 2
     given = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     if len(given) != dims or not all(map(fits, given)):
-        raise ValueError(f"{OP}: {name} must be one number {text}, or {dims} of them, got {value!r}")
+        raise ValueError(f"{OP}: {name} must be one number {text}, or {dims} of them, got {value!r} for {_read(image)}")
     return given
 
 
-def _mirrored_axes(mirror: Sequence[int], dims: int) -> list[tuple[int, ...]]:
+def _mirrored_axes(mirror: Sequence[int], image: Tensor) -> list[tuple[int, ...]]:
     """Every set of axes of a window that is mirrored, in the order of nnU-Net."""
+    dims = image.dim() - 2
     if len(set(mirror)) != len(mirror) or not all(0 <= axis < dims for axis in mirror):
-        raise ValueError(f"{OP}: mirror must have different axes from 0 to {dims - 1}, got {tuple(mirror)!r}")
+        raise ValueError(
+            f"{OP}: mirror must have different axes from 0 to {dims - 1}, got {tuple(mirror)!r} for {_read(image)}"
+        )
     axes = [axis + 2 for axis in mirror]
     sets: Iterable[tuple[int, ...]] = chain.from_iterable(combinations(axes, i + 1) for i in range(len(axes)))
     return list(sets)

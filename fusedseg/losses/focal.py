@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
-from ..ops.segmentation.conv_logits import Logits
+from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import NLL, OTHER_NLL
+from ..ops.segmentation.spec import NLL, OTHER_NLL, Given, SumsSpec
 from .monai import DiceLoss, Form, LossCall, check_not_negative, checked_reduction, class_weight
 
 
@@ -23,9 +24,34 @@ class Focal(NamedTuple):
     reduction: str
     softmax: bool = False
 
+    def is_soft(self, call: LossCall) -> bool:
+        """Whether alpha depends on each value of the target, which may be soft, so that the sums do not have it.
+
+        It is decided by the dtype, because the host would have to wait for values.
+        """
+        soft = call.spec.dense and call.given.target.is_floating_point()
+        return soft and self.alpha is not None and not self.softmax
+
+    def soft_sums(self, call: LossCall, gamma: float) -> Tensor:
+        """The sums, (ROWS, N, K), in which each element of the target has the weight that MONAI derives from alpha."""
+        logits, y, mask = call.given
+        x = logits.formed() if isinstance(logits, ConvLogits) else logits
+        N, K, *spatial = x.shape
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        if isinstance(self.alpha, (int, float)):
+            weight = y * self.alpha + (1 - y) * (1 - self.alpha)
+        else:
+            first = 0 if self.include_background or K == 1 else 1
+            of_classes = F.pad(self._alpha_of_classes(K - first).to(y), (first, 0))
+            weight = torch.where(y == 1, of_classes.view(K, *(1,) * len(spatial)), 1.0)
+        weight = weight if mask is None else weight * mask
+        # Sigmoids of different classes have nothing in common, so each class may be a sample of its own.
+        apart = [t.reshape(N * K, 1, *spatial) for t in (x, y, weight)]
+        return sums(Given(*apart), SumsSpec("none", "sigmoid", dense=True, gamma=gamma)).view(-1, N, K)
+
     def value(self, found: Tensor, call: LossCall, weight: Tensor | None) -> Tensor:
         """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""
-        per_class = self._weighted(self._balanced(found), weight)
+        per_class = self._weighted(self._balanced(found, None if self.is_soft(call) else self.alpha), weight)
         S = math.prod(call.given.logits.shape[2:])
         valid = self._valid(call)
         if self.reduction == "sum":
@@ -35,9 +61,9 @@ class Focal(NamedTuple):
             return per_class.sum() / valid.sum().clamp(min=_EPS)
         return per_class.sum() / (per_class.numel() * S)
 
-    def _balanced(self, found: Tensor) -> Tensor:
+    def _balanced(self, found: Tensor, alpha: Sequence[float] | float | None) -> Tensor:
         """The sums of each sample and class that counts, with alpha."""
-        nll, other, alpha = found[NLL], found[OTHER_NLL], self.alpha
+        nll, other = found[NLL], found[OTHER_NLL]
         if not self.include_background and nll.shape[1] > 1:
             nll, other = nll[:, 1:], other[:, 1:]
         K = nll.shape[1]
@@ -47,10 +73,14 @@ class Focal(NamedTuple):
             if self.softmax:
                 return nll.new_tensor([1 - alpha] + [alpha] * (K - 1)) * nll
             return alpha * nll + (1 - alpha) * other
-        if len(alpha) != K:
-            raise ValueError(f"{self.name}: alpha must have {K} values, one for each class, got {list(alpha)}")
-        of_classes = torch.as_tensor(alpha).to(nll)
+        of_classes = self._alpha_of_classes(K).to(nll)
         return of_classes * nll if self.softmax else of_classes * nll + other
+
+    def _alpha_of_classes(self, K: int) -> Tensor:
+        of_classes = torch.as_tensor(self.alpha)
+        if of_classes.shape != (K,):
+            raise ValueError(f"{self.name}: alpha must have {K} values, one for each class, got {of_classes.tolist()}")
+        return of_classes
 
     def _weighted(self, per_class: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -70,6 +100,11 @@ class Focal(NamedTuple):
         return None if mask is None else mask.flatten(1).sum(1).to(torch.get_default_dtype())
 
 
+def number_or_values(alpha: Sequence[float] | float | Tensor | None) -> Sequence[float] | float | None:
+    """A number or a list of an alpha that may be a tensor or an array, as in MONAI."""
+    return None if alpha is None else torch.as_tensor(alpha, dtype=torch.float64).tolist()
+
+
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -86,14 +121,15 @@ class FocalLoss(_Loss):
             class out of the softmax.
         ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored, because MONAI
             multiplies the logits by other values; the host waits for the device to know.
-        alpha: as in MONAI; with sigmoids, the target must consist of zeros and ones.
+        alpha: as in MONAI.
         reduction: "mean" or "sum", which is a mean over positions and a sum over samples and classes, as in MONAI.
 
     Its forward takes the logits and a target: labels (N, 1, *spatial) with to_onehot_y, of any integer or floating
     dtype, which are never expanded; otherwise a tensor of the shape of the logits.
 
     Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
-    with channels has an ignore_index.
+    with channels has an ignore_index.  With alpha and sigmoids, a floating-point target with channels may be soft; then
+    a weight for each of its values is kept as well, which labels, or a target of truth values or integers, do not need.
 
     Raises:
         ValueError: the reduction is "none", which needs a value per position, or use_softmax is given without the
@@ -125,14 +161,17 @@ class FocalLoss(_Loss):
             )
         self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
         self.gamma = float(gamma)
-        self.focal = Focal(name, include_background, alpha, self.reduction, use_softmax)
+        self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction, use_softmax)
         self.register_buffer("class_weight", class_weight(name, weight))
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.form.call(input, target)
-        likelihood = "softmax" if self.focal.softmax else "sigmoid"
-        found = sums(call.given, call.spec.using("none", likelihood, self.gamma))
+        if self.focal.is_soft(call):
+            found = self.focal.soft_sums(call, self.gamma)
+        else:
+            likelihood = "softmax" if self.focal.softmax else "sigmoid"
+            found = sums(call.given, call.spec.using("none", likelihood, self.gamma))
         return self.focal.value(found, call, self.class_weight)
 
 
@@ -146,13 +185,13 @@ class DiceFocalLoss(_Loss):
     Args:
         include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr: as in MONAI.
         batch, gamma, weight, lambda_dice, lambda_focal: as in MONAI.
-        alpha: as in MONAI; the target must consist of zeros and ones then.
+        alpha: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
 
     Target, errors and sources are those of ``fusedseg.DiceLoss`` and ``FocalLoss``.
 
-    Kept for backward: the logits and the target, which the caller has anyway.
+    Kept for backward: as in ``FocalLoss``.
     """
 
     def __init__(
@@ -183,17 +222,19 @@ class DiceFocalLoss(_Loss):
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.dice.form.check(other_act)
-        self.focal = Focal(name, include_background, alpha, self.reduction)
+        self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction)
         self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
         call = self.dice.form.call(input, target)
         probability = call.spec.probability if self.lambda_dice else "none"
-        focal = ("sigmoid", self.gamma) if self.lambda_focal else ("none",)
+        soft = self.focal.is_soft(call)
+        focal = ("sigmoid", self.gamma) if self.lambda_focal and not soft else ("none",)
         found = sums(call.given, call.spec.using(probability, *focal))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
         if self.lambda_focal:
-            loss = loss + self.lambda_focal * self.focal.value(found, call, self.dice.class_weight)
+            of_focal = self.focal.soft_sums(call, self.gamma) if soft else found
+            loss = loss + self.lambda_focal * self.focal.value(of_focal, call, self.dice.class_weight)
         return loss

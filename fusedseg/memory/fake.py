@@ -76,7 +76,7 @@ def profile(
     Each storage that an op returns is counted until it is freed.  Not seen are workspaces inside an op (above all of a
     convolution, and without values that of an ``nn.LSTM``), the allocator's rounding and fragmentation, and the memory
     of the CUDA context; on CUDA the rows hold the allocator's own figures.  Compiled modules run
-    uncompiled here.
+    uncompiled here, and anomaly mode looks for no NaN.
 
     Args:
         model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.

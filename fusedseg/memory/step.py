@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import FakeTensor
-from .meter import Saver, graph_of, key_of, mean_of, tensors_of
+from .meter import Saver, graph_of, key_of, mean_of, tensors_of, without_nan_checks
 from .report import MemoryReport
 from .trace import Trace
 
@@ -36,6 +36,7 @@ def step(
         if fake is not None:
             # Tensors that the model creates itself must be fake too.  Entering the mode twice does no harm.
             stack.enter_context(fake.fake_mode)
+        stack.enter_context(without_nan_checks())
         others = [module for module in (loss,) if isinstance(module, nn.Module)]
         stack.enter_context(
             _put_back([model, *others], inputs, device if fake is None else None, optimizer is not None)

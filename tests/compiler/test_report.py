@@ -119,6 +119,17 @@ def test_a_part_of_a_model_and_a_function_have_reports():
     assert "runs without a backward" in str(report(square))
 
 
+def test_anomaly_mode():
+    """Counting eager mode looked for NaN in tensors without values, and raised DataDependentOutputException."""
+    net = Net()
+    run = compiled(net)
+    with torch.autograd.set_detect_anomaly(True):
+        run(torch.randn(2, 3, 14, 14)).mean().backward()
+        (graph,) = report(run).graphs
+        assert torch.is_anomaly_check_nan_enabled()
+    assert graph.ours.kept < graph.eager.kept
+
+
 def test_symbolic_sizes_are_not_counted():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     run = compiled(net, dynamic=True)

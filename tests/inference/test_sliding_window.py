@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import sys
 
 import pytest
 import torch
@@ -238,8 +239,26 @@ def test_progress_on_a_terminal(monkeypatch):
         ({"image": torch.ones(9, 9)}, ValueError, r"image must have shape \(N, C, \*spatial\) with one to three"),
         ({"image": torch.ones(0, 2, 9, 9)}, ValueError, r"at least one value, got \(0, 2, 9, 9\)"),
         ({"roi": (4,)}, ValueError, r"roi must be one integer, or 2 integers, one for each axis, got \(4,\)"),
+        (
+            {"image": torch.ones(2, 9, 9), "roi": (4, 4)},
+            ValueError,
+            r"image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or",
+        ),
+        ({"image": torch.ones(2, 9, 9, 9), "roi": [4, 4, None]}, ValueError, "image must .* has no batch dimension"),
+        (
+            {"image": torch.ones(9, 9, 9), "roi": (4, 4, 4)},
+            ValueError,
+            r"no batch and channel dimensions .pass",
+        ),
+        ({"image": torch.ones(1, 2, 9), "roi": (4, 4, 4, 4)}, ValueError, "roi must be one integer, or 1 integers"),
         ({"roi": 4.5}, ValueError, "roi must be one integer, or 2 integers, one for each axis, got 4.5"),
         ({"overlap": 1.0}, ValueError, "overlap must be one number at least 0 and below 1, or 2 of them, got 1.0"),
+        (
+            {"image": torch.ones(2, 9, 9), "overlap": (0.5, 0.5)},
+            ValueError,
+            r"for image \(N, C, \*spatial\) = \(2, 9, 9\)",
+        ),
+        ({"image": torch.ones(2, 9, 9), "mirror": (0, 1)}, ValueError, r"got .* for image .* = \(2, 9, 9\)"),
         ({"overlap": (0.5,)}, ValueError, r"or 2 of them, got \(0.5,\)"),
         ({"sigma_scale": 0}, ValueError, "sigma_scale must be one number above 0, or 2 of them, got 0"),
         ({"sw_batch_size": 0}, ValueError, "sw_batch_size must be an integer >= 1, got 0"),
@@ -267,6 +286,19 @@ def test_refused(change, error, text):
     given["model"] = model if callable(model) else lambda x: next(model)
     with pytest.raises(error, match=rf"^fusedseg.sliding_window_labels: .*{text}"):
         sliding_window_labels(**given)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes of exceptions")
+def test_an_error_of_the_model_has_the_shape_of_windows():
+    """An image without a batch dimension and one number as roi gave an error of a convolution that named neither."""
+    with pytest.raises(RuntimeError, match="expected input") as caught:
+        sliding_window_labels(nn.Conv2d(3, 2, 1), torch.randn(3, 20, 20), 8)
+    (note,) = caught.value.__notes__
+    assert "windows (n, C, *roi) = (1, 20, 8); if image has no batch dimension, pass image[None]" in note
+    # PyTorch's convolutions take an image of one channel without a batch dimension.
+    with pytest.raises(ValueError, match=r"got \(2, 20, 8\)") as caught:
+        sliding_window_labels(nn.Conv2d(1, 2, 1), torch.randn(1, 20, 20), 8)
+    assert "pass image[None]" in caught.value.__notes__[0]
 
 
 @pytest.mark.slow

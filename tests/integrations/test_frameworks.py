@@ -279,6 +279,17 @@ def test_a_lightning_module_is_compiled(lightning, said):
         lightning.Compile().on_fit_start(TRAINER, module)
 
 
+def test_detect_anomaly_of_lightning(lightning, said):
+    """The callback of ``Trainer(detect_anomaly=True)`` raised, because its report looked for NaN without values."""
+    module, callback = lit(lightning), lightning.Compile(codegen="aten")
+    with torch.autograd.set_detect_anomaly(True):
+        callback.on_fit_start(TRAINER, module)
+        module.net(torch.randn(2, 3, 32, 32)).mean().backward()
+        callback.on_train_batch_end(TRAINER, module, None, None, 0)
+    eager, ours = callback.report.kept
+    assert 0 < ours < eager
+
+
 def test_what_convert_of_lightning_refuses(lightning):
     module = lit(lightning)
     module.other = nn.Linear(2, 2)

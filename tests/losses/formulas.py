@@ -78,8 +78,7 @@ def monai_focal(x, y, mask, options):
             loss = loss * torch.as_tensor(alpha, dtype=x.dtype).view(per_class)
     else:
         p = x.sigmoid()
-        q = y * p + (1 - y) * (1 - p)
-        loss = -((1 - q) ** gamma) * q.log()
+        loss = (x * (1 - 2 * y)).sigmoid() ** gamma * -(y * p.log() + (1 - y) * (1 - p).log())
         if one:
             loss = loss * (y * alpha + (1 - y) * (1 - alpha))
         elif alpha is not None:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedseg import losses
 from fusedseg.functional import ConvLogits
-from tests.losses.jobs import LOSSES, labels_or_regions, parallel_step
+from tests.losses.jobs import LOSSES, REGIONS, labels_or_regions, parallel_step
 from tests.reference import relative_error
 from tests.tools.ranks import on_ranks
 
@@ -83,6 +83,49 @@ def test_logits_that_are_not_formed(name):
     features, weight = torch.randn(2, 3, 3, 5, dtype=torch.float64), torch.randn(K, 3, dtype=torch.float64)
     logits, target = ConvLogits(features, weight, size=(6, 10)), labels_or_regions(name, 2, K, (6, 10))
     assert (LOSSES[name]()(logits, target) - LOSSES[name]()(logits.formed(), target)).abs() <= 1e-13
+
+
+def truth_values(name):
+    """Logits of two classes, and a target of truth values."""
+    x = torch.randn(2, 2, 3, 5, dtype=torch.float64)
+    return x, labels_or_regions(name, 2, 2, (3, 5)).bool()
+
+
+def of_two_classes(name):
+    """The loss of the table, without its ignored label, which is no truth value."""
+    return losses.DC_and_CE_loss({}, {}) if name == "DC_and_CE_loss" else LOSSES[name]()
+
+
+@EACH
+def test_truth_values_are_labels(name, backend):
+    """Losses whose target is formed for a few classes raised TypeError of ``torch.iinfo``."""
+    loss, (x, target) = of_two_classes(name), truth_values(name)
+    leaf = x.requires_grad_()
+    values = [loss(leaf, t) for t in (target, target.long())]
+    assert torch.equal(*values)
+    assert torch.equal(*(torch.autograd.grad(value, leaf)[0] for value in values))
+    head = ConvLogits(torch.randn(2, 3, 3, 5), torch.randn(2, 3))
+    assert torch.equal(loss(head, target), loss(head, target.long()))
+
+
+def test_a_truth_value_of_one_class_is_no_label():
+    with pytest.raises(IndexError, match="a label must be a class below 1 or ignored, got 1"):
+        losses.CrossEntropyLoss()(torch.randn(1, 1, 4), torch.ones(1, 4, dtype=torch.bool))
+
+
+@EACH
+def test_labels_with_a_fraction(name):
+    """They counted for no class, so that the loss was NaN or too small."""
+    if name in REGIONS:
+        pytest.skip("regions may be soft")
+    loss, (x, target) = of_two_classes(name), truth_values(name)
+    wide, head = torch.randn(2, 20, 3, 5), ConvLogits(torch.randn(2, 3, 3, 5), torch.randn(2, 3))
+    for logits in (x, wide, head):
+        assert loss(logits, target.half()).isfinite()
+        for wrong in (0.5, 1 + 2**-10, float("nan")):
+            labels = torch.where(target, wrong, target.half())
+            with pytest.raises(ValueError, match="target must have whole numbers where it has one label for each pos"):
+                loss(logits, labels)
 
 
 def test_fullgraph():

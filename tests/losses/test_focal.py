@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedseg.functional import ConvLogits
 from fusedseg.losses import DiceFocalLoss, FocalLoss
 from fusedseg.memory.meter import measure
 from tests.losses import formulas
@@ -63,6 +64,41 @@ def test_targets_with_channels():
     mask = y[:, 1:2] == 0
     loss = FocalLoss(ignore_index=1)
     check_same((loss, y), (lambda x: formulas.monai_focal(x, y, mask.double(), {}),), x)
+
+
+@pytest.mark.parametrize("alpha", [0.25, [0.25, 0.875, 0.375, 0.5]], ids=["number", "list"])
+def test_alpha_is_a_tensor(alpha):
+    """MONAI takes tensors too; the one of a number raised TypeError."""
+    (x, labels), given = data(), torch.tensor(alpha)
+    loss = FocalLoss(to_onehot_y=True, alpha=given)
+    assert torch.equal(loss(x, labels), FocalLoss(to_onehot_y=True, alpha=alpha)(x, labels))
+
+
+@pytest.mark.parametrize("alpha", [0.25, [0.25, 0.875, 0.375, 0.5]], ids=["number", "list"])
+def test_alpha_of_a_soft_target(alpha, backend):
+    """Alpha depends on each value of the target; the sums of a soft target had it as if the target were one-hot."""
+    x, labels = data()
+    y = formulas.one_hot(labels, K, torch.float64)
+    # Some positions are hard, and the classes differ.
+    soft = torch.where(labels < 2, y, torch.rand_like(x))
+    for background, ignore in ((True, None), (False, None), (True, 0)):
+        # MONAI takes no soft value of a class that is ignored.
+        target = soft if ignore is None else torch.cat([y[:, :1], soft[:, 1:]], 1)
+        mask = None if ignore is None else 1 - y[:, :1]
+        options = {"include_background": background, "gamma": 1.5, "weight": 2.0}
+        options["alpha"] = alpha[1:] if isinstance(alpha, list) and not background else alpha
+        loss = FocalLoss(ignore_index=ignore, **options)
+        expected = lambda x, t=target, m=mask, o=options: formulas.monai_focal(x, t, m, o)  # noqa: E731
+        check_same((loss, target), (expected,), x)
+    loss, ones = DiceFocalLoss(sigmoid=True, alpha=alpha), torch.ones(2, 1, 3, 5, dtype=torch.float64)
+
+    def expected(x):
+        return formulas.monai_dice(x, soft, ones, "sigmoid", {}) + formulas.monai_focal(x, soft, None, {"alpha": alpha})
+
+    check_same((loss, soft), (expected,), x)
+    features, weight = torch.randn(2, 3, 3, 5, dtype=torch.float64), torch.randn(K, 3, dtype=torch.float64)
+    logits = ConvLogits(features, weight)
+    assert (loss(logits, soft) - expected(logits.formed())).abs() <= 1e-12
 
 
 def test_gamma_zero_is_cross_entropy():

@@ -138,6 +138,7 @@ def test_monai_focal(monai, monkeypatch, spatial):
     # MONAI casts logits and target by this method.
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     x, labels = data(spatial)
+    soft = torch.rand_like(x)
     for options in products(
         include_background=(True, False), gamma=(0.0, 1.5, 2.0), alpha=(None, 0.25, [0.25, 0.875, 0.375, 0.5]),
         weight=(None, 2.0, WEIGHT), reduction=("mean", "sum"), use_softmax=(True, False), ignore_index=(None, 255, 2),
@@ -158,6 +159,21 @@ def test_monai_focal(monai, monkeypatch, spatial):
             check_same((ours, t), (stock, t), x)
             y = torch.zeros_like(x).scatter_(1, labels, 1)
             compare(monai.FocalLoss, x, y, **options)
+            if options["ignore_index"] is None:
+                compare(monai.FocalLoss, x, soft, **options)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+def test_truth_values(monai, nnunet):
+    """The originals take a mask of truth values as labels of two classes."""
+    x, labels = torch.randn(N, 2, 6, 7, dtype=torch.float64), torch.rand(N, 1, 6, 7) < 0.5
+    for name in ("DiceLoss", "DiceCELoss", "TverskyLoss", "DiceFocalLoss"):
+        compare(getattr(monai, name), x, labels, softmax=True, to_onehot_y=True)
+    compare(monai.FocalLoss, x, labels, to_onehot_y=True)
+    compound, dice = nnunet
+    compare(compound.DC_and_CE_loss, x, labels, {"ddp": False}, {}, dice_class=dice.MemoryEfficientSoftDiceLoss)
+    compare(compound.DC_and_topk_loss, x, labels, {"ddp": False}, {"k": 50})
+    compare(compound.TopKLoss, x, labels, k=50)
 
 
 @SHAPES

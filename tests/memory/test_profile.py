@@ -7,7 +7,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from fusedseg.memory import profile
+from fusedseg import convert
+from fusedseg.memory import curve, plan, profile
 from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
@@ -307,3 +308,19 @@ def test_fake_tensors_outside_their_mode():
     with FakeTensorMode():
         net, x = block(), torch.empty(X)
     assert profile(net, x).saved == profile(block(), torch.randn(X)).saved
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_anomaly_mode(check_nan):
+    """Backward looked for NaN in tensors without values, and raised DataDependentOutputException."""
+    with FakeTensorMode():
+        model, x = block(), torch.empty(X)
+    steps = (block, X), (model, x), (block(), torch.randn(X))
+    expected = [profile(*step) for step in steps]
+    with torch.autograd.set_detect_anomaly(True, check_nan):
+        found = [profile(*step) for step in steps]
+        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check_nan)
+        plan(block, X[1:], budget=2**30)
+        curve(block, X[1:])
+        assert convert(block(), example_inputs=torch.randn(X)).after is not None
+    assert [(report.saved, report.peak) for report in found] == [(report.saved, report.peak) for report in expected]

@@ -202,3 +202,16 @@ def test_running_statistics_of_one_channel_move_once(make):
     ours(x.clone())
     torch.testing.assert_close(ours.running_mean, stock.running_mean)
     torch.testing.assert_close(ours.running_var, stock.running_var)
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "relu", "silu", "gelu", "relu6", "softplus"])
+def test_saved_tensors_may_be_changed(activation):
+    """``allow_mutation_on_saved_tensors`` raised KeyError for gradients that are written into a tensor."""
+    x, norm = torch.randn(2, 4, 5, 3, requires_grad=True), BatchNormAct(4, activation=activation)
+    (expected,) = torch.autograd.grad(norm(x).square().sum(), x)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        y = norm(x)
+        loss = y.square().sum()
+        y.detach().zero_()
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected)

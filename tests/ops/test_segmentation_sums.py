@@ -110,6 +110,14 @@ def test_uint8_labels_of_more_than_256_classes(backend, device):
     compare(x, torch.arange(7, dtype=torch.uint8, device=device).view(1, 7), {"squared": True, "ignore_index": 255})
 
 
+@pytest.mark.parametrize("K", [3, 20], ids=["one-hot", "looked-up"])
+def test_a_fraction_is_cut_off_where_the_host_reads_no_value(backend, device, K, monkeypatch):
+    """On a GPU, a label with a fraction counted for no class on aten with few classes alone."""
+    monkeypatch.setattr(tile, "_has_cheap_values", lambda t: False)
+    x, labels = torch.randn(2, K, 7, device=device), torch.randint(K, (2, 7), device=device)
+    torch.testing.assert_close(segmentation_sums(x, labels + 0.25)[:4], segmentation_sums(x, labels)[:4])
+
+
 def test_other_strides(backend, device):
     """Logits, target and mask that are slices, transposed, or in different memory formats."""
     x = torch.randn(2, 6, 5, 4, dtype=torch.float64, device=device)

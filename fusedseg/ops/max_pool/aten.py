@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
+from ..._torch import write_gradient
 from .windows import Pool, distances, first_positions, rows_told_apart
 
 aten = torch.ops.aten
@@ -100,14 +101,14 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     """Writes dx.  All tensors are channels_last (``rows``) or contiguous."""
     name = "max_pool2d_with_indices_backward" if dx.dim() == 4 else "max_pool3d_with_indices_backward"
-    op, size = getattr(aten, name).grad_input, tuple(dx.shape[2:])
+    op, size = getattr(aten, name), tuple(dx.shape[2:])
     # The gradients of windows that overlap are summed, so the parts must not overlap.
     for of_x, of_z, _ in _parts(dx, dz, rows, pool, split=False):
         part = dx[of_x]
         apart = _backend.off_cpu(dx) and dx.dim() == 5
         into = torch.empty_like(part, memory_format=torch.contiguous_format) if apart and rows else part
         # aten reads only the shape of its input, so dx itself may stand in for it.
-        op(dz[of_z], into, *pool, indices(codes[of_z], size, pool), grad_input=into)
+        write_gradient(op, into, dz[of_z], into, *pool, indices(codes[of_z], size, pool))
         if into is not part:
             part.copy_(into)
 

@@ -59,9 +59,9 @@ def segmentation_sums(
     Args:
         logits: (N, K, *spatial), fp16, bf16, fp32 or fp64, contiguous or channels_last; other strides are copied in
             each pass.  Or ``ConvLogits``, which are never formed, and whose features, weight and bias are kept instead.
-        target: labels (N, *spatial) or (N, 1, *spatial), of any integer or floating dtype, never widened or expanded;
-            or one value for each class, of the shape of ``logits``: one-hot, probabilities, or regions that overlap.
-            A target of the shape of ``logits`` counts as the latter.
+        target: labels (N, *spatial) or (N, 1, *spatial), bool or of any integer or floating dtype, never widened or
+            expanded; or one value for each class, of the shape of ``logits``: one-hot, probabilities, or regions that
+            overlap.  A target of the shape of ``logits`` counts as the latter.
         mask: (N, *spatial) or (N, 1, *spatial), the weight of each position; None stands for 1.
         probability: the p of overlap and prediction: "softmax", "sigmoid", "identity" (the logits themselves), "argmax"
             or "positive" (1 or 0, as in ``tp_fp_fn``), or "none" (neither of both sums).
@@ -76,6 +76,7 @@ def segmentation_sums(
     Returns:
         ``SegmentationSums`` in float64 for float64 logits and for counts, otherwise in float32.  A label that is
         neither a class nor ignored is an error of the caller: it counts for no class, or raises an IndexError on aten.
+        On a GPU, where the host waits for no value, the fraction of a label is cut off.
 
     Kept for backward: ``logits``, ``target`` and ``mask`` of the caller, and no other tensor.  Backward computes the
     probabilities again, and writes the gradient in one pass, when the gradients of the sums, and with them the scale
@@ -83,7 +84,7 @@ def segmentation_sums(
     Above 256 classes the Triton kernels read the logits twice in forward and three times in backward.
 
     Raises:
-        ValueError: a shape, a device or a choice does not fit.
+        ValueError: a shape, a device or a choice does not fit; a label on a CPU has a fraction.
         TypeError: ``logits`` are not floating point, or a tensor is complex.
         RuntimeError: backward itself is differentiated.
 

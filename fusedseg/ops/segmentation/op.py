@@ -128,6 +128,9 @@ sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, in
 def sums(given: Given, spec: SumsSpec) -> Tensor:
     """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
     check(given, spec)
+    if not spec.dense and given.target.dtype == torch.bool:
+        # Truth values are the labels 0 and 1.
+        given = Given(given.logits, given.target.view(torch.uint8), given.mask)
     if isinstance(given.logits, ConvLogits):
         return conv_op.sums(given, spec)
     if spec.hard:

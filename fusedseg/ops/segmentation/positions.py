@@ -18,6 +18,7 @@ from .checks import check
 from .conv_logits import ConvLogits, Logits
 from .op import dense
 from .spec import Given, SumsSpec, wide_dtype
+from .tile import check_whole
 
 OP = "fusedseg.argmax_labels"
 
@@ -89,6 +90,7 @@ def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
     logits = given.logits
     if not logits.numel():
         return given.target.new_empty(logits.shape[0], 0, dtype=wide_dtype(logits))
+    check_whole(given.target)
     with conv_op.no_autocast(given.target):
         if isinstance(logits, ConvLogits):
             return conv_aten.cross_entropy(logits.conv, logits.form, given.target, options)

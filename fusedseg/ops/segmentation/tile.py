@@ -69,13 +69,27 @@ def _weights(tile: Tile, ignore: int | None) -> Tensor | None:
     return valid if tile.mask is None else valid * tile.mask
 
 
+def check_whole(labels: Tensor) -> None:
+    """Raises ValueError for a label with a fraction, if Python reads values without waiting for a device."""
+    if not labels.is_floating_point() or not _has_cheap_values(labels):
+        return
+    wrong = labels != labels.trunc()
+    if wrong.any():
+        raise ValueError(
+            f"{OP}: target must have whole numbers where it has one label for each position, "
+            f"got {labels[wrong][0].item():.4g}; a soft target has a channel for each class"
+        )
+
+
 def _ignored(labels: Tensor, spec: SumsSpec, K: int) -> int | None:
     """The ignored label, or None if it does not occur, which saves the work of a mask.
 
-    Raises IndexError for a label of no class.  Both need values that Python reads without waiting for a device.
+    Raises IndexError for a label of no class, and ValueError as ``check_whole``.  All of it needs values that Python
+    reads without waiting for a device.
     """
-    if not _has_cheap_values(labels) or not labels.numel() or labels.dtype == torch.bool:
+    if not _has_cheap_values(labels) or not labels.numel():
         return spec.ignore
+    check_whole(labels)
     low, high = (of.item() for of in torch.aminmax(labels))
     ignore = spec.ignore if spec.ignore is not None and low <= spec.ignore <= high else None
     if low < 0 or high >= K:
@@ -107,6 +121,9 @@ def _target(tile: Tile, spec: SumsSpec, axes: Axes) -> Target:
     shape, K = [1, 1, 1], tile.logits.shape[axes.classes]
     shape[axes.classes] = K
     m = _weights(tile, _ignored(y, spec, K))
+    if y.is_floating_point() and not _has_cheap_values(y):
+        # Where the host reads no value, the fraction is cut off, as by the Triton kernels and the stock losses.
+        y = y.trunc()
     # Numbers of classes in the dtype of small integers would wrap.
     dtype = y.dtype if y.is_floating_point() or torch.iinfo(y.dtype).max >= K else torch.int64
     classes = torch.arange(K, dtype=dtype, device=y.device).view(shape)
