@@ -308,6 +308,10 @@ def reduce_plan(keep, dtype, layout, device, act, K):
     # after the other.
     if layout.rows or keep == "output" or vector_of(layout, dtype) == 1:
         constants |= most_registers(layout, dtype, K, backward=True)
+    if layout.rows and K > MAX_COLUMNS:
+        # The loads of many kept channels give the tile another order of threads, in which the folded rows lie in other
+        # warps.  Triton 3.6 adds such rows wrongly (triton-lang/triton#9219 mends it).
+        constants["FOLD"] = 1
     return Launcher(norm_act_bwd_reduce_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 

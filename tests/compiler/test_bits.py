@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -315,6 +316,20 @@ def test_inductor():
     found = error_of(net, [IMAGE], 4, 64, codegen="inductor")
     assert 0 < found.size < 0.05
     assert found.bias < MOST
+
+
+@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_inductor_folds_no_constant_beyond_32_bits(bits):
+    """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
+    constant of the hash; its code for a CPU had the same number."""
+    from torch._inductor.utils import run_and_get_code
+
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    run = compiled(net, bits=bits, codegen="inductor")
+    _, codes = run_and_get_code(lambda: run(IMAGE).mean().backward())
+    integers = [int(digits) for code in codes for digits in re.findall(r"(?<![\w.])(\d+)[LlUu]*\b(?!\.)", code)]
+    assert max(integers) < 2**31
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")

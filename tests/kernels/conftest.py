@@ -15,15 +15,22 @@ def replanned(monkeypatch):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch, replanned):
+def always_split(monkeypatch, replanned):
+    """No slab is small enough for one launch, so that a small tensor takes the path of large tensors."""
+    from fusedseg.kernels import norm_act, norm_act_bwd
+
+    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
+    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch, always_split):
     """Several programs read a channel of a small tensor, as they do for large tensors, and partial results are merged.
 
     Tiles hold 128 values of fp32; in rows they hold 8 positions of each of 16 channels.
     """
-    from fusedseg.kernels import launch, norm_act, norm_act_bwd, norm_stats
+    from fusedseg.kernels import launch, norm_stats
 
-    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
-    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
     monkeypatch.setattr(launch, "TILE_BYTES", 512)
     monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
     monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)

@@ -32,11 +32,8 @@ NOT_YET = {
     ("odd planes", "act_fwd_apply", "boundaries"),
     # A thread holds an address for each element of a kept channel: in forward, and in backward of more than four.
     *((f"{of}, rows", "act_fwd_apply", rule) for of in KEPT_IN_ROWS for rule in ("resident", "under way")),
-    *(
-        ("eight kept channels, rows", f"act_bwd_{of}", rule)
-        for of in ("reduce", "apply")
-        for rule in ("resident", "wave", "under way")
-    ),
+    *(("eight kept channels, rows", "act_bwd_reduce", rule) for rule in ("resident", "under way")),
+    *(("eight kept channels, rows", "act_bwd_apply", rule) for rule in ("resident", "wave", "under way")),
     # A thread computes the activation of one vector before it asks for the next one.
     *((f"{of}, rows", "act_fwd_apply", "under way") for of in LATER),
     ("elu, rows", "act_bwd_apply", "under way"),

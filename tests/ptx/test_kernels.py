@@ -40,6 +40,7 @@ PART = [
     *cases("test_sanitize.py::test_running_statistics", "True-True", "False-False"),
     *cases("test_norm_act.py::test_training", "one-over-the-block", "channels-over-the-block-split"),
     *cases("test_sanitize.py::test_kept_channels_split", "planes"),
+    *cases("test_norm_act_groups.py::test_many_kept_channels_of_rows", "16-torch.float32"),
     *cases(ORDER, "batch-rows"),
     # Convolutions.
     *cases("test_sanitize.py::test_convolution", "taps"),

@@ -24,12 +24,16 @@ def key_of(key: Tensor, place: int) -> Tensor:
     The sum is one of int64: a C++ compiler that knows the range of an int32 may take it for granted that it does not
     overflow, and leave the key out.
     """
-    return _finished(((key & 0x7FFFFFFF) + mixed(place)).to(torch.int32))
+    return _finished(((key & 0x7FFFFFFF) + signed(mixed(place))).to(torch.int32))
 
 
 def hashed(indices: Tensor, key: Tensor) -> Tensor:
-    """The hash of each index: int32 with 32 random bits."""
-    return _finished(indices * signed(GOLDEN) + key)
+    """The hash of each index: int32 with 32 random bits.
+
+    The two negations stop Inductor from multiplying the constants of the index as Python integers.  Their products
+    leave the range of int32, and Triton refuses such a constant.
+    """
+    return _finished(~~indices * signed(GOLDEN) + key)
 
 
 def _finished(h: Tensor) -> Tensor:
