@@ -43,6 +43,8 @@ class Compiled(nn.Module):
             return self.compiled(x)
         try:
             out = self.compiled(x)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             # Dynamo's own error only says that the backend failed.
             cause = getattr(error, "inner_exception", error)

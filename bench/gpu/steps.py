@@ -344,12 +344,12 @@ def trying_algorithms() -> Iterator[None]:
 def again(call: Callable[[], Any]) -> Any:
     """Processes that are checked at the same time share the memory, so each tries again for a minute."""
     for seconds in (2, 4, 8, 16, 32):
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return call()
-        except torch.OutOfMemoryError:
-            gc.collect()
-            torch.cuda.empty_cache()
-            time.sleep(seconds)
+        # Outside of the handler, because the error holds the tensors of the call.
+        gc.collect()
+        torch.cuda.empty_cache()
+        time.sleep(seconds)
     return call()
 
 

@@ -72,13 +72,15 @@ class Session:
 
     def end(self, process: Process) -> None:
         """Takes in what a process that has ended has found, and ends a process that has not."""
-        if process.child.poll() is None:
-            process.child.kill()
-            process.child.wait()
+        self.stop(process)
+        self.take(process.part, process.case, process.way)
+
+    def stop(self, process: Process) -> None:
+        process.child.kill()
+        process.child.wait()
         assert process.child.stdin is not None
         process.child.stdin.close()
         self.running.remove(process)
-        self.take(process.part, process.case, process.way)
 
     def take(self, part: str, case: Case, way: str) -> None:
         """Adds what a process has written so far to the results, and writes them."""
@@ -161,8 +163,8 @@ def ended(session: Session) -> Iterator[None]:
     try:
         yield
     finally:
-        for process in session.running:
-            process.child.kill()
+        for process in list(session.running):
+            session.stop(process)
 
 
 def pairs_of(cases: Sequence[Case]) -> list[tuple[Case, str]]:

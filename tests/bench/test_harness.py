@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bench import harness
-from bench.contenders import compiled
+from bench.contenders import Compiled, compiled
 from bench.harness import Missing, Result, Timing, compete, disagreement
 from bench.jobs import LayerJob
 from bench.results import PARTS, Report, commit
@@ -74,6 +74,19 @@ def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
     with pytest.raises(Missing, match=r"^torch\.compile failed: RuntimeError: no C\+\+ compiler$"):
         compiled(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+def test_a_full_memory_is_no_failure_of_the_compiler():
+    """Processes that share a GPU try again; as ``Missing`` it ended the contender."""
+
+    def fails(graph, inputs):
+        def run(*args):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return run
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        Compiled(nn.Linear(2, 2), fails)(torch.ones(1, 2))
 
 
 def test_nan_is_refused():
