@@ -54,6 +54,20 @@ class Compiled(nn.Module):
         return out
 
 
+class Foreign(nn.Module):
+    """A layer of another package; what it does not take, for example a dtype, makes it ``Missing``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.module(x)
+        except (RuntimeError, NotImplementedError) as error:
+            raise Missing(f"{type(self.module).__module__}: {str(error).partition(chr(10))[0]}") from error
+
+
 def as_it_is(module: nn.Module) -> nn.Module:
     return module
 
