@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="take every contender's first step, which fills compilers' caches; nothing is compared, timed or written",
     )
+    parser.addoption("--seconds", type=float, default=600.0, help="for all of bench/gpu/test_steps.py")
     # `pytest tests bench` reads tests/conftest.py as well, which defines the same option.
     with suppress(ValueError):
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")

@@ -43,6 +43,8 @@ class Compiled(nn.Module):
             return self.compiled(x)
         try:
             out = self.compiled(x)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             # Dynamo's own error only says that the backend failed.
             cause = getattr(error, "inner_exception", error)
@@ -50,6 +52,20 @@ class Compiled(nn.Module):
             raise Missing(f"torch.compile failed: {type(cause).__name__}: {first}") from error
         self.works = True
         return out
+
+
+class Foreign(nn.Module):
+    """A layer of another package; what it does not take, for example a dtype, makes it ``Missing``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.module(x)
+        except (RuntimeError, NotImplementedError) as error:
+            raise Missing(f"{type(self.module).__module__}: {str(error).partition(chr(10))[0]}") from error
 
 
 def as_it_is(module: nn.Module) -> nn.Module:

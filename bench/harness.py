@@ -111,8 +111,16 @@ def disagreement(errors: Mapping[str, float], eager: Mapping[str, float], tolera
     return ", ".join(wrong)
 
 
-def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool) -> tuple[float, float, float]:
-    """The seconds of one forward, one backward, and both."""
+class Lap(NamedTuple):
+    """The seconds of one forward, one backward, both, and the host's until it has queued both."""
+
+    forward: float
+    backward: float
+    step: float
+    host: float
+
+
+def lap(job: Any, device: torch.device, flush: Tensor | None = None, ahead: bool = False) -> Lap:
     prepared = job.prepare()
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -120,16 +128,17 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool) -> tu
             flush.zero_()
         if ahead:
             torch.cuda._sleep(AHEAD_CYCLES)
+        start = time.perf_counter()
         marks[0].record()
         out = job.forward(prepared)
         marks[1].record()
         grads = job.backward(out)
         marks[2].record()
+        host = time.perf_counter() - start
         torch.cuda.synchronize(device)
         del grads
-        return tuple(
-            a.elapsed_time(b) / 1e3 for a, b in ((marks[0], marks[1]), (marks[1], marks[2]), (marks[0], marks[2]))
-        )
+        pairs = (marks[0], marks[1]), (marks[1], marks[2]), (marks[0], marks[2])
+        return Lap(*(a.elapsed_time(b) / 1e3 for a, b in pairs), host)
     start = time.perf_counter()
     out = job.forward(prepared)
     middle = time.perf_counter()
@@ -137,7 +146,7 @@ def lap(job: Any, device: torch.device, flush: Tensor | None, ahead: bool) -> tu
     grads = job.backward(out)
     end = time.perf_counter()
     del grads
-    return middle - start, end - middle, end - start
+    return Lap(middle - start, end - middle, end - start, end - start)
 
 
 def interleave(jobs: Mapping[str, Any], timing: Timing) -> dict[str, Result]:
@@ -159,7 +168,7 @@ def interleave(jobs: Mapping[str, Any], timing: Timing) -> dict[str, Result]:
     try:
         for _ in range(rounds):
             for name in shuffle(sorted(jobs), len(jobs)):
-                forward, backward, step = lap(jobs[name], device, flush, ahead)
+                forward, backward, step, _ = lap(jobs[name], device, flush, ahead)
                 results[name].forward.append(forward)
                 results[name].backward.append(backward)
                 results[name].step.append(step)

@@ -31,16 +31,17 @@ class Field(nn.Module):
         return getattr(self.net(x, *self.args), self.field)
 
 
-def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], width: int) -> nn.Module:
+def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], features: tuple[int, ...]) -> nn.Module:
+    """A 3D network of nnU-Net with so many channels in each stage."""
     from dynamic_network_architectures.architectures import unet
 
     return getattr(unet, kind)(
         input_channels=1,
-        n_stages=4,
-        features_per_stage=(width, 2 * width, 4 * width, 8 * width),
+        n_stages=len(features),
+        features_per_stage=features,
         conv_op=nn.Conv3d,
         kernel_sizes=3,
-        strides=(1, 2, 2, 2),
+        strides=(1, *[2] * (len(features) - 1)),
         num_classes=3,
         conv_bias=True,
         norm_op=nn.InstanceNorm3d,
@@ -53,18 +54,29 @@ def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], width: int) -> nn.Modu
 
 
 def plain(width: int = 8) -> nn.Module:
-    return nnunet("PlainConvUNet", {"n_conv_per_stage": (2, 2, 2, 2), "n_conv_per_stage_decoder": (2, 2, 2)}, width)
+    return plain_unet((width, 2 * width, 4 * width, 8 * width))
+
+
+def plain_unet(features: tuple[int, ...]) -> nn.Module:
+    """Two convolutions in each stage."""
+    blocks = {"n_conv_per_stage": (2,) * len(features), "n_conv_per_stage_decoder": (2,) * (len(features) - 1)}
+    return nnunet("PlainConvUNet", blocks, features)
 
 
 def residual(width: int = 8) -> nn.Module:
-    blocks = {"n_blocks_per_stage": (1, 2, 2, 2), "n_conv_per_stage_decoder": (1, 1, 1)}
-    return nnunet("ResidualEncoderUNet", blocks, width)
+    return residual_unet((width, 2 * width, 4 * width, 8 * width), (1, 2, 2, 2))
 
 
-def swin_unetr() -> nn.Module:
+def residual_unet(features: tuple[int, ...], blocks: tuple[int, ...]) -> nn.Module:
+    """``blocks`` residual blocks in each stage of the encoder, and one convolution in each of the decoder."""
+    of_stages = {"n_blocks_per_stage": blocks, "n_conv_per_stage_decoder": (1,) * (len(features) - 1)}
+    return nnunet("ResidualEncoderUNet", of_stages, features)
+
+
+def swin_unetr(width: int = 12) -> nn.Module:
     from monai.networks.nets import SwinUNETR
 
-    return SwinUNETR(in_channels=1, out_channels=3, feature_size=12)
+    return SwinUNETR(in_channels=1, out_channels=3, feature_size=width)
 
 
 def unetr(size: int) -> nn.Module:

@@ -28,6 +28,8 @@ from .results import (
 )
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# The GPUs that have goals.
+GOALS_OF = ("H100", "H200")
 BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
 
 
@@ -81,9 +83,12 @@ def ratio(case: CaseResults, column: Column) -> float | None:
 def table_lines(files: Files) -> list[str]:
     """The tables of each bench: ratios of ours to the rivals, and the step and the bytes of every contender."""
     lines: list[str] = []
-    for _, title, cases in sections(files):
-        names = list(dict.fromkeys(name for case in cases.values() for name in case["contenders"] if name != COPY))
+    for stem, title, cases in sections(files):
         lines += [f"### {title}", "", *ratio_lines(cases)]
+        if any("samples" in case for case in cases.values()):
+            lines += [*step_lines(cases), *absent_lines(cases), *note_lines(files[stem], cases)]
+            continue
+        names = list(dict.fromkeys(name for case in cases.values() for name in case["contenders"] if name != COPY))
         lines += contender_lines("step in ms: median (middle three fifths)", cases, names, step_cell)
         lines += contender_lines("MiB kept, at the peak", cases, names, bytes_cell)
         lines += absent_lines(cases)
@@ -118,7 +123,70 @@ def contender_lines(
 
 
 def step_cell(of: Mapping[str, Any]) -> str:
-    return "{median_ms:.2f} ({p20_ms:.2f}–{p80_ms:.2f})".format(**of["step"]) if "step" in of else "–"
+    return times_cell(of.get("step"))
+
+
+def times_cell(times: Mapping[str, float] | None) -> str:
+    """The median, and the middle three fifths; figures of older runs have the range of all steps."""
+    if times is None:
+        return "–"
+    low, high = (times.get(key, times.get(other)) for key, other in (("p20_ms", "min_ms"), ("p80_ms", "max_ms")))
+    return f"{times['median_ms']:.2f}" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
+
+
+def step_lines(cases: Mapping[str, CaseResults]) -> list[str]:
+    """A table for each network of whole steps: a row for each way."""
+    lines = []
+    for name, case in cases.items():
+        rows = [[way, *step_row(case, of)] for way, of in case["contenders"].items() if "kept_bytes" in of]
+        used = [i for i in range(len(STEP_HEAD)) if i == 0 or any(row[i] != "–" for row in rows)]
+        if rows:
+            table = markdown([STEP_HEAD[i] for i in used], [[row[i] for i in used] for row in rows])
+            lines += [f"**{name}**{', ' + case['cited'] if 'cited' in case else ''}", "", *table, ""]
+    return lines
+
+
+STEP_HEAD = (
+    "way", "MiB kept, at the peak", "kept, peak / eager", "step, ms", "step / eager", "host, ms", "with optimizer, ms",
+    "with cudnn.benchmark: step, with optimizer", "samples/s", "TFLOP/s", "kernels: launches, ms",
+    "kernels, ms by kind", "difference of the gradients",
+)  # fmt: skip
+
+
+def step_row(case: CaseResults, of: Mapping[str, Any]) -> list[str]:
+    eager = case["contenders"].get("eager", {})
+    tried, kernels = of.get("benchmark", {}), of.get("kernels")
+    step, base, best = (found.get("median_ms") for found in (
+        of.get("step", {}), eager.get("step", {}), tried.get("optimizer") or of.get("optimizer") or of.get("step", {})
+    ))  # fmt: skip
+    shares = [of[kind] / eager[kind] for kind in ("kept_bytes", "peak_bytes") if eager.get(kind)]
+    kinds = kernels["kinds"].items() if kernels else ()
+    return [
+        bytes_cell(of),
+        ", ".join(map(two_digits, shares)) or "–",
+        step_cell(of),
+        two_digits(step / base if step and base else None),
+        times_cell(of.get("host")),
+        times_cell(of.get("optimizer")),
+        ", ".join(times_cell(tried[part]) for part in ("step", "optimizer") if part in tried) or "–",
+        f"{1e3 * case['samples'] / best:.1f}" if best else "–",
+        f"{case['flop'] / 1e9 / step:.0f}" if step and "flop" in case else "–",
+        f"{kernels['launches']}, {kernels['ms']:.1f}" if kernels else "–",
+        ", ".join(f"{kind} {found['ms']:.1f}" for kind, found in kinds if found["ms"] >= 0.05) or "–",
+        f"{of['difference']:.1e}" if "difference" in of else "–",
+    ]
+
+
+def note_lines(content: Mapping[str, Any], cases: Mapping[str, CaseResults]) -> list[str]:
+    """What the file says about its figures, and about those of single ways."""
+    single: dict[str, list[str]] = {}
+    for case, found in cases.items():
+        for way, of in found["contenders"].items():
+            for note in of.get("notes", []):
+                single.setdefault(note, []).append(f"{case}, {way}")
+    lines = [f"* {note}" for note in content.get("notes", [])]
+    lines += [f"* {'; '.join(where)}: {note}" for note, where in single.items()]
+    return [*lines, ""] if lines else []
 
 
 def bytes_cell(of: Mapping[str, Any]) -> str:
@@ -151,8 +219,8 @@ def share_of_copy(case: CaseResults) -> float | None:
 
 def report_lines(files: Files) -> list[str]:
     lines = [*machine_lines(files), ""]
-    # The goals are for this GPU.
-    if any("H200" in content["machine"].get("gpu", "") for content in files.values()):
+    gpus = [content["machine"].get("gpu", "") for content in files.values()]
+    if any(name in gpu for name in GOALS_OF for gpu in gpus):
         lines += [*goal_lines(goals.judge(files)), ""]
     return [*lines, *table_lines(files)]
 
@@ -200,7 +268,7 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[list[str
     for part in PARTS:
         if part in old and part in new:
             a, b = old[part], new[part]
-            apart = not a["p20_ms"] <= b["median_ms"] <= a["p80_ms"]
+            apart = not a.get("p20_ms", a["median_ms"]) <= b["median_ms"] <= a.get("p80_ms", a["median_ms"])
             times = b["median_ms"] / a["median_ms"]
             if apart and abs(times - 1) > NOISE:
                 yield [f"{part}, ms", f"{a['median_ms']:.4f}", f"{b['median_ms']:.4f}", f"{times:.3f}"]

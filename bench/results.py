@@ -1,5 +1,6 @@
 """Gathers results, writes them as JSON files, and reads these files."""
 
+import datetime
 import functools
 import json
 import os
@@ -39,6 +40,7 @@ class ReportError(Exception):
 def machine(device: torch.device) -> dict[str, Any]:
     """A description of the machine and the versions."""
     about: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit()}
+    about["date"] = datetime.date.today().isoformat()
     try:
         import triton
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import fusedseg
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
 
-from .contenders import SLOPE, Treat, aggressive, as_it_is, batch_norm, compiled, instance_norm
+from .contenders import SLOPE, Foreign, Treat, aggressive, as_it_is, batch_norm, compiled, instance_norm
 from .data import DTYPES, Source, describe
-from .harness import Copy, Timing, compete
+from .harness import Copy, Missing, Timing, compete
 from .jobs import LayerJob
 from .results import COPY
 
@@ -160,11 +160,21 @@ def ours(case: NormCase) -> nn.Module:
     return made(C, affine=True, **act)
 
 
+def inplace_abn(case: NormCase) -> nn.Module:
+    """The layer of the paper's authors.  Its build imports torch: ``pip install --no-build-isolation inplace-abn``."""
+    try:
+        from inplace_abn import InPlaceABN
+    except ImportError as error:
+        raise Missing(f"inplace_abn is not here: {error}") from error
+    return Foreign(InPlaceABN(case.shape[1], activation="leaky_relu", activation_param=SLOPE))
+
+
 CONTENDERS: dict[str, tuple[Callable[[NormCase], nn.Module], Treat]] = {
     "eager": (stock, as_it_is),
     "compiled": (stock, compiled),
     "aggressive": (stock, aggressive),
     "ours": (ours, as_it_is),
+    "inplace_abn": (inplace_abn, as_it_is),
 }
 
 
@@ -174,7 +184,8 @@ def contenders(case: NormCase, kind: str) -> list[str]:
     The aggressive compiler does not compete there: a norm and an activation have little that it could recompute.
     """
     if kind == "cuda":
-        return list(CONTENDERS)
+        theirs = case.norm == "batch" and not case.relu
+        return [name for name in CONTENDERS if theirs or name != "inplace_abn"]
     return ["eager", "compiled", "ours"] if case in MORE["cpu"] else ["eager", "ours"]
 
 

@@ -11,6 +11,7 @@
 # prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
+# steps     measures whole training steps of networks at full size, in ten minutes
 # more      times the other cases of the benches (pytest bench/ -m slow)
 # report    prints the measured figures beside the goals
 #
@@ -27,7 +28,7 @@ read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%
 stages=("${@:-install doctor prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # Limits in seconds; the default stages take nine minutes together.
-declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [more]=500 [report]=15)
+declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [steps]=630 [more]=500 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -102,6 +103,13 @@ for stage in "${stages[@]}"; do
       ;;
     prove) prove ;;
     bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
+    steps)
+      # Without a GPU it rehearses with tiny networks.
+      how=(--seconds 600)
+      [[ $device == cuda ]] || how=(--rehearse)
+      run steps steps "$python" -m pytest bench/gpu/test_steps.py --device "$device" "${how[@]}" -q -rfE
+      settle steps
+      ;;
     more) run more more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
     report)
       results=$("$python" -c "import torch; from bench.results import default_directory
@@ -109,7 +117,7 @@ print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, more and report" >&2 && exit 2 ;;
+    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, steps, more and report" >&2 && exit 2 ;;
   esac
 done
 
@@ -117,7 +125,7 @@ for name in "${failed[@]}"; do
   printf '\n== %s, the end of its log\n' "$name"
   tail -n 40 "$logs/$name.log"
 done
-for name in doctor bench more report; do
+for name in doctor bench steps more report; do
   if [[ " ${stages[*]} " == *" $name "* && -f $logs/$name.log && " ${failed[*]} " != *" $name "* ]]; then
     printf '\n== %s\n' "$name"
     tail -n 80 "$logs/$name.log"

@@ -1,4 +1,4 @@
-"""Norms whose time ``predict.py`` predicts: hard shapes, each with its reason, and all norms of some networks."""
+"""Norms whose time ``predict.py`` predicts: hard shapes, each with its reason."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ ACTS = dict.fromkeys(
 
 
 class Norm(NamedTuple):
-    """A norm with its activation: the shape of x with all positions in the last axis but one, and how often it occurs.
+    """A norm with its activation: the shape of x with all positions in the last axis but one.
 
     ``kind`` is "batch", "instance" or "group"; ``keep`` is what is kept for backward, the "input" or the "output";
     ``kept`` is the number of kept channels.
@@ -23,7 +23,6 @@ class Norm(NamedTuple):
     act: tuple[str, float] = ACT
     rows: bool = False
     kept: int = 0
-    count: int = 1
     groups: int = 8
     dtype: str = "fp16"
 
@@ -78,33 +77,4 @@ HARD = {
         for name, of in ACTS.items()
         for rows in (False, True)
     },
-}
-
-
-def stages(batch: int, sizes: list[tuple[int, int]], channels: list[int], counts: list[int], **options) -> list[Norm]:
-    """A norm for each stage.  ``sizes`` are the positions of a plane: (height, all others)."""
-    return [
-        Norm((batch, c, *size), count=n, **options) for size, c, n in zip(sizes, channels, counts, strict=True) if n
-    ]
-
-
-NNUNET = [32, 64, 128, 256, 320, 320]
-CUBE = [(s, s * s) for s in (128, 64, 32, 16, 8, 4)]
-# Patches of 320 x 320 x 16: the axis of 16 is halved twice.
-FLAT = [(16, 320 * 320), (16, 160 * 160), (8, 80 * 80), (4, 40 * 40), (4, 20 * 20), (4, 10 * 10), (4, 5 * 5)]
-# Norms of a stage, those of the encoder and those of the decoder.
-PLAIN, RESENC = [2 + 2] * 5 + [2], [2 + 1 + 1, 6 + 1, 8 + 1, 12 + 1, 12 + 1, 12]
-NETWORKS = {
-    "PlainConvUNet 128^3": stages(2, CUBE, NNUNET, PLAIN, kind="instance"),
-    "PlainConvUNet 320x320x16": stages(2, FLAT, [*NNUNET, 320], [*PLAIN[:5], 4, 2], kind="instance"),
-    "ResEnc-L 128^3": stages(2, CUBE, NNUNET, RESENC, kind="instance"),
-    "ResEnc-L 320x320x16": stages(2, FLAT, [*NNUNET, 320], [*RESENC[:5], 13, 12], kind="instance"),
-    "U-Net 8x512^2": stages(8, [(s, s) for s in (512, 256, 128, 64, 32)], [64, 128, 256, 512, 1024], [4, 4, 4, 4, 2]),
-    # Two 3 x 3 convolutions and the 1 x 1 convolution of each bottleneck; the first block of a stage has a shortcut.
-    "ResNet-50 128x224^2": [
-        Norm((128, 64, 112, 112), **RELU),
-        *stages(128, [(s, s) for s in (56, 28, 14, 7)], [64, 128, 256, 512], [6, 7, 11, 5], **RELU),
-        *stages(128, [(s, s) for s in (56, 28, 14)], [128, 256, 512], [1, 1, 1], **RELU),
-        *stages(128, [(s, s) for s in (56, 28, 14, 7)], [256, 512, 1024, 2048], [4, 5, 7, 4], **RELU),
-    ],
 }

@@ -1,13 +1,15 @@
 """The benches' harness: the results that it refuses, the bytes that it counts, and the times that it reports."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from bench import harness
-from bench.contenders import compiled
+from bench.contenders import Compiled, compiled
 from bench.harness import Missing, Result, Timing, compete, disagreement
 from bench.jobs import LayerJob
 from bench.results import PARTS, Report, commit
@@ -74,6 +76,36 @@ def test_a_compiler_that_fails_is_absent_with_its_own_reason(monkeypatch):
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
     with pytest.raises(Missing, match=r"^torch\.compile failed: RuntimeError: no C\+\+ compiler$"):
         compiled(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("problem", ["not here", "not for BFloat16"])
+def test_a_layer_of_another_package_may_be_absent_or_refuse(problem, monkeypatch):
+    from bench.test_norm_act import NormCase, inplace_abn
+
+    class InPlaceABN(nn.Module):
+        def __init__(self, channels: int, **options) -> None:
+            super().__init__()
+
+        def forward(self, x):
+            raise RuntimeError(f"{problem}\nand more")
+
+    package = None if problem == "not here" else SimpleNamespace(InPlaceABN=InPlaceABN)
+    monkeypatch.setitem(sys.modules, "inplace_abn", package)
+    with pytest.raises(Missing, match=rf"{problem}[^\n]*$"):
+        inplace_abn(NormCase("batch", (1, 2, 4, 4), "bf16"))(torch.ones(1, 2, 4, 4))
+
+
+def test_a_full_memory_is_no_failure_of_the_compiler():
+    """Processes that share a GPU try again; as ``Missing`` it ended the contender."""
+
+    def fails(graph, inputs):
+        def run(*args):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return run
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        Compiled(nn.Linear(2, 2), fails)(torch.ones(1, 2))
 
 
 def test_nan_is_refused():

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from bench import test_conv_abn, test_convert, test_max_pool, test_norm_act, test_unet
-from bench.gpu import goals
+from bench import test_conv_abn, test_max_pool, test_norm_act
+from bench.gpu import goals, steps, test_steps
 from bench.harness import Result
 from bench.report import BEGIN, END, changes, main, report_lines, write_into
 from bench.results import Report, ReportError, load
@@ -17,10 +18,10 @@ CONTENDERS = {
     "norm_act": (test_norm_act, test_norm_act.CONTENDERS),
     "conv_abn": (test_conv_abn, test_conv_abn.CONTENDERS),
     "max_pool": (test_max_pool, test_max_pool.CONTENDERS),
-    "unet": (test_unet, test_unet.WAYS),
-    "convert": (test_convert, test_convert.CONTENDERS),
+    "steps": (test_steps, steps.WAYS),
 }
 MIB = 2**20
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def result(forward: float, backward: float, kept: int = 4, peak: int = 8) -> Result:
@@ -61,13 +62,14 @@ def test_every_goal_is_of_a_case_that_runs():
         bench, contenders = CONTENDERS[goal.stem]
         assert goal.case in map(str, bench.CASES["cuda"])
         # A case with figures of every contender has a value for the goal.
-        case = {"tensor_bytes": 1, "contenders": {name: figures() for name in (*contenders, "copy")}}
+        case = {"tensor_bytes": 1, "samples": 2, "contenders": {name: figures() for name in (*contenders, "copy")}}
         assert goal.value(case) > 0
 
 
 def figures():
     times = {part: {"median_ms": 1.0} for part in ("forward", "backward", "step")}
-    return {**times, "kept_bytes": 1, "peak_bytes": 1}
+    tried = {"optimizer": {"median_ms": 6.0}}
+    return {**times, "kept_bytes": 1, "peak_bytes": 1, "kernels": {"ms": 1.0}, "benchmark": tried}
 
 
 def test_goals_are_judged(tmp_path):
@@ -84,28 +86,30 @@ def test_goals_are_judged(tmp_path):
         "backward / compiled": (2.0, False),
         "peak of a step, in T": (2.0, True),
     }
-    missing = [v for v in goals.judge(load(tmp_path)) if v.goal.stem == "unet"]
-    assert {(v.value, v.met, v.why) for v in missing} == {(None, False, "no unet.json")}
+    missing = [v for v in goals.judge(load(tmp_path)) if v.goal.stem == "steps"]
+    assert {(v.value, v.met, v.why) for v in missing} == {(None, False, "no steps.json")}
 
 
 def test_what_was_refused_is_not_a_figure(tmp_path):
     norm_run(tmp_path)
-    write(tmp_path, "unet", "U-Net, 8x3x512x512 amp nhwc", {"eager": result(1, 1), "ours": result(1, 1),
-          "compiled": Result(missing="no compiler"), "aggressive": Result(refused="logits off")})  # fmt: skip
-    whys = {v.goal.figure: v.why for v in goals.judge(load(tmp_path)) if v.goal.case.startswith("U-Net")}
-    assert whys == {
-        "step / compiled": "compiled: no compiler",
-        "step / aggressive": "aggressive: logits off",
-        "step / eager": "",
-        "kept / aggressive": "aggressive: logits off",
-    }
+    write(tmp_path, "steps", "U-Net, 8x3x512x512 bf16 nhwc", {"eager": Result(refused="logits off"),
+          "ours": result(1, 1), "compiled": Result(missing="no compiler")})  # fmt: skip
+    whys = {v.goal.figure: v.why for v in goals.judge(load(tmp_path)) if v.goal.case.startswith("U-Net, ")}
+    assert whys == {"step / compiled": "compiled: no compiler", "step / eager": "eager: logits off"}
+
+
+def test_goals_in_milliseconds_are_of_one_gpu(tmp_path):
+    norm_run(tmp_path)
+    assert {v.goal.gpu for v in goals.judge(load(tmp_path))} == {""}
+    norm_run(tmp_path, gpu="NVIDIA H100 80GB HBM3")
+    assert {v.goal.gpu for v in goals.judge(load(tmp_path))} == {"", "H100"}
 
 
 def test_tables(tmp_path):
     norm_run(tmp_path)
     lines = report_lines(load(tmp_path))
     assert lines[0] == "torch 2.11.0, commit abc, gpu NVIDIA H200"
-    assert lines[2].startswith(f"5 of {len(goals.goals())} goals met, 2 missed, ")
+    assert lines[2].startswith(f"5 of {len(goals.judge(load(tmp_path)))} goals met, 2 missed, ")
     title, _, head, _, row, mean, _, steps, _, step, _, kept, _, nbytes, _, refused, _ = lines[-17:]
     assert title == "### A bench"
     assert head.split(" | ")[1:] == [
@@ -120,6 +124,51 @@ def test_tables(tmp_path):
     assert kept.split(" | ") == ["| MiB kept, at the peak", *names]
     assert nbytes == f"| {LARGE} | 8.00, 8.00 | 4.00, 8.00 | – | 4.00, 8.00 |"
     assert refused == f"refused: aggressive, {LARGE}: z off by 1"
+
+
+STEPS = {
+    "samples": 2,
+    "flop": 4e12,
+    "contenders": {
+        "eager": {
+            "kept_bytes": 4 * MIB,
+            "peak_bytes": 8 * MIB,
+            "step": {"median_ms": 4.0, "min_ms": 3.0, "max_ms": 5.0},
+        },
+        "ours": {
+            "kept_bytes": MIB,
+            "peak_bytes": 2 * MIB,
+            "step": {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5},
+            "benchmark": {"optimizer": {"median_ms": 1.0}},
+            "kernels": {"ms": 1.5, "launches": 7, "kinds": {"pool": {"ms": 1.4, "launches": 6}}},
+            "notes": ["a note"],
+        },
+        "aten": {"missing": "out of memory"},
+    },
+}
+
+
+def test_whole_steps_have_a_row_for_each_way(tmp_path):
+    machine = {"torch": "2.11.0", "gpu": "NVIDIA H200"}
+    content = {"machine": machine, "title": "Steps", "notes": ["of all"], "results": {"a net": STEPS}}
+    (tmp_path / "steps.json").write_text(json.dumps(content))
+    lines = report_lines(load(tmp_path))
+    rows = [line.split(" | ")[1:] for line in lines if line.startswith(("| eager |", "| ours |"))]
+    assert rows == [
+        ["4.00, 8.00", "1.00, 1.00", "4.00 (3.00–5.00)", "1.00", "–", "500.0", "1000", "–", "– |"],
+        ["1.00, 2.00", "0.25, 0.25", "2.00 (1.50–2.50)", "0.50", "1.00", "2000.0", "2000", "7, 1.5", "pool 1.4 |"],
+    ]
+    assert "did not run: aten: out of memory" in lines
+    assert lines[-3:] == ["* of all", "* a net, ours: a note", ""]
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)
+def test_results_of_the_repository(folder):
+    files = load(folder)
+    assert report_lines(files)
+    for stem, content in files.items():
+        assert {"gpu", "driver", "torch", "triton", "commit", "date"} <= content["machine"].keys(), stem
+        assert (folder / f"{stem}.json").stat().st_size < 500_000
 
 
 def test_no_goals_for_another_machine(tmp_path):
@@ -156,8 +205,6 @@ def test_tables_are_written_between_the_marks(tmp_path):
 
 
 def test_the_page_of_benchmarks_has_the_marks():
-    from pathlib import Path
-
     text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
