@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Installs, tests and benches the package on a GPU, in one command that ends within nine minutes and needs no network:
+# Installs, tests and benches the package on a GPU, in one command that ends within eleven minutes and needs no network:
 #
-#   bench/gpu/gpu.sh                    install, doctor, prove, bench, report
+#   bench/gpu/gpu.sh                    install, doctor, suite, prove, bench, report
 #   bench/gpu/gpu.sh install more       only the named stages, which are listed below
 #   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
-#   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
+#   DEVICE=cpu TESTS=tests/gpu/test_training.py BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
 #
 # install   installs the package, without its dependencies
 # doctor    tests every family of kernels, which says in a minute whether the rest is worth its time
-# prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
+# suite     runs the tests that a GPU needs first (pytest tests -m gpu): which paths, codegens and dtypes are right
+# prove     runs at the same time all tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
 # more      times the other cases of the benches (pytest bench/ -m slow)
@@ -24,10 +25,10 @@ read -ra tests <<<"${TESTS:-tests}"
 # The most important benches come first, because time may run out.
 read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' norm_act max_pool conv_abn unet \
   convert)}"
-stages=("${@:-install doctor prove bench report}")
+stages=("${@:-install doctor suite prove bench report}")
 read -ra stages <<<"${stages[*]}"
-# Limits in seconds; the default stages take nine minutes together.
-declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [more]=500 [report]=15)
+# Limits in seconds; the default stages take eleven minutes together.
+declare -A limits=([install]=20 [doctor]=70 [suite]=130 [prove]=215 [bench]=220 [more]=500 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -100,6 +101,7 @@ for stage in "${stages[@]}"; do
         settle doctor
       fi
       ;;
+    suite) run suite suite "$python" -m pytest "${tests[@]}" -m gpu --device "$device" -q -rfE --tb=short ; settle suite ;;
     prove) prove ;;
     bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
     more) run more more "$python" -m pytest bench -m slow --device "$device" -q -rfE ; settle more ;;
@@ -109,7 +111,7 @@ print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, more and report" >&2 && exit 2 ;;
+    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, suite, prove, bench, more and report" >&2 && exit 2 ;;
   esac
 done
 
@@ -117,7 +119,7 @@ for name in "${failed[@]}"; do
   printf '\n== %s, the end of its log\n' "$name"
   tail -n 40 "$logs/$name.log"
 done
-for name in doctor bench more report; do
+for name in doctor suite bench more report; do
   if [[ " ${stages[*]} " == *" $name "* && -f $logs/$name.log && " ${failed[*]} " != *" $name "* ]]; then
     printf '\n== %s\n' "$name"
     tail -n 80 "$logs/$name.log"

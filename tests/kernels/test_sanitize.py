@@ -19,7 +19,7 @@ from tests.kernels import test_norm_act_groups as norms
 from tests.kernels.conv_abn_cases import Conv
 from tests.tools.tensors import slots_of
 
-pytestmark = pytest.mark.sanitize
+pytestmark = [pytest.mark.sanitize, pytest.mark.gpu]
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}
