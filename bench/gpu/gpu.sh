@@ -4,12 +4,13 @@
 #   bench/gpu/gpu.sh                    install, doctor, suite, prove, bench, report
 #   bench/gpu/gpu.sh install more       only the named stages, which are listed below
 #   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
-#   DEVICE=cpu TESTS=tests/gpu/test_training.py BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
+#   DEVICE=cpu TESTS="tests/gpu/test_training.py tests/unet" BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh
+#                                       rehearses it without a GPU
 #
 # install   installs the package, without its dependencies
 # doctor    tests every family of kernels, which says in a minute whether the rest is worth its time
 # suite     runs the tests that a GPU needs first (pytest tests -m gpu): which paths, codegens and dtypes are right
-# prove     runs at the same time all tests, compute-sanitizer over the small tests, and the first step of every bench,
+# prove     runs at the same time the other tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
 # more      times the other cases of the benches (pytest bench/ -m slow)
@@ -64,7 +65,7 @@ sanitize() {
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
   # PyTorch asks the driver questions that fail by design, such as whether a pointer is on the device.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
-    "$python" -m pytest tests -m sanitize --device cuda -q -p no:cacheprovider
+    "$python" -m pytest tests -n 0 -m sanitize --device cuda -q -p no:cacheprovider
 }
 
 prove() {
@@ -72,7 +73,8 @@ prove() {
   if "$python" -c "import xdist" 2>/dev/null; then
     workers=(-n "$(($(nproc) > 4 ? $(nproc) - 4 : 2))" --dist worksteal)
   fi
-  run prove tests "$python" -m pytest "${tests[@]}" --device "$device" -q -rfE --tb=short "${workers[@]}" &
+  run prove tests "$python" -m pytest "${tests[@]}" -m "not slow and not gpu" --device "$device" -q -rfE --tb=short \
+    "${workers[@]}" &
   for bench in "${benches[@]}"; do
     name=rehearsal-$(basename "$bench" .py)
     names+=("$name")

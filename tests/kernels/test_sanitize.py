@@ -1,6 +1,6 @@
 """Runs every branch of every kernel on small tensors of odd sizes, for a tool that checks every access:
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest --device cuda -m sanitize
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest -n 0 --device cuda -m sanitize
 
 Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.
 """
