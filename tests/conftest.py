@@ -1,6 +1,7 @@
 """Options and fixtures of all tests.
 
-``pytest`` runs on a CPU, with the kernels in Triton's interpreter.  ``pytest --device cuda`` runs on a GPU.
+``pytest`` runs on a CPU, with the kernels in Triton's interpreter.  ``pytest --device cuda`` runs on a GPU, and
+``pytest tests -m gpu --device cuda`` runs the tests that a GPU needs first.
 
 PyTorch is imported inside functions: the process that only hands tests to others then starts in half of the time.
 
@@ -66,19 +67,21 @@ def cores() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """``-n auto`` starts one process for each core.
+    """``-n auto`` starts one process for each core, up to 8, or up to 16 that share a GPU.
 
-    With ``--device cuda`` one process runs all tests, because processes would share the GPU.  With ``-s`` too, because
-    workers print nothing.
+    On a GPU the processes spend their time with compilers, and each takes half a GiB of its memory.  With ``-s`` one
+    process runs all tests, because workers print nothing.
     """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
-    alone = config.getoption("--device") == "cuda" or config.getoption("capture") == "no"
-    return 0 if alone or cores() == 1 else cores()
+    if config.getoption("capture") == "no" or cores() == 1:
+        return 0
+    return min(16 if config.getoption("--device") == "cuda" else 8, cores())
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):
+    worker = hasattr(config, "workerinput")
+    if worker:
         # Workers share the cores, and so do the processes that their tests start.
         share = max(1, cores() // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
@@ -96,6 +99,12 @@ def pytest_configure(config):
             raise pytest.UsageError("--device cuda: unset TRITON_INTERPRET, with which kernels run on the CPU")
         # Warnings of drivers and libraries that CI has never seen do not fail a test.
         config.addinivalue_line("filterwarnings", "default")
+        if worker:
+            # The workers keep the cores busy; by itself each of them would start a process for each core.
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        from tests.tools.context import Context
+
+        config.pluginmanager.register(Context(torch.cuda.synchronize, worker), "context")
         return
     if config.getoption("--ptx"):
         os.environ.pop("TRITON_INTERPRET", None)
@@ -105,6 +114,16 @@ def pytest_configure(config):
         return
     # Triton reads this when a kernel is defined.  fusedseg imports kernels lazily, and no conftest imports them.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With ``-m gpu``, only files that name the marker are imported.
+
+    Importing all files takes ten seconds, and much longer in sixteen processes of slow cores.
+    """
+    if config.getoption("markexpr") != "gpu" or collection_path.suffix != ".py":
+        return None
+    return None if collection_path.name == "conftest.py" or "mark.gpu" in collection_path.read_text() else True
 
 
 def launches(item) -> bool:

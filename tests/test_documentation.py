@@ -145,6 +145,8 @@ def check_pytest(arguments: list[str]) -> None:
             assert next(rest) in ("cpu", "cuda")
         elif argument == "--ptx":
             assert next(rest) in ("sm_80", "sm_90")
+        elif argument == "-n":
+            assert next(rest).isdigit()
         else:
             assert argument in ("-s", "--cov") or (ROOT / argument).exists(), argument
 

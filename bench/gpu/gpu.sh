@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Installs, tests and benches the package on a GPU, in one command that ends within nine minutes and needs no network:
+# Installs, tests and benches the package on a GPU, in one command that ends within eleven minutes and needs no network:
 #
-#   bench/gpu/gpu.sh                    install, doctor, prove, bench, report
+#   bench/gpu/gpu.sh                    install, doctor, suite, prove, bench, report
 #   bench/gpu/gpu.sh install more       only the named stages, which are listed below
 #   BENCH_COMMIT=abc1234 bench/gpu/gpu.sh    names the commit in a copy without git history
-#   DEVICE=cpu TESTS=tests/unet BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh    rehearses it without a GPU
+#   DEVICE=cpu TESTS="tests/gpu/test_training.py tests/unet" BENCHES=bench/gpu/test_machine.py bench/gpu/gpu.sh
+#                                       rehearses it without a GPU
 #
 # install   installs the package, without its dependencies
 # doctor    tests every family of kernels, which says in a minute whether the rest is worth its time
-# prove     runs at the same time the tests, compute-sanitizer over the small tests, and the first step of every bench,
+# suite     runs the tests that a GPU needs first (pytest tests -m gpu): which paths, codegens and dtypes are right
+# prove     runs at the same time the other tests, compute-sanitizer over the small tests, and the first step of every bench,
 #           which fills the compilers' caches; nothing is timed
 # bench     times the cases of the goals in one process, alone on the machine; writes JSON to bench/results/<gpu>/
 # steps     measures whole training steps of networks at full size, in ten minutes
@@ -25,10 +27,10 @@ read -ra tests <<<"${TESTS:-tests}"
 # The most important benches come first, because time may run out.
 read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' norm_act max_pool conv_abn unet \
   convert)}"
-stages=("${@:-install doctor prove bench report}")
+stages=("${@:-install doctor suite prove bench report}")
 read -ra stages <<<"${stages[*]}"
-# Limits in seconds; the default stages take nine minutes together.
-declare -A limits=([install]=20 [doctor]=70 [prove]=215 [bench]=220 [steps]=630 [more]=500 [report]=15)
+# Limits in seconds; the default stages take eleven minutes together.
+declare -A limits=([install]=20 [doctor]=70 [suite]=130 [prove]=215 [bench]=220 [steps]=630 [more]=500 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
@@ -64,7 +66,7 @@ sanitize() {
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
   # PyTorch asks the driver questions that fail by design, such as whether a pointer is on the device.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
-    "$python" -m pytest tests -m sanitize --device cuda -q -p no:cacheprovider
+    "$python" -m pytest tests -n 0 -m sanitize --device cuda -q -p no:cacheprovider
 }
 
 prove() {
@@ -72,7 +74,8 @@ prove() {
   if "$python" -c "import xdist" 2>/dev/null; then
     workers=(-n "$(($(nproc) > 4 ? $(nproc) - 4 : 2))" --dist worksteal)
   fi
-  run prove tests "$python" -m pytest "${tests[@]}" --device "$device" -q -rfE --tb=short "${workers[@]}" &
+  run prove tests "$python" -m pytest "${tests[@]}" -m "not slow and not gpu" --device "$device" -q -rfE --tb=short \
+    "${workers[@]}" &
   for bench in "${benches[@]}"; do
     name=rehearsal-$(basename "$bench" .py)
     names+=("$name")
@@ -101,6 +104,7 @@ for stage in "${stages[@]}"; do
         settle doctor
       fi
       ;;
+    suite) run suite suite "$python" -m pytest "${tests[@]}" -m gpu --device "$device" -q -rfE --tb=short ; settle suite ;;
     prove) prove ;;
     bench) run bench bench "$python" -m pytest "${benches[@]}" --device "$device" -q -rfE ; settle bench ;;
     steps)
@@ -117,7 +121,10 @@ print(default_directory(torch.device('$device')))") &&
         run report report "$python" -m bench.report "$results"
       settle report
       ;;
-    *) echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, prove, bench, steps, more and report" >&2 && exit 2 ;;
+    *)
+      echo "bench/gpu/gpu.sh: no stage '$stage'; there are install, doctor, suite, prove, bench, steps, more and report" >&2
+      exit 2
+      ;;
   esac
 done
 
@@ -125,7 +132,7 @@ for name in "${failed[@]}"; do
   printf '\n== %s, the end of its log\n' "$name"
   tail -n 40 "$logs/$name.log"
 done
-for name in doctor bench steps more report; do
+for name in doctor suite bench steps more report; do
   if [[ " ${stages[*]} " == *" $name "* && -f $logs/$name.log && " ${failed[*]} " != *" $name "* ]]; then
     printf '\n== %s\n' "$name"
     tail -n 80 "$logs/$name.log"

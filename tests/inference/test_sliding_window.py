@@ -26,7 +26,7 @@ class Net(nn.Module):
         self.conv = conv(2, K, 3, padding=1, dtype=dtype)
 
     def forward(self, x):
-        ramp = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype)
+        ramp = torch.linspace(-1, 1, x.shape[-1], dtype=x.dtype, device=x.device)
         return self.conv(x) + ramp
 
 

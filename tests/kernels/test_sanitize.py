@@ -1,6 +1,6 @@
 """Runs every branch of every kernel on small tensors of odd sizes, for a tool that checks every access:
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest --device cuda -m sanitize
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest -n 0 --device cuda -m sanitize
 
 Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.
 """
@@ -19,7 +19,7 @@ from tests.kernels import test_norm_act_groups as norms
 from tests.kernels.conv_abn_cases import Conv
 from tests.tools.tensors import slots_of
 
-pytestmark = pytest.mark.sanitize
+pytestmark = [pytest.mark.sanitize, pytest.mark.gpu]
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}

@@ -54,6 +54,7 @@ def test_gradcheck_activations(device, activation, param, affine, training):
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "fmt"),
     [
@@ -76,6 +77,7 @@ def test_values_and_running_statistics(backend, device, dtype, name, fmt):
             assert relative_error(a, b) <= FORWARD_TOLERANCE[dtype]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "fmt", "dtype"),
     [

@@ -112,6 +112,7 @@ def test_errors_of_different_values_are_independent():
     assert 0.2 <= ratio <= 2
 
 
+@pytest.mark.gpu
 @DTYPES
 @FORMATS
 def test_the_side_of_the_kink_is_exact(rows, dtype, backend, device):
@@ -171,6 +172,7 @@ def test_zeros_of_both_signs(backend, device):
     assert found[::2].max() < 1e-17
 
 
+@pytest.mark.gpu
 def test_a_group_that_is_not_finite_comes_back_as_nan(backend, device):
     """So that GradScaler sees it.  Other groups do not change."""
     for bad in (float("nan"), float("inf"), -float("inf")):
@@ -207,6 +209,7 @@ def test_other_strides(backend, device):
     assert again(t).stride() == t.stride()
 
 
+@pytest.mark.gpu
 def test_seeds(backend, device):
     """The same seed gives the same bits, others give others, and the generators of torch are untouched."""
     t, state = torch.randn(2, 3, 20, 20, device=device), torch.get_rng_state()

@@ -82,6 +82,7 @@ def test_against_the_reference(device, name, rows, monkeypatch):
             assert dx.stride() == x.stride()
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize("name", ["dice-ce", "smoothed-ignore", "regions", "probabilities"])
 @FORMATS
@@ -104,6 +105,7 @@ def test_masks_and_forms_of_labels(backend, device):
     compare(x.clone(), labels, {}, weights[:, None] < 0.5)
 
 
+@pytest.mark.gpu
 def test_uint8_labels_of_more_than_256_classes(backend, device):
     """The numbers of classes wrapped in uint8, so that label 0 also counted for class 256."""
     x = torch.randn(1, 300, 7, dtype=torch.float64, device=device)
@@ -131,9 +133,10 @@ def test_other_strides(backend, device):
     compare(sliced.detach(), channels_last(regions)[:, 1:], {})
 
 
+@pytest.mark.gpu
 @FORMATS
 def test_half_precision(backend, device, rows):
-    """The sums are computed in fp32, and rounded nowhere else; the gradient is rounded once."""
+    """The sums are computed in fp32, and rounded nowhere else; the gradient is rounded once; two steps are equal."""
     for dtype, u in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
         x = torch.randn(2, 5, 4, 6, device=device).to(dtype)
         x = (channels_last(x) if rows else x).requires_grad_()
@@ -147,6 +150,10 @@ def test_half_precision(backend, device, rows):
         (dx,) = torch.autograd.grad(sums, x, dsums)
         (wanted,) = torch.autograd.grad(expected, leaf, dsums.double())
         assert relative_error(dx, wanted) <= u
+        assert dx.stride() == x.stride()
+        again = op.sums(Given(x, labels), SumsSpec("softmax", "softmax"))
+        assert torch.equal(again, sums)
+        assert torch.equal(torch.autograd.grad(again, x, dsums)[0], dx)
 
 
 def test_the_gradient_waits_for_the_scale_of_the_loss(device):
@@ -216,6 +223,7 @@ def test_only_what_was_asked_for(device):
     assert found.overlap is not None
 
 
+@pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("kind", ["labels", "regions"])
 def test_counts(backend, device, kind, rows):
@@ -236,6 +244,7 @@ def test_counts(backend, device, kind, rows):
     assert not counts.tp.requires_grad
 
 
+@pytest.mark.gpu
 @FORMATS
 def test_argmax_labels(backend, device, rows, monkeypatch):
     monkeypatch.setattr(aten, "TILE", 16)

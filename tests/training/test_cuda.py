@@ -69,6 +69,7 @@ class Run:
         torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_does_not_wait_for_the_gpu(device, name):
     run = Run(network(name, device), device)
@@ -102,6 +103,7 @@ def test_a_step_of_mixed_precision_does_not_wait_for_the_gpu(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_captured_training_step(device, name):
     """A captured step that is replayed three times trains like three eager steps."""
