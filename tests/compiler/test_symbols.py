@@ -88,11 +88,21 @@ def test_blocks_of_other_channels_after_a_graph_break():
             super().__init__()
             self.conv, self.norm = nn.Conv2d(2 * i, o, 3, padding=1), nn.GroupNorm(1, o)
 
-        def forward(self, x):
+        def forward(self, a, b):
             torch._dynamo.graph_break()
-            return F.elu(self.norm(self.conv(torch.cat([x, x.sigmoid()], 1))))
+            return F.elu(self.norm(self.conv(torch.cat([a, b], 1))))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(i, o) for i, o in ((2, 6), (6, 10), (10, 4), (4, 2)))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, x.sigmoid())
+            return x
 
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 4, 1), Block(4, 6), Block(6, 10), Block(10, 4), Block(4, 2)).double()
+    net = Net().double()
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     check(net, compiled(net, budget=0.3), [(x,)])
