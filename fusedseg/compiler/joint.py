@@ -224,13 +224,13 @@ class Goal(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The first ``count`` outputs of a joint graph, which forward returns.
+    """The first ``number`` outputs of a joint graph, which forward returns.
 
     changeable: the places of those that eager mode does not keep for backward.  A program may change them in place
         before backward, so backward here must not read them either.
     """
 
-    count: int
+    number: int
     changeable: frozenset[int] = frozenset()
 
 
@@ -285,8 +285,8 @@ class Joint:
         self.graph = graph
         self.outputs = outputs
         all_outputs, roots = outputs_of(self.graph), roots_of(graph)
-        self.returned = {node for node in all_outputs[: outputs.count] if isinstance(node, fx.Node)}
-        self.gradients = [node for node in all_outputs[outputs.count :] if isinstance(node, fx.Node)]
+        self.returned = {node for node in all_outputs[: outputs.number] if isinstance(node, fx.Node)}
+        self.gradients = [node for node in all_outputs[outputs.number :] if isinstance(node, fx.Node)]
         changed = {roots[node] for k in outputs.changeable if isinstance(node := all_outputs[k], fx.Node)}
         self.changeable = {node for node, root in roots.items() if root in changed and root.op == "call_function"}
         self.held = self.returned - self.changeable

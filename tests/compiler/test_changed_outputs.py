@@ -141,7 +141,7 @@ def test_results_may_be_changed_with_bits(bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [product, copied, enlarged], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [norm, copied, part], ids=lambda function: function.__name__)
 def test_results_may_be_changed_with_inductor(function, codegen):
     """Inductor leaves out copies before a graph is divided, also a copy that the model returns."""
     check(function, {"codegen": codegen}, places=[0])
