@@ -3,6 +3,7 @@
 import gc
 import sys
 import types
+from typing import NoReturn
 
 # Imports leave hardly any garbage, but they make enough objects to start a collection, which would look at all of
 # PyTorch's objects.
@@ -77,6 +78,13 @@ class _Package(types.ModuleType):
 
     def __dir__(self) -> list[str]:
         return [*__all__, "__version__", "compiler", "nn"]
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Dynamo calls what it is given as a backend."""
+        raise TypeError(
+            "fusedseg: the package itself is not a backend of torch.compile; write its name as a text, "
+            'torch.compile(model, backend="fusedseg")'
+        )
 
     @property
     def backend(self) -> _backend.Backend:

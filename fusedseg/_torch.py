@@ -455,6 +455,22 @@ def known(answer: object) -> bool:
     return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
 
 
+def is_traced_in_backward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd has traced a node of a joint graph in backward; False where the note is missing."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def donate_nothing() -> None:
+    """Says that the graphs which AOTAutograd compiles now write over nothing that forward keeps.
+
+    AOTAutograd refuses a second backward pass through graphs that may.
+    """
+    context = later("torch._guards.TracingContext", "the compiler backend").try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated:
+        donated.clear()
+
+
 def python_dispatcher() -> Any:
     """The context in which ops compute shapes from symbolic sizes."""
     return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()

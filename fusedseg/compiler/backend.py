@@ -68,12 +68,13 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     from . import captured, enlarged
-    from .partition import Partition, WeightsAsTheyAre
+    from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
     captured.unfold(module)
     enlarged.rewrite(module)
-    patches = {"post_grad_custom_pre_pass": WeightsAsTheyAre(), **settings.inductor}
+    own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
+    patches = {**own, **settings.inductor}
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     return parts.compile_fx(

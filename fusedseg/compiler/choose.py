@@ -19,10 +19,10 @@ from torch import fx
 
 from .._sizes import text_of
 from ..ops.cheap import size_of
-from . import keep, reinplace, rounded, twice
+from . import keep, rounded, twice
 from .budget import Budget
 from .cut import Cut
-from .joint import Goal, Joint, flops_of, nbytes_of
+from .joint import Goal, Joint, flops_of, nbytes_of, roots_of
 from .live import Live
 from .settings import OP
 
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
 def eager_bytes(joint: Joint) -> int:
     """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
-    roots = reinplace.roots_of(joint.graph)
+    roots = roots_of(joint.graph)
     # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.
     made = {node for node in joint.graph.nodes if keep.call_node(node) in joint.forward}
     kept = {roots[node] for node in joint.gradients if node in made}
@@ -77,7 +77,7 @@ class Choices:
         return self.flops.get(call) or CHEAP * sum(map(nbytes_of, (call, *call.all_input_nodes)))
 
     def nbytes(self, node: fx.Node) -> int:
-        return 0 if node in self.joint.returned else nbytes_of(node)
+        return 0 if node in self.joint.held else nbytes_of(node)
 
     def first(self) -> keep.Decision:
         """The decision without a budget."""

@@ -143,6 +143,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     With the batched tensors of ``torch.autograd.grad(is_grads_batched=True)`` it runs as it was given, because such a
     tensor cannot be written over one without a batch, and the functions of this package know nothing of it.
     """
+    _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     reinplace.statistics(module.graph)

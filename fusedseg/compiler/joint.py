@@ -11,6 +11,12 @@ from torch.fx.node import Argument
 
 from .. import _torch
 from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
+from ..rules import FORM, OF_OP
+
+# Ops whose result may begin at the memory of an argument although their schema does not say so.
+UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
+# Ops that read the sizes of their argument alone.
+SIZES_ALONE = {op for op, row in OF_OP.items() if row.kind == FORM}
 
 
 def outputs_of(graph: fx.Graph) -> list[Argument]:
@@ -144,6 +150,14 @@ def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[int |
     return sizes, [number(n, torch.ops.aten.sym_stride.int, place) for place, n in enumerate(value.stride())]
 
 
+def behind(node: fx.Node) -> fx.Node:
+    """The node right behind another one and its other results."""
+    after = node.next
+    while after.target is operator.getitem or after.op == "placeholder":
+        after = after.next
+    return after
+
+
 def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     """A second node of the same call that reads other inputs."""
     with graph.inserting_before(before):
@@ -158,6 +172,12 @@ def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before:
             if node.op == "call_function":
                 env[node] = graph.node_copy(node, env.__getitem__)
     return [env[result] for result in outputs_of(inner)]
+
+
+def number_of(size: object) -> int | None:
+    """A size, or the node of one, as a number; None if it may be another one for other inputs of the graph."""
+    known = value_of(size) if isinstance(size, fx.Node) else size
+    return known.node.maybe_as_int() if isinstance(known, torch.SymInt) else known  # type: ignore[return-value]
 
 
 def has_symbols(*values: Tensor) -> bool:
@@ -203,28 +223,73 @@ class Goal(NamedTuple):
     price: float = 0
 
 
+class Outputs(NamedTuple):
+    """The first ``number`` outputs of a joint graph, which forward returns.
+
+    changeable: the places of those that eager mode does not keep for backward.  A program may change them in place
+        before backward, so backward here must not read them either.
+    """
+
+    number: int
+    changeable: frozenset[int] = frozenset()
+
+
+# Ops of this package that keep less than the stock functions, which keep their first argument.
+KEPT_BY_STOCK = ("fusedseg::max_pool",)
+
+
+# What ``note_changeable`` writes on the output of a graph.
+CHANGEABLE = "fusedseg_changeable"
+
+
+def note_changeable(graph: fx.Graph) -> None:
+    """Notes which outputs of a joint graph eager mode does not keep for backward.
+
+    The graph is the one that was traced: its backward reads just what eager mode keeps.  A pass that has run before,
+    such as those of Inductor that leave out copies, would change this.
+    """
+    end = graph.output_node()
+    if CHANGEABLE in end.meta:
+        return
+    roots, kept = roots_of(graph), set[fx.Node]()
+    backward = {node for node in graph.nodes if _torch.is_traced_in_backward(node)} | following(graph)
+    backward.discard(end)
+    for node in graph.nodes:
+        if node in backward and name_of(node) not in SIZES_ALONE:
+            kept |= {roots[source] for source in node.all_input_nodes if source not in backward}
+        elif is_op(node) and op_of(node)._schema.name in KEPT_BY_STOCK:
+            kept.add(roots[node_at(node, 0)])
+    returned = enumerate(outputs_of(graph))
+    end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]
+
+
 class Joint:
     """Which part of a joint graph a node belongs to.
 
     Args:
-        graph: the graph; its first ``forward_outputs`` outputs are those of forward.
-        forward_outputs: their number, the attribute ``outputs``.
+        graph: the graph.
+        outputs: those of its outputs that forward returns.
         handed: nodes that forward computes although nothing of forward reads them.
 
     Attributes:
         backward: the nodes that follow from a gradient.
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
+        changeable: what lies in the memory of a result that the program may change before backward.
+        held: what forward returns and backward may read, which lives anyway.
         overwritten: arguments that are written to before backward, such as running statistics, and views of them:
             backward would find other values there.
     """
 
-    def __init__(self, graph: fx.Graph, forward_outputs: int, handed: Iterable[fx.Node] = ()) -> None:
+    def __init__(self, graph: fx.Graph, outputs: Outputs, handed: Iterable[fx.Node] = ()) -> None:
         self.graph = graph
-        self.outputs = forward_outputs
-        outputs = outputs_of(self.graph)
-        self.returned = {node for node in outputs[:forward_outputs] if isinstance(node, fx.Node)}
-        self.gradients = [node for node in outputs[forward_outputs:] if isinstance(node, fx.Node)]
+        self.outputs = outputs
+        all_outputs, roots = outputs_of(self.graph), roots_of(graph)
+        self.returned = {node for node in all_outputs[: outputs.number] if isinstance(node, fx.Node)}
+        self.gradients = [node for node in all_outputs[outputs.number :] if isinstance(node, fx.Node)]
+        changed = {roots[node] for k in outputs.changeable if isinstance(node := all_outputs[k], fx.Node)}
+        self.changeable = {node for node, root in roots.items() if root in changed and root.op == "call_function"}
+        self.held = self.returned - self.changeable
         self.end = graph.output_node()
         self.backward = following(graph) - {self.end}
         writing = [node for node in self.graph.nodes if writes(node)]
@@ -245,6 +310,21 @@ class Joint:
                 seen.add(node)
                 stack += node.all_input_nodes
                 yield node
+
+
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory its result lies in."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        root = node
+        if calls_view(node) or name_of(node) in UNSAFE_VIEWS:
+            root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
+        elif node.target is operator.getitem:
+            # One of several results; they may be views, as those of split.
+            source = node.all_input_nodes[0]
+            root = roots[source] if calls_view(source) else node
+        roots[node] = root
+    return roots
 
 
 def calls_view(node: fx.Node) -> bool:

@@ -5,6 +5,9 @@ Results of products and of random ops are kept, but for those products of which 
 a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
 end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
 
+A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
+value, and where it must be kept, a copy of it is.
+
 ``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
 does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
 from such a form (``forms.py``).
@@ -24,7 +27,7 @@ from ..ops.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
 from ..ops.low_bit.spec import FEWEST_VALUES
 from ..ops.observer import LARGER, SMALL
 from . import forms, twice
-from .joint import Goal, Joint, calls_view, copied, is_op, is_random, nbytes_of, node_at
+from .joint import Goal, Joint, behind, call, calls_view, copied, is_op, is_random, nbytes_of, node_at
 
 LABEL = "recompute"
 # The number of calls in a chain, of which backward runs each once.  The scope ends a chain after 16 calls, because it
@@ -90,7 +93,7 @@ def sources_of(node: fx.Node, joint: Joint, products: Collection[fx.Node] | None
     """
     call = call_node(node)
     repeats = node in products if products is not None else has_flops(call) and not is_random(call)
-    if node in joint.returned or not (repeats or _may_run_again(node)):
+    if node in joint.held or not (repeats or _may_run_again(node)):
         return None
     sources = _sources(node)
     if not is_view(node) and any(source in joint.overwritten for source in sources):
@@ -233,7 +236,7 @@ def _read(node: fx.Node, found: Decision) -> None:
 
 def _keep_later(found: Decision, joint: Joint) -> None:
     """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
-    waiting = [node for node in joint.graph.nodes if node in found.kept and node not in joint.returned]
+    waiting = [node for node in joint.graph.nodes if node in found.kept and node not in joint.held]
     while waiting:
         node = waiting.pop()
         if node not in found.kept:
@@ -290,11 +293,17 @@ class Unpacking(Protocol):
 
 def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
     """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
-    for node in decided.kept:
-        if storage is None or node not in storage.packed:
-            for one in {node, call_node(node)}:
-                one.meta.setdefault(LABEL, KEEP)
-    writer = _Writer(joint.graph, decided, storage)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in joint.graph.nodes if node in decided.kept]:
+        if storage is not None and node in storage.packed:
+            continue
+        if node in joint.changeable:
+            copies[node] = call(joint.graph, torch.ops.aten.clone.default, node, before=behind(node))
+            copies[node].meta[LABEL] = KEEP
+            continue
+        for one in {node, call_node(node)}:
+            one.meta.setdefault(LABEL, KEEP)
+    writer = _Writer(joint, decided, storage, copies)
     for reader in decided.reading:
         read = functools.partial(writer.read, before=reader)
         reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
@@ -308,8 +317,11 @@ def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> 
 class _Writer:
     """Gives backward the nodes that it reads."""
 
-    def __init__(self, graph: fx.Graph, decided: Decision, storage: Unpacking | None) -> None:
-        self.graph, self.decided, self.storage = graph, decided, storage
+    def __init__(
+        self, joint: Joint, decided: Decision, storage: Unpacking | None, copies: dict[fx.Node, fx.Node]
+    ) -> None:
+        self.graph, self.decided, self.storage, self.copies = joint.graph, decided, storage, copies
+        self.changeable = joint.changeable
         self.made: dict[fx.Node, fx.Node] = {}
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
@@ -318,7 +330,7 @@ class _Writer:
         if self.storage is not None and node in self.storage.packed:
             return self.storage.read(node, before)
         if node not in self.decided.again:
-            return node
+            return self.copies.get(node, node)
         if node not in self.made:
             self.made[node] = self._again(node, before)
         return self.made[node]
@@ -332,7 +344,7 @@ class _Writer:
             return made
         call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
-        if all(source is other for source, other in swapped.items()):
+        if node not in self.changeable and all(source is other for source, other in swapped.items()):
             return _labelled(node, call)
         if node is call:
             made = copied(self.graph, node, swapped, before)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from . import forms, keep, order, reinplace
-from .joint import Joint, name_of, nbytes_of, value_of, writes
+from . import forms, keep, order
+from .joint import UNSAFE_VIEWS, Joint, name_of, nbytes_of, value_of, writes
 
 
 class Virtual:
@@ -130,7 +130,7 @@ def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return keep.is_view(node) or name_of(node) in reinplace.UNSAFE_VIEWS
+    return keep.is_view(node) or name_of(node) in UNSAFE_VIEWS
 
 
 class Live:
@@ -157,7 +157,7 @@ class Live:
     def peak(self, decision: keep.Decision) -> tuple[int, int]:
         """The most bytes beyond the arguments at one moment, and the arithmetic that backward repeats.
 
-        The caller holds what forward returns.
+        The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
@@ -165,5 +165,7 @@ class Live:
         forward = self._whole.alive([*self._forward.values(), end]).peak[0]
         planned = Planned(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
-        others = sum(self._nbytes[root] for root in returned - kept if root.op == "call_function")
-        return max(forward, planned.alive(steps).peak[0] + others), planned.flops(steps)
+        copied = {root for root in kept if root in self._joint.changeable}
+        copies = sum(self._nbytes[root] for root in copied)
+        others = sum(self._nbytes[root] for root in returned - (kept - copied) if root.op == "call_function")
+        return max(forward + copies, planned.alive(steps).peak[0] + others), planned.flops(steps)

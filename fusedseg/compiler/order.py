@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import in_turn, reinplace
-from .joint import Goal, flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, value_of, writes
+from .joint import Goal, flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
 from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
@@ -61,7 +61,7 @@ class Backward:
 
     def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
         self.graph, self.fused = graph, fused
-        self.roots = reinplace.roots_of(graph)
+        self.roots = roots_of(graph)
         calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
         self.again: set[fx.Node] = {*calls} - following(graph)
         self._prepare()

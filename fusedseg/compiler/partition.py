@@ -51,7 +51,7 @@ def codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
     The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
     packed, and packs in backward, wherever codes and their ranges are not smaller.
     """
-    of = joint.Joint(graph, outputs)
+    of = joint.Joint(graph, joint.Outputs(outputs))
     others = (node for node in graph.nodes if node not in of.forward and joint.is_tensor(node))
     kept = [node for node in others if node.meta.get(keep.LABEL) == keep.KEEP]
     args, says = of.end.args, of.end.meta.get("desc")
@@ -100,13 +100,26 @@ class WeightsAsTheyAre(_parts.CustomGraphPass):  # type: ignore[name-defined]
             end.meta[PLACES] = sorted({*end.meta[PLACES], *given})
 
 
+class NoteChangeable(_parts.CustomGraphPass):  # type: ignore[name-defined]
+    """The first pass of Inductor over the joint graph.  It can be pickled too."""
+
+    def uuid(self) -> Any:
+        return _parts.get_hash_for_files(FILES)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        joint.note_changeable(graph)
+
+
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the decision says."""
     module.graph.eliminate_dead_code()
+    joint.note_changeable(module.graph)
+    changeable = module.graph.output_node().meta.pop(joint.CHANGEABLE)
+    outputs = joint.Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
     simplify.forget_labels(module.graph)
     limits, eager = settings.limits, 0
     if limits is not None:
-        eager = choose.eager_bytes(joint.Joint(module.graph, forward_outputs))
+        eager = choose.eager_bytes(joint.Joint(module.graph, outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -125,12 +138,12 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     if settings.codegen == "aten":
         forms.mark_rows(graph)
     graph.eliminate_dead_code()
-    fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, forward_outputs), None
+    fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, outputs), None
     if settings.bits is not None:
         decided = None
         if limits is not None:
             decided = choose.chosen(choose.RoundedChoices(of, eager, fused_code, settings.bits), limits).decision
-        of, decided, found = rounded.settled(graph, forward_outputs, settings.bits, decided)
+        of, decided, found = rounded.settled(graph, outputs, settings.bits, decided)
         storage = rounded.Storage(graph, found, settings.seed)
     elif limits is not None:
         decided = choose.chosen(choose.Choices(of, eager, fused_code), limits).decision

@@ -7,7 +7,6 @@ reads.  So are a softmax and its gradient, which would be the third tensor of it
 Running statistics are written where they are, in place of a copy that is copied back.
 """
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch, rules
-from .joint import calls_view, is_alike, is_op, items_of, name_of, outputs_of, value_of
+from .joint import calls_view, is_alike, is_op, items_of, outputs_of, roots_of, value_of
 from .norm_calls import Backward, Forward, Rebuild
 
 aten = torch.ops.aten
-# Ops whose result may begin at the memory of an argument although their schema does not say so.
-UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
 _ACTIVATIONS = [row for row in rules.ROWS if row.backward]
 _GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
@@ -58,21 +55,6 @@ OVERWRITING: dict[Any, Any] = {
 }
 
 
-def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory its result lies in."""
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        root = node
-        if calls_view(node) or name_of(node) in UNSAFE_VIEWS:
-            root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
-        elif node.target is operator.getitem:
-            # One of several results; they may be views, as those of split.
-            source = node.all_input_nodes[0]
-            root = roots[source] if calls_view(source) else node
-        roots[node] = root
-    return roots
-
-
 def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """For each memory the place of the last node that reads it."""
     last: dict[fx.Node, int] = {}
@@ -102,7 +84,8 @@ def results(graph: fx.Graph) -> int:
     """Makes ops write their results over their arguments, and returns how many do."""
     roots = roots_of(graph)
     last = _last_reads(graph, roots)
-    count = 0
+    # For each result the node that writes it, and what it is written over.
+    written: dict[fx.Node | None, tuple[fx.Node, fx.Node]] = {}
     for place, node in enumerate(graph.nodes):
         x = next((x for x in may_overwrite(node) if _is_free(node, x, place, roots, last)), None)
         if x is None:
@@ -119,8 +102,30 @@ def results(graph: fx.Graph) -> int:
             if of is result:
                 roots[other] = root
         last[root] = max(place, last.get(result, place))
-        count += 1
-    return count
+        written[result] = node, x
+    _return_no_views(graph, written)
+    return len(written)
+
+
+def _return_no_views(graph: fx.Graph, written: dict[fx.Node | None, tuple[fx.Node, fx.Node]]) -> None:
+    """No output of a graph is a view because it was written over one, as over the output of an instance norm.
+
+    A program may change an output in place, and PyTorch refuses that for a view which a function has returned.
+    """
+    for output in outputs_of(graph):
+        if not isinstance(output, fx.Node) or output not in written:
+            continue
+        node, x = written[output]
+        while x in written:
+            node, x = written[x]
+        if calls_view(x):
+            with graph.inserting_before(node):
+                node.replace_input_with(x, graph.call_function(without_views, (x,)))
+
+
+def without_views(x: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view to autograd."""
+    return x.data
 
 
 def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:

@@ -22,7 +22,7 @@ from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.observer import SMALL
 from . import forms, twice
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
-from .joint import Joint, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
+from .joint import Joint, Outputs, behind, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 
 # They bend at 0, and do not change signs.
@@ -96,7 +96,7 @@ class _Choice:
             self._pack(node)
 
     def _pack(self, node: fx.Node) -> None:
-        bits = 0 if node in self.joint.returned else bits_of(node, self.least)
+        bits = 0 if node in self.joint.held else bits_of(node, self.least)
         if bits:
             floating = value_of(node).dtype in DTYPES
             (self.rounded.bits if floating else self.rounded.integers)[node] = bits
@@ -246,7 +246,7 @@ class _Choice:
             found.kept.add(node)
             if is_question(node) and len(node.all_input_nodes) == 1:
                 # It may come from backward; here its source need not live until then.
-                _after(node.all_input_nodes[0]).prepend(node)
+                behind(node.all_input_nodes[0]).prepend(node)
             self._pack(node)
             leave(node, sources, found)
             return
@@ -345,7 +345,7 @@ def choose(joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> Rou
 
 
 def settled(
-    graph: fx.Graph, outputs: int, bits: int, chosen: Decision | None = None
+    graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
 ) -> tuple[Joint, Decision, Rounded]:
     """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values.
 
@@ -379,7 +379,7 @@ class Storage:
         order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
         key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
         for place, node in enumerate(order):
-            after = _after(node)
+            after = behind(node)
             size, stride = form_in(graph, node, after)
             if node in rounded.integers:
                 bits = rounded.integers[node]
@@ -390,7 +390,7 @@ class Storage:
             bits, kink = rounded.bits[node], None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
-                after = _after(call_node(norm.mean))  # type: ignore[arg-type]
+                after = behind(call_node(norm.mean))  # type: ignore[arg-type]
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, stride)
@@ -409,11 +409,3 @@ class Storage:
 def _keep(node: fx.Node) -> fx.Node:
     node.meta[LABEL] = KEEP
     return node
-
-
-def _after(node: fx.Node) -> fx.Node:
-    """The node before which the value is packed: right behind it and its other results."""
-    after = node.next
-    while after.target is operator.getitem or after.op == "placeholder":
-        after = after.next
-    return after

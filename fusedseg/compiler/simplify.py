@@ -9,8 +9,7 @@ import operator
 
 from torch import fx
 
-from .joint import copied, has_same_form, is_tensor, name_of, value_of
-from .reinplace import roots_of
+from .joint import copied, has_same_form, is_tensor, name_of, roots_of, value_of
 
 # Ops that return their input.
 NOTHING = ("detach", "alias", "view")

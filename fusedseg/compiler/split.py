@@ -20,7 +20,7 @@ from torch import fx
 
 from ..ops.conv.slabs import SLAB_BYTES
 from ..ops.interpolate import interpolate_backward_op, interpolate_op
-from .joint import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, op_of, value_of
+from .joint import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, number_of, op_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE, ITS_BACKWARD = interpolate_op._opoverload, interpolate_backward_op._opoverload
@@ -74,18 +74,16 @@ class Source(NamedTuple):
     """An input of a convolution, or one of those that are concatenated to it.
 
     begin: its first channel.
+    width: the number of its channels.
     gradient: the node of its gradient, if one node alone picks it.
     divisible: whether nobody reads the gradient of the concatenation otherwise.
     """
 
     node: fx.Node
     begin: int
+    width: int
     gradient: fx.Node | None
     divisible: bool
-
-    @property
-    def width(self) -> int:
-        return value_of(self.node).shape[1]
 
     def ranges(self) -> list[tuple[int, int]]:
         """The ranges of channels, from 0, if it is enlarged right before, and its gradient goes to the small size."""
@@ -100,9 +98,12 @@ class Source(NamedTuple):
 
 def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
     """The sources of a convolution of ``x`` whose gradient is ``dx``."""
+    nodes = nodes_at(x, 0) if name_of(x) == "cat" else [x]
+    widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
+    if len(widths) < len(nodes):
+        return []
     if name_of(x) != "cat":
-        return [Source(x, 0, dx, True)]
-    nodes = nodes_at(x, 0)
+        return [Source(x, 0, widths[0], dx, True)]
     channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
     if channels != 1 or len(set(nodes)) < len(nodes):
         return []
@@ -110,12 +111,14 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
     for user in dx.users if dx is not None else ():
         given: tuple = user.args
         if name_of(user) == "slice" and given[1] == 1 and len(given) <= 4:
-            slices.setdefault((given[2], min(given[3], value_of(x).shape[1])), []).append(user)
+            first, last = map(number_of, given[2:])
+            if first is not None and last is not None:
+                slices.setdefault((first, min(last, sum(widths))), []).append(user)
     owns, begin = [], 0
-    for node in nodes:
-        own = slices.get((begin, begin + value_of(node).shape[1]), [])
-        owns.append((node, begin, own[0] if len(own) == 1 else None))
-        begin += value_of(node).shape[1]
+    for node, width in zip(nodes, widths, strict=True):
+        own = slices.get((begin, begin + width), [])
+        owns.append((node, begin, width, own[0] if len(own) == 1 else None))
+        begin += width
     divisible = dx is not None and set(dx.users) == {gradient for *_, gradient in owns if gradient is not None}
     return [Source(*own, divisible) for own in owns]
 

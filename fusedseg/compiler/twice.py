@@ -21,12 +21,12 @@ PRODUCTS = ("convolution", "mm", "addmm", *BATCHED)
 
 def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """Those of the kept products that are scores of attention."""
-    return {node for node in kept - joint.returned if _is_of_scores(node)}
+    return {node for node in kept - joint.held if _is_of_scores(node)}
 
 
 def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """Those of the kept products that run again."""
-    mine, found = kept - joint.returned, scores(kept, joint)
+    mine, found = kept - joint.held, scores(kept, joint)
     products = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
     left = SHARE * sum(map(_flops_of, joint.forward))
     others = [node for node, flops in products.items() if flops and node not in found]

@@ -127,7 +127,10 @@ def parse(
         # The stock function chooses another form then.
         return None
     sizes = [size] * dims if isinstance(size, int | torch.SymInt) else size
-    factors = [scale_factor] * dims if isinstance(scale_factor, int | float) else scale_factor
+    factors = [scale_factor] * dims if isinstance(scale_factor, int | float | torch.SymFloat) else scale_factor
+    if any(isinstance(factor, torch.SymFloat) for factor in factors or ()):
+        # The op takes numbers alone.
+        return None
     if factors is not None and recompute_scale_factor:
         sizes, factors = _enlarged(x, None, factors), None
     return Enlarging(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)

@@ -27,6 +27,14 @@ def test_the_entry_point_names_the_backend():
     assert f'fusedseg = "{backend.__module__.rpartition(".")[0]}:{backend.__name__}"' in text
 
 
+def test_the_package_in_place_of_its_name():
+    import fusedseg
+
+    run = torch.compile(net(), backend=fusedseg)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r'write its name.*backend="fusedseg"'):
+        run(torch.randn(1, 1, 5, 5))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

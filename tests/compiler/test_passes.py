@@ -175,8 +175,9 @@ def test_reinplace_knows_views():
         module = traced(function, torch.randn(4))
         before = names(module.graph)
         reinplace.results(module.graph)
-        # Only the sum may be written over v, whose memory nobody reads after it.
-        assert [name.replace("add_", "add") for name in names(module.graph)] == before
+        # Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then.
+        after = [name.replace("add_", "add") for name in names(module.graph) if "without_views" not in name]
+        assert after == before
 
 
 def test_reinplace_moves_statistics_where_they_are():

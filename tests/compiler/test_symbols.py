@@ -1,0 +1,108 @@
+"""Numbers that are symbols in a graph: a float ``scale_factor``, and channels."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.compiler.networks import compiled
+
+
+def check(net, run, inputs, tolerance=1e-9):
+    """The gradients of some steps with a compiled model are those of eager mode."""
+    for given in inputs:
+        found, wanted = (torch.autograd.grad(call(*given).square().mean(), [*net.parameters()]) for call in (run, net))
+        most = max(g.abs().max() for g in wanted)
+        assert all((a - b).abs().max() <= tolerance * most for a, b in zip(found, wanted, strict=True))
+
+
+class Scaled(nn.Module):
+    """The bug: with another factor at the second call the factor is a symbol, which is no float."""
+
+    def __init__(self, dims, **how):
+        super().__init__()
+        conv, norm = ((nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.InstanceNorm3d))[dims - 2]
+        self.a, self.b = nn.Sequential(conv(2, 4, 3), norm(4), nn.SiLU()), conv(4, 2, 1)
+        self.how = how
+
+    def forward(self, x, factor):
+        return self.b(F.interpolate(self.a(x), scale_factor=factor, **self.how))
+
+
+HOW = {
+    "nearest": (2, {}),
+    "exact": (2, {"mode": "nearest-exact"}),
+    "corners": (2, {"mode": "bilinear", "align_corners": True}),
+    "bicubic": (2, {"mode": "bicubic"}),
+    "recomputed": (2, {"mode": "bilinear", "recompute_scale_factor": True}),
+    "3D": (3, {"mode": "trilinear"}),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5}], ids=["exact", "budget"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_scale_factor_that_changes(how, options):
+    torch.manual_seed(0)
+    dims, given = HOW[how]
+    net = Scaled(dims, **given).double()
+    x = torch.randn(2, 2, *[8] * dims, dtype=torch.float64)
+    check(net, compiled(net, **options), [(x, factor) for factor in (2.0, 1.5, 0.75, 2.5)])
+
+
+def test_scale_factors_of_each_dimension():
+    torch.manual_seed(0)
+    net = Scaled(2, mode="bilinear").double()
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    check(net, compiled(net), [(x, (factor, 2.0)) for factor in (2.0, 1.5, 0.75)])
+
+
+class Convolved(nn.Module):
+    """A convolution of a concatenation in a function that is compiled for any channels."""
+
+    def forward(self, a, b, weight):
+        y = F.relu(F.conv2d(torch.cat([F.silu(a), F.interpolate(b, scale_factor=2.0)], 1), weight))
+        return F.conv2d(torch.cat([y, y.tanh()], 1), weight.new_ones(3, 2 * weight.shape[0], 1, 1))
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.3}, {"budget": "1KiB"}, {"extra_flops": 0.5}, {"bits": 8}], ids=str)
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
+def test_channels_that_change(dynamic, options):
+    """The bug: the places of slices of a gradient are nodes then, and were compared with numbers."""
+    run = compiled(Convolved(), dynamic=dynamic, **options)
+    for i, j, o, size in ((3, 4, 5, 8), (6, 5, 7, 10), (8, 9, 4, 12)):
+        torch.manual_seed(i)
+        shapes = (2, i, 2 * size, 2 * size), (2, j, size, size), (o, i + j, 3, 3)
+        given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        found, wanted = (torch.autograd.grad(call(*given).square().mean(), given) for call in (run, Convolved()))
+        most = max(g.abs().max() for g in wanted)
+        # Tensors of 4096 values and more are packed.
+        tolerance = 0.05 if "bits" in options else 1e-9
+        assert all((a - b).abs().max() <= tolerance * most for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
+def test_blocks_of_other_channels_after_a_graph_break():
+    class Block(nn.Module):
+        def __init__(self, i, o):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2 * i, o, 3, padding=1), nn.GroupNorm(1, o)
+
+        def forward(self, a, b):
+            torch._dynamo.graph_break()
+            return F.elu(self.norm(self.conv(torch.cat([a, b], 1))))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(i, o) for i, o in ((2, 6), (6, 10), (10, 4), (4, 2)))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, x.sigmoid())
+            return x
+
+    torch.manual_seed(0)
+    net = Net().double()
+    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    check(net, compiled(net, budget=0.3), [(x,)])
