@@ -7,17 +7,21 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 }
 
 
+def bytes_in(text: str) -> int:
+    """The bytes of a text such as "16GiB", "24 GB" or "800MiB"; 0 if the text cannot be read."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    unit = next((unit for unit in UNITS if match and unit.lower() == match[2].lower()), None)
+    return int(float(match[1]) * UNITS[unit]) if match and unit else 0
+
+
 def parse_bytes(op: str, value: int | str) -> int:
-    """The bytes of a text such as "16GiB", "24 GB" or "800MiB", or of a number of bytes.
+    """The bytes of a text such as "16GiB", or of a number of bytes.
 
     Raises:
         ValueError: the text cannot be read, or the size is not positive.  The error names the function ``op``, whose
             argument is ``budget``.
     """
-    nbytes = value if isinstance(value, int) else 0
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)):
-        unit = next((unit for unit in UNITS if unit.lower() == match[2].lower()), None)
-        nbytes = int(float(match[1]) * UNITS[unit]) if unit else 0
+    nbytes = value if isinstance(value, int) else bytes_in(value)
     if nbytes <= 0:
         raise ValueError(
             f"{op}: budget must be a positive number with one of {', '.join(UNITS)}, such as 16GiB, got {value!r}"

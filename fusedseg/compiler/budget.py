@@ -1,14 +1,49 @@
 """What the options ``budget`` and ``extra_flops`` of the backend ask for."""
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .._sizes import parse_bytes
+from .._sizes import bytes_in
 
 PEAK = "peak "
+# An int below this is refused: ``budget=3`` was meant as another unit.
+FEWEST_BYTES = 1 << 20
+EXPECTED = (
+    "budget must be a share of the bytes that eager mode keeps, above 0 and at most 1, such as 0.3 or '30%'; or bytes, "
+    f"such as '3GiB' or an int of at least {FEWEST_BYTES}; or a peak, such as 'peak 10GiB'"
+)
 # The default of ``extra_flops``.  The last bytes cost most.  With budget 0.3, MONAI's SwinUNETR of 12 features at
 # 1 x 1 x 64^3 keeps 0.776 of the bytes and repeats 0.24 of its forward.  Without a limit it would keep 0.740 and repeat
 # 1.81 of it.
 MOST = 0.35
+
+
+class Asked(NamedTuple):
+    """The first three attributes of ``Budget``."""
+
+    fraction: float | None = None
+    nbytes: int | None = None
+    peak: int | None = None
+
+
+def _asked(op: str, budget: float | str) -> Asked:
+    """What an argument asks for; raises ``TypeError`` or ``ValueError`` for what is no budget."""
+    if isinstance(budget, bool) or not isinstance(budget, (float, int, str)):
+        raise TypeError(f"{op}: {EXPECTED}, got {budget!r}")
+    if isinstance(budget, float):
+        asked = Asked(fraction=budget)
+    elif isinstance(budget, int):
+        asked = Asked(nbytes=budget if budget >= FEWEST_BYTES else 0)
+    elif percent := re.fullmatch(r"(\d+(?:\.\d+)?)%", budget.strip()):
+        asked = Asked(fraction=float(percent[1]) / 100)
+    elif budget.strip().lower().startswith(PEAK):
+        asked = Asked(peak=bytes_in(budget.strip()[len(PEAK) :]))
+    else:
+        asked = Asked(nbytes=bytes_in(budget))
+    if asked.nbytes == 0 or asked.peak == 0 or not (asked.fraction is None or 0.0 < asked.fraction <= 1.0):
+        raise ValueError(f"{op}: {EXPECTED}, got {budget!r}")
+    return asked
 
 
 @dataclass(frozen=True)
@@ -37,35 +72,19 @@ class Budget:
 
         Raises:
             TypeError: ``budget`` is no float, int or text, or ``extra_flops`` is no number.
-            ValueError: a fraction is not above 0 or is above 1, bytes are not positive, a text cannot be read, or
+            ValueError: a fraction is not above 0 or is above 1, an int is below 1 MiB, a text cannot be read, or
                 ``extra_flops`` is negative.
         """
         if budget is None and extra_flops is None:
             return None
-        fraction = nbytes = peak = None
-        if isinstance(budget, bool) or not isinstance(budget, (float, int, str, type(None))):
-            raise TypeError(
-                f"{op}: budget must be a fraction such as 0.3, a number of bytes, or a text such as '6GiB', "
-                f"got {budget!r}"
-            )
-        if isinstance(budget, float):
-            if not 0.0 < budget <= 1.0:
-                raise ValueError(
-                    f"{op}: budget must be a fraction above 0.0 and at most 1.0, or bytes as an int or a text such as "
-                    f"'6GiB', got {budget!r}"
-                )
-            fraction = budget
-        elif isinstance(budget, str) and budget.strip().lower().startswith(PEAK):
-            peak = parse_bytes(op, budget.strip()[len(PEAK) :])
-        elif budget is not None:
-            nbytes = parse_bytes(op, budget)
+        asked = Asked() if budget is None else _asked(op, budget)
         if extra_flops is None:
-            return cls(fraction, nbytes, peak)
+            return cls(*asked)
         if isinstance(extra_flops, bool) or not isinstance(extra_flops, (float, int)):
             raise TypeError(f"{op}: extra_flops must be a number such as 0.02, got {extra_flops!r}")
         if not 0.0 <= extra_flops < float("inf"):
             raise ValueError(f"{op}: extra_flops must be finite and at least 0, got {extra_flops!r}")
-        return cls(fraction, nbytes, peak, float(extra_flops))
+        return cls(*asked, float(extra_flops))
 
     def bytes_of(self, eager: int) -> int | None:
         """The bytes that may be kept, of ``eager`` that the step keeps without fusedseg; None for the fewest."""

@@ -39,11 +39,18 @@ SAME = 1e-3
 
 
 class Cost(NamedTuple):
-    """The bytes that forward keeps, the arithmetic that backward repeats, and the most bytes at once."""
+    """The bytes that forward keeps, the arithmetic that backward repeats, and the most bytes at once.
+
+    with_workspaces: the most bytes at once with what convolutions and packing may need beside their results.
+    """
 
     kept: int
     flops: int
     peak: int
+    with_workspaces: int
+
+    def is_within(self, most: "Cost") -> bool:
+        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
 
 
 class Choice(NamedTuple):
@@ -91,8 +98,7 @@ class Choices:
         return self.live.kept(decision)
 
     def cost(self, decision: keep.Decision) -> Cost:
-        peak, flops = self.live.peak(decision)
-        return Cost(self.live.kept(decision), flops, peak)
+        return _cost(self.live, decision)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -232,38 +238,74 @@ class RoundedChoices(Choices):
         return sum(map(self.nbytes, decision.kept))
 
     def cost(self, decision: keep.Decision) -> Cost:
-        graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.output(graph.graph_copy(self.joint.graph, twins))
+        graph, twins = twin_of(self.joint.graph)
         again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.again}
         outputs = self.joint.outputs
-        of, decided, found = rounded.settled(graph, outputs, self._bits, keep.Decision(again=again))
-        foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
-        keep.apply(of, decided, rounded.Storage(graph, found, 0))
-        graph.eliminate_dead_code()
-        labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
-        of = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
-        counted = keep.decision_of(of, {node for node, label in labels.items() if label is keep.AGAIN})
-        counted.goal = decision.goal
-        live = Live(of, self.fused)
-        peak, flops = live.peak(counted)
-        return Cost(live.kept(counted), flops, peak)
+        of, decided, found = rounded.settled(graph, outputs, self._bits, keep.Decision(again=again, goal=decision.goal))
+        return packed(of, decided, found, seed=0, fused=self.fused)
+
+
+def twin_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, and for each node its copy."""
+    twin, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    twin.output(twin.graph_copy(graph, twins))
+    twin.output_node().meta.update(graph.output_node().meta)
+    return twin, twins
+
+
+def packed(of: Joint, decided: keep.Decision, found: rounded.Rounded, seed: int, fused: bool) -> Cost:
+    """Writes a decision into its graph, with everything that packs and unpacks, and counts it there."""
+    graph, outputs = of.graph, of.outputs
+    foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
+    keep.apply(of, decided, rounded.Storage(graph, found, seed))
+    graph.eliminate_dead_code()
+    labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
+    joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
+    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.AGAIN})
+    counted.goal = decided.goal
+    cost = _cost(Live(joint, fused), counted)
+    for node, label in labels.items():
+        if label is not None:
+            node.meta[keep.LABEL] = label
+    return cost
+
+
+def _cost(live: Live, decision: keep.Decision) -> Cost:
+    peak = live.peak(decision)
+    return Cost(live.kept(decision), peak.flops, peak.nbytes, peak.with_workspaces)
+
+
+def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:
+    """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
+
+    If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
+    """
+    if budget is None:
+        first = choices.first()
+        return Choice(first, choices.cost(first)), True
+    nbytes, arguments = budget.bytes_of(choices.eager), choices.live.arguments
+    # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
+    falling = nbytes is not None or budget.peak is not None
+    last = None
+    for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
+        if most is not None and not found.cost.is_within(most):
+            continue
+        last = found
+        kept_enough = nbytes is not None and found.cost.kept <= nbytes
+        if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
+            return found, True
+    return last or found, False
 
 
 def chosen(choices: Choices, budget: Budget) -> Choice:
     """The choice for a budget, or the nearest one, with a warning."""
-    most, arguments = budget.bytes_of(choices.eager), choices.live.arguments
-    # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
-    falling = most is not None or budget.peak is not None
-    for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
-        kept_enough = most is not None and found.cost.kept <= most
-        if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
-            break
-    else:
-        _warn_of(found.cost, budget, choices)
+    found, met = nearest(choices, budget)
+    if not met:
+        warn_of(found.cost, budget, choices)
     return found
 
 
-def _warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
+def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
     """Says which budget can be met; one without a number of bytes always is."""
     eager = choices.eager
     most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments

@@ -92,6 +92,10 @@ class Flow:
             path.append(edge)
             at = heads[edge]
 
+    def after_the_start(self) -> list[bool]:
+        """For each vertex whether more could flow to it from vertex 0."""
+        return [level >= 0 for level in self._levels()]
+
     def before_the_end(self) -> list[bool]:
         """For each vertex whether more could flow from it to vertex 1."""
         found = [False] * len(self.edges)

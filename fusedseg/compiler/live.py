@@ -7,12 +7,17 @@ input where ``reinplace.py`` lets them.  Sizes that are symbols have those of th
 
 import operator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
+from ..ops.cheap import size_of
+from ..ops.low_bit import graph as packing
 from . import forms, keep, order
-from .joint import UNSAFE_VIEWS, Joint, name_of, nbytes_of, value_of, writes
+from .joint import UNSAFE_VIEWS, Joint, arguments_of, is_op, name_of, nbytes_of, node_at, op_of, value_of, writes
+
+PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)
+PACKING = (*PACKS, packing.unpack_op._opoverload, packing.bits_unpack._opoverload)
 
 
 class Virtual:
@@ -154,18 +159,61 @@ class Live:
     def _kept(self, decision: keep.Decision) -> set[fx.Node]:
         return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
 
-    def peak(self, decision: keep.Decision) -> tuple[int, int]:
-        """The most bytes beyond the arguments at one moment, and the arithmetic that backward repeats.
+    def peak(self, decision: keep.Decision) -> "Peak":
+        """The most bytes at once.
 
         The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
         end = order.Step(self._joint.end, held, self._joint.end, 0, 0, [])
-        forward = self._whole.alive([*self._forward.values(), end]).peak[0]
+        forward = self._whole.alive([*self._forward.values(), end])
         planned = Planned(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
+        backward = planned.alive(steps)
         copied = {root for root in kept if root in self._joint.changeable}
         copies = sum(self._nbytes[root] for root in copied)
         others = sum(self._nbytes[root] for root in returned - (kept - copied) if root.op == "call_function")
-        return max(forward + copies, planned.alive(steps).peak[0] + others), planned.flops(steps)
+        in_forward, in_backward = (self._with_workspaces(*of) for of in ((forward, self._whole), (backward, planned)))
+        return Peak(
+            max(forward.peak[0] + copies, backward.peak[0] + others),
+            planned.flops(steps),
+            max(in_forward + copies, in_backward + others),
+        )
+
+    def _with_workspaces(self, alive: order.Alive, graph: order.Backward) -> int:
+        needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
+        return max(map(operator.add, alive.bytes_at, needed))
+
+
+class Peak(NamedTuple):
+    """The peak of a step.
+
+    nbytes: the most bytes at one moment, beyond the arguments.
+    flops: the arithmetic that backward repeats.
+    with_workspaces: the most bytes if convolutions and packing need as many bytes beside as they may.
+    """
+
+    nbytes: int
+    flops: int
+    with_workspaces: int
+
+
+def workspace(node: fx.Node, fused: bool) -> int:
+    """The bytes beside its arguments and results that a node may need while it runs.
+
+    Kernels of convolutions may copy images into another layout.  Which kernel runs is not known here.
+    """
+    name = name_of(node)
+    if name == "convolution":
+        return nbytes_of(node) + nbytes_of(node_at(node, 0))
+    if name == "convolution_backward":
+        return nbytes_of(node_at(node, 0)) + nbytes_of(node_at(node, 1))
+    if not is_op(node) or op_of(node) not in PACKING:
+        return 0
+    given = arguments_of(node)
+    if fused and given.get("kink") is None:
+        # Inductor computes it inside the kernels beside it.
+        return 0
+    value = node_at(node, 0) if op_of(node) in PACKS else node
+    return packing.workspace_of(op_of(node), value_of(value), size_of(value), given["bits"])

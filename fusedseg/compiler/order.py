@@ -255,6 +255,7 @@ class Alive:
 
     Attributes:
         places: the place of each step.  last: for each memory the place of its last reader.
+        bytes_at: the bytes at each place.
         top: the place of the peak.  peak: its bytes, and the number of places that have them.
         inlined: the steps without memory of their own, and the memory that is read in place of theirs.
     """
@@ -280,6 +281,7 @@ class Alive:
                 alive_then = alive - step.nbytes + step.made - self._written_over(step, place)
             bytes_at.append(alive_then)
             alive -= sum(one.nbytes for one in gone[place] if one not in inlined)
+        self.bytes_at = bytes_at
         most = max(bytes_at)
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))

@@ -130,29 +130,55 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
         )
     simplify.rewrite(graph)
     forms.forget_running(graph)
-    if settings.codegen == "inductor" or settings.bits is not None or limits is not None:
+    if settings.bits is None:
+        choices = _exact_choices(graph, outputs, settings, eager)
+        decided = keep.decide(choices.joint) if limits is None else choose.chosen(choices, limits).decision
+        keep.apply(choices.joint, decided)
+    else:
+        decided = _rounded(module, outputs, settings, eager)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return decided
+
+
+def _exact_choices(graph: fx.Graph, outputs: joint.Outputs, settings: Settings, eager: int) -> choose.Choices:
+    """The choices without bits."""
+    if settings.codegen == "inductor" or settings.limits is not None:
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
-    if settings.bits is not None:
-        forms.round_inputs(graph)
     if settings.codegen == "aten":
         forms.mark_rows(graph)
     graph.eliminate_dead_code()
-    fused_code, of, storage = settings.codegen == "inductor", joint.Joint(graph, outputs), None
-    if settings.bits is not None:
-        decided = None
-        if limits is not None:
-            decided = choose.chosen(choose.RoundedChoices(of, eager, fused_code, settings.bits), limits).decision
-        of, decided, found = rounded.settled(graph, outputs, settings.bits, decided)
-        storage = rounded.Storage(graph, found, settings.seed)
-    elif limits is not None:
-        decided = choose.chosen(choose.Choices(of, eager, fused_code), limits).decision
-    else:
-        decided = keep.decide(of)
-    keep.apply(of, decided, storage)
-    if settings.bits is not None and settings.codegen == "inductor":
-        fused.rewrite(module)
+    return choose.Choices(joint.Joint(graph, outputs), eager, settings.codegen == "inductor")
+
+
+def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings, eager: int) -> keep.Decision:
+    """Packs what forward keeps, unless the step would keep more, or peak higher, than without bits."""
+    assert settings.bits is not None
+    graph, fused_code, limits = module.graph, settings.codegen == "inductor", settings.limits
+    exact_graph, _ = choose.twin_of(graph)
+    exact_choices = _exact_choices(exact_graph, outputs, settings, eager)
+    exact, exact_met = choose.nearest(exact_choices, limits)
+    split.rewrite(graph)
+    forms.round_inputs(graph)
+    if not fused_code:
+        forms.mark_rows(graph)
     graph.eliminate_dead_code()
-    graph.lint()
-    module.recompile()
+    of = joint.Joint(graph, outputs)
+    choices: choose.Choices = choose.RoundedChoices(of, eager, fused_code, settings.bits)
+    wanted, met = None, True
+    if limits is not None:
+        choice, met = choose.nearest(choices, limits, exact.cost)
+        wanted = choice.decision
+    of, decided, found = rounded.settled(graph, outputs, settings.bits, wanted)
+    cost = choose.packed(of, decided, found, settings.seed, fused_code)
+    if cost.is_within(exact.cost):
+        if fused_code:
+            fused.rewrite(module)
+    else:
+        module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
+        keep.apply(exact_choices.joint, decided)
+    if limits is not None and not met:
+        choose.warn_of(cost, limits, choices)
     return decided

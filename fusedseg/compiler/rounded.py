@@ -10,7 +10,7 @@ question about such a copy, x <= 0, is answered in forward from exact values, an
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -19,10 +19,26 @@ from ..ops.cheap import size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.graph import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
+from ..ops.max_pool.op import max_pool_op
 from ..ops.observer import SMALL
 from . import forms, twice
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
-from .joint import Joint, Outputs, behind, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
+from .cut import ENDLESS, Flow
+from .joint import (
+    Joint,
+    Outputs,
+    behind,
+    call,
+    form_in,
+    is_dense,
+    is_op,
+    is_tensor,
+    name_of,
+    nbytes_of,
+    node_at,
+    op_of,
+    value_of,
+)
 from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 
 # They bend at 0, and do not change signs.
@@ -33,6 +49,8 @@ MIXING = ("convolution_backward", "mm", "addmm", "bmm", "baddbmm")
 SIGNS = {"le": 0, "gt": 0, **{rules.OF_OP[op].backward: 1 for op in BENDS}, **dict.fromkeys(BENDS, 0)}
 # The max-pools whose second result numbers a position in the window, whose size is their second argument.
 MOST_POSITIONS = 1 << 7
+# A value is rounded only if this saves so many times the bytes of the answers that it needs.
+WORTH = 2
 POOLS = ("fusedseg::max_pool", "prims::_low_memory_max_pool_with_offsets")
 
 
@@ -86,17 +104,30 @@ def bits_of(node: fx.Node, bits: int) -> int:
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
 
+class Known(NamedTuple):
+    """What earlier passes over a graph have found.
+
+    stuck: ops of backward with branches for which there is no chain.
+    exact: values whose rounding saves too little for the answers that it needs.
+    """
+
+    stuck: set[fx.Node]
+    exact: set[fx.Node]
+
+
 class _Choice:
-    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> None:
-        self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
+    def __init__(self, joint: Joint, found: Decision, bits: int, known: Known) -> None:
+        self.joint, self.found, self.least, self.known = joint, found, bits, known
         self.rounded = Rounded()
+        # The rounded values for which each answer is kept.
+        self.answers: dict[fx.Node, set[fx.Node]] = {}
         self.questions: dict[object, fx.Node] = {}
         self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
 
     def _pack(self, node: fx.Node) -> None:
-        bits = 0 if node in self.joint.held else bits_of(node, self.least)
+        bits = 0 if node in self.joint.held or node in self.known.exact else bits_of(node, self.least)
         if bits:
             floating = value_of(node).dtype in DTYPES
             (self.rounded.bits if floating else self.rounded.integers)[node] = bits
@@ -171,11 +202,11 @@ class _Choice:
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
                 changed |= bool(few)
             elif kind == EXACT and again:
-                self._answer(node)
+                self._answer(node, of)
                 return True
             elif not of:
                 continue
-            elif kind == EXACT and node not in self.stuck:
+            elif kind == EXACT and node not in self.known.stuck:
                 self.rounded.asking.add(node)
             elif kind == EXACT:
                 for root in of:
@@ -231,8 +262,11 @@ class _Choice:
         self.rounded.kinks[x] = norm
         return True
 
-    def _answer(self, node: fx.Node) -> None:
-        """Something that must read exact values is computed in forward: questions of it, or its result."""
+    def _answer(self, node: fx.Node, roots: set[fx.Node]) -> None:
+        """Something that must read exact values is computed in forward: questions of it, or its result.
+
+        It reads these rounded values.
+        """
         found = self.found
         if is_question(node):
             first = self.questions.setdefault(_asked(node), node)
@@ -244,9 +278,8 @@ class _Choice:
         if chain is None or len(chain) != 1:
             del found.again[node]
             found.kept.add(node)
-            if is_question(node) and len(node.all_input_nodes) == 1:
-                # It may come from backward; here its source need not live until then.
-                behind(node.all_input_nodes[0]).prepend(node)
+            self.answers[node] = roots
+            self._early(node)
             self._pack(node)
             leave(node, sources, found)
             return
@@ -254,6 +287,49 @@ class _Choice:
         self._add(result)
         found.again[node] = sources
         self._replace(node, result)
+
+    def _early(self, node: fx.Node) -> None:
+        """Puts a result right behind its sources.  Where backward stood, they would live until the end of forward."""
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and source not in self.joint.forward:
+                self._early(source)
+        sources = [source for source in node.all_input_nodes if source.op == "call_function"]
+        if sources and node not in self.joint.forward:
+            behind(max(sources)).prepend(node)
+
+    def dear(self) -> set[fx.Node]:
+        """The values whose rounding saves too little for the answers that it needs: a minimum cut.
+
+        All answers of a value that is rounded are kept, each once.
+        """
+        flow, vertices = Flow(), dict[fx.Node, int]()
+        for root in self.rounded.bits:
+            vertices[root] = flow.vertex()
+            flow.edge(0, vertices[root], nbytes_of(root) - self._kept_bytes(root))
+        for answer, roots in self.answers.items():
+            cost = WORTH * self._kept_bytes(answer) if answer in self.found.kept else 0
+            own = flow.vertex()
+            flow.edge(own, 1, cost)
+            for root in roots & vertices.keys():
+                flow.edge(vertices[root], own, ENDLESS)
+        flow.augment()
+        paid = flow.after_the_start()
+        return {root for root, vertex in vertices.items() if not paid[vertex]}
+
+    def forget(self, dear: set[fx.Node]) -> None:
+        """Max-pools of values that these alone made inexact run again, instead of picking values by positions."""
+        for root in dear:
+            del self.rounded.bits[root]
+        roots = self._roots()
+        for node in self.joint.graph.nodes:
+            if node.target is max_pool_op._opoverload:
+                x = node_at(node, 0)
+                if x not in roots and (x in self.found.again or x in self.found.kept):
+                    node.meta.pop(forms.ROUNDED, None)
+
+    def _kept_bytes(self, node: fx.Node) -> int:
+        bits = self.rounded.bits.get(node) or self.rounded.integers.get(node)
+        return size_of(node) * bits // 8 if bits else nbytes_of(node)
 
     def _replace(self, node: fx.Node, other: fx.Node) -> None:
         """Backward reads another node of the same value."""
@@ -333,14 +409,17 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return x if isinstance(slope, (int, float)) and slope > 0 else node
 
 
-def choose(joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> Rounded:
-    """Decides in how many bits each kept node is kept; ``found`` is changed where something must be exact.
+def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
+    """In how many bits each kept node is kept; ``found`` is changed where something must be exact.
 
-    ``stuck`` are ops of backward with branches for which there is no chain.
+    A value whose rounding is too dear becomes a known one, and what follows from it alone is as without bits.
     """
-    choice = _Choice(joint, found, bits, stuck)
+    choice = _Choice(joint, found, bits, known)
     while choice.settle():
         pass
+    if not choice.rounded.asking and (dear := choice.dear()):
+        known.exact.update(dear)
+        choice.forget(dear)
     return choice.rounded
 
 
@@ -351,7 +430,7 @@ def settled(
 
     chosen: what backward computes again, where a budget has chosen it.
     """
-    stuck: set[fx.Node] = set()
+    known = Known(set(), set())
     before = set(graph.nodes)
     while True:
         joint = Joint(graph, outputs)
@@ -361,10 +440,11 @@ def settled(
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.again))
             decided.goal = chosen.goal
-        found = choose(joint, decided, bits, stuck)
-        if not found.asking:
+        exact = len(known.exact)
+        found = choose(joint, decided, bits, known)
+        if not found.asking and len(known.exact) == exact:
             return joint, decided, found
-        stuck |= {node for node in found.asking if not write_chain(graph, node)}
+        known.stuck.update(node for node in found.asking if not write_chain(graph, node))
         graph.eliminate_dead_code()
 
 

@@ -46,11 +46,6 @@ def test_the_package_in_place_of_its_name():
         ({"bits": True}, "option bits must be 8, 4 or None, got True"),
         ({"seed": 1.0}, "option seed must be an integer, got float"),
         ({"memory_format": "rows"}, r"option memory_format must be torch.channels_last, .*, got 'rows'"),
-        ({"budget": 0.0}, "budget must be a fraction above 0.0 and at most 1.0"),
-        ({"budget": 1.5}, "budget must be a fraction above 0.0 and at most 1.0"),
-        ({"budget": "6 apples"}, "budget must be a positive number with one of"),
-        ({"budget": "peak much"}, "budget must be a positive number with one of"),
-        ({"budget": True}, "budget must be a fraction such as 0.3"),
         ({"extra_flops": -1}, "extra_flops must be finite and at least 0"),
         ({"extra_flops": "all"}, "extra_flops must be a number such as 0.02"),
     ],
@@ -58,6 +53,25 @@ def test_the_package_in_place_of_its_name():
 def test_wrong_options_raise(options, text):
     with pytest.raises((ValueError, TypeError), match=text):
         parse(options)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [0, 3, 1000, -1, True, 0.0, -0.5, 1.5, float("nan"), float("inf"), [0.3], "0.3", "0%", "200%", "-3%", "30 %", "%",
+     "3", "3G", "6 apples", "0GiB", "-3GiB", "", "peak", "peak much", "peak 0B", "peak 30%", "peak 3"],
+)  # fmt: skip
+def test_what_is_no_budget_raises(budget):
+    """``budget=3`` was taken for three bytes, and no error for a text or a number of bytes showed a share."""
+    with pytest.raises((ValueError, TypeError), match=r"budget must be .*0\.3 .*'3GiB'.*") as raised:
+        parse({"budget": budget})
+    assert str(raised.value).endswith(f"got {budget!r}")
+
+
+def test_a_share_in_percent():
+    """The text "30%" was refused."""
+    assert parse({"budget": "30%"}).limits == parse({"budget": 0.3}).limits
+    assert parse({"budget": " 100%"}).limits == parse({"budget": 1.0}).limits
+    assert parse({"budget": "2.5%"}).limits.bytes_of(1000) == 25
 
 
 def test_wrong_options_raise_through_torch_compile():

@@ -19,6 +19,8 @@ from tests.compiler.bits_cases import ACTIVATIONS, EVERY, IMAGE, MOST, NORMS, Ar
 from tests.compiler.networks import Attention, compiled, kept, make
 from tests.tools.ranks import on_ranks
 
+# These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
+pytestmark = pytest.mark.usefixtures("packed")
 STOCK = ("batch", "instance", "group", "layer")
 OURS = [name for name in NORMS if name not in STOCK]
 

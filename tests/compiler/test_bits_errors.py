@@ -9,6 +9,8 @@ from torch import nn
 import fusedseg
 from tests.compiler.test_bits import IMAGE, MOST, error_of
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def plain(norm=nn.BatchNorm2d, act=nn.ReLU):
     """Three convolutions with 16,384 values each; the pool's output has 4,096."""

@@ -165,6 +165,7 @@ def test_bits_keep_the_inputs_of_norms():
     assert moved.stored("low_bit_unpack_kernel") == nbytes * moved.launches.count("low_bit_unpack_kernel")
 
 
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["relu", "instance", "gelu"])
 def test_bits_leave_norms_in_place(name, dtype, sources):

@@ -46,6 +46,16 @@ def _sizes(device: torch.device) -> tuple[int, int]:
     return BLOCK * torch.get_num_threads(), CHUNK * torch.get_num_threads()
 
 
+def pack_workspace(numel: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most bytes beside values and codes while values are packed: three of a chunk, and their codes as int16."""
+    return min(numel, _sizes(device)[1]) * (3 * wide_dtype(dtype).itemsize + 2)
+
+
+def unpack_workspace(numel: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most bytes beside values and codes while values are unpacked: two of a chunk, and their codes as bytes."""
+    return min(numel, _sizes(device)[1]) * (2 * wide_dtype(dtype).itemsize + 1)
+
+
 def _groups(s: slice) -> slice:
     """The groups of positions that begin with a group."""
     return slice(s.start // GROUP, -(-s.stop // GROUP))

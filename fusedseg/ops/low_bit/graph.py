@@ -206,3 +206,21 @@ def bits_unpack(packed, bits, dtype, size, stride):
 @bits_unpack.register_fake
 def _(packed, bits, dtype, size, stride):
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+
+
+def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
+    """The most bytes beside arguments and results while an op of this module runs; 0 for other ops.
+
+    Args:
+        target: the op.
+        value: what is packed, or unpacked; it may have no values, and symbolic sizes.
+        numel: the number of its elements.
+        bits: those of an element.
+    """
+    if target in (bits_pack._opoverload, bits_unpack._opoverload):
+        # Chunks are larger than most tensors.
+        return numel * (2 if bits == 1 else 3)
+    if target not in (round_op._opoverload, unpack_op._opoverload) or _backend.use_triton(value, "low_bit"):
+        return 0
+    needed = aten.pack_workspace if target is round_op._opoverload else aten.unpack_workspace
+    return needed(numel, value.dtype, value.device)
