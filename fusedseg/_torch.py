@@ -471,6 +471,29 @@ def donate_nothing() -> None:
         donated.clear()
 
 
+def compiles_for_fusedseg(frame: Any) -> bool:
+    """Whether a frame of a traceback is the one in which Dynamo compiles for ``backend="fusedseg"``."""
+    compiler = frame.f_locals.get("compiler_fn") if frame.f_code.co_name == "_compile_inner" else None
+    return getattr(compiler, "__name__", "") == "fusedseg"
+
+
+class _AtTheEnd(list):
+    """Functions that PyTorch calls when a compilation ends; the first one stays when all are taken away.
+
+    ``torch._dynamo.reset()`` takes them away, and tells a backend nothing of it.
+    """
+
+    def clear(self) -> None:
+        del self[1:]
+
+
+def call_at_the_end(function: Callable[..., None]) -> None:
+    """Lets PyTorch call a function at the end of each compilation, where ``sys.exc_info()`` has the error, if any."""
+    handler = later("torch._dynamo.callback.callback_handler", "the compiler backend")
+    if hasattr(handler, "end_callbacks"):
+        handler.end_callbacks = _AtTheEnd([function, *handler.end_callbacks])
+
+
 def python_dispatcher() -> Any:
     """The context in which ops compute shapes from symbolic sizes."""
     return later("torch._dispatch.python.enable_python_dispatcher", "the compiler backend")()

@@ -25,7 +25,8 @@ ALLOWED = {
     "fusedseg/_torch.py": {
         "found": VERSIONS, "torch.autograd.forward_ad": VERSIONS, "torch.compiler": VERSIONS,
         "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
-        "compiled": USERS, "target": USERS, "module": GRAPH,
+        "compiled": USERS, "target": USERS, "module": GRAPH, "compiler": USERS, "handler": VERSIONS,
+        "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS,
     },
     "fusedseg/cli/convert.py": {"args": ARGUMENTS},
     "fusedseg/cli/models.py": {"found": USERS},
