@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
+from .cheap import has_flops, hint_of, numel_of, tensors_of
 
 
 def outputs_of(graph: fx.Graph) -> list[Argument]:

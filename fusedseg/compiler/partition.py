@@ -103,7 +103,6 @@ class WeightsAsTheyAre(_parts.CustomGraphPass):  # type: ignore[name-defined]
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the decision says."""
     module.graph.eliminate_dead_code()
-    simplify.forget_labels(module.graph)
     limits, eager = settings.limits, 0
     if limits is not None:
         eager = choose.eager_bytes(joint.Joint(module.graph, forward_outputs))

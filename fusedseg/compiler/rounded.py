@@ -15,13 +15,12 @@ from typing import Any
 from torch import fx
 
 from .. import rules
-from ..ops.cheap import size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.graph import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
-from ..ops.observer import SMALL
 from . import forms, twice
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
+from .cheap import SMALL, size_of, tensors_of
 from .joint import Joint, call, form_in, is_dense, is_op, is_tensor, name_of, node_at, op_of, value_of
 from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 

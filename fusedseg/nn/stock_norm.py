@@ -15,7 +15,6 @@ from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
 from ..ops.norm.stock import norm_act
-from ..ops.observer import unwatched
 from .norm_statistics import COUNTED, Using
 from .unscriptable import Unscriptable
 
@@ -75,7 +74,6 @@ class StockNorm(Unscriptable, nn.Module):
         z = self._normalised(x, residual)
         return z if self._marked is None else self._marked(z)
 
-    @unwatched
     def _normalised(self, x: Tensor, residual: Tensor | None) -> Tensor:
         passed, spec = self._call(x, residual)
         if spec.keep == "output" and not torch.compiler.is_compiling() and x._is_view() and has_backward_hooks(self):
@@ -126,8 +124,8 @@ class StockNorm(Unscriptable, nn.Module):
         text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
         if not fits or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is eight frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=8)
+        # The caller of the module is seven frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=7)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

@@ -158,7 +158,7 @@ def grown_network(seed: int) -> Network:
     outputs = [n for n in g.frames[0] if n != "t0" and g.of(n).is_floating_point() and g.of(n).requires_grad][-3:]
     flat = ", ".join(f"{name}.flatten()" for name in outputs or ["t0"])
     body = (*g.setup, *g.stack[0], Step("return", f"return torch.cat([{flat}])"))
-    options: dict = {"everywhere": seed % 2 == 1}
+    options: dict = {}
     if rng.random() < 0.4:
         options["later"] = rng.choice(list(LATER)), rng.randrange(1000)
     return Network(seed, (body,), g.shape, options)

@@ -78,7 +78,7 @@ def converted(rank, world, leaky):
     """``convert``, and then ``convert_sync``."""
     torch.manual_seed(0)
     net = networks.UNet(nn.LeakyReLU if leaky else nn.ReLU).double()
-    fusedseg.convert(net, example_inputs=torch.zeros(1, 3, 16, 16, dtype=torch.float64))
+    fusedseg.convert(net)
     if world > 1:
         fusedseg.convert_sync(net)
     return trained(net, rank, world)
@@ -93,6 +93,10 @@ class Network(nn.Sequential):
         return x
 
 
+def block(norm):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01, inplace=True))
+
+
 class StandIn:
     """What ``Fused`` needs of nnU-Net's trainer, without nnU-Net."""
 
@@ -105,7 +109,7 @@ class StandIn:
 
     @staticmethod
     def build_network_architecture(norm):
-        return Network(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
+        return Network(block(norm), nn.Conv2d(8, 2, 1))
 
     def initialize(self):
         # nnU-Net looks at this signature.
@@ -178,31 +182,21 @@ def environment(rank, world):
     }  # fmt: skip
 
 
-def lightning(rank, world, late, sync_batchnorm):
-    """``Convert`` with ``Trainer(sync_batchnorm=True)``, or with ``sync=True``."""
+def lightning(rank, world):
+    """A converted network whose norms are synchronised before the trainer is made."""
     pl = framework("lightning.pytorch")
-    from fusedseg.integrations.lightning import Convert
-
     if world > 1:
         environment(rank, world)
 
     class Lit(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net, self.losses = None, []
-            if not late:
-                self.make()
-
-        def make(self):
             torch.manual_seed(0)
-            self.net = networks.UNet(nn.LeakyReLU).double()
-
-        def configure_model(self):
-            if self.net is None:
-                self.make()
+            self.net, self.losses = fusedseg.convert(networks.UNet(nn.LeakyReLU).double()), []
+            if world > 1:
+                fusedseg.convert_sync(self.net)
 
         def training_step(self, data, index):
-            self.during = end(self.net)["norms"]
             loss = F.cross_entropy(self.net(data[0][0]), data[1][0])
             self.losses.append(loss.item())
             return loss
@@ -210,30 +204,22 @@ def lightning(rank, world, late, sync_batchnorm):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
-    if not late:
-        del Lit.configure_model
     x, y = mine(rank, world)
     loader = torch.utils.data.DataLoader([(x, y)] * STEPS, batch_size=1)
-    example = torch.zeros(1, 3, 16, 16, dtype=torch.float64)
-    convert = Convert("net", example_inputs=example, sync=world > 1 and not sync_batchnorm)
     options = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False} if world > 1 else {"devices": 1}
     model = Lit()
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, precision="64-true", callbacks=[convert],
-        sync_batchnorm=world > 1 and sync_batchnorm, **options,
+        enable_checkpointing=False, precision="64-true", **options,
     )  # fmt: skip
     trainer.fit(model, loader)
-    assert convert.report.replaced
     # What the trainer of two processes has set up ends with the test's own group.
-    return model.losses, end(model.net) | {"norms": model.during, "after": end(model.net)["norms"]}
+    return model.losses, end(model.net)
 
 
 def hugging_face(rank, world, folder):
-    """``Convert(sync=True)``; the decode head of SegFormer has a BatchNorm."""
+    """``convert_sync`` before the trainer is made; the decode head of SegFormer has a BatchNorm."""
     transformers = framework("transformers")
-    from fusedseg.integrations.transformers import Convert
-
     if world > 1:
         environment(rank, world)
     torch.manual_seed(0)
@@ -243,6 +229,8 @@ def hugging_face(rank, world, folder):
             decoder_hidden_size=16, num_labels=3, drop_path_rate=0.0, classifier_dropout_prob=0.0,
         )
     ).double()  # fmt: skip
+    if world > 1:
+        fusedseg.convert_sync(model)
     start = copy.deepcopy(model)
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = x + torch.arange(4.0).view(-1, 1, 1, 1)
@@ -253,7 +241,7 @@ def hugging_face(rank, world, folder):
         # Otherwise the trainer multiplies the loss by the number of processes.
         average_tokens_across_devices=False,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Convert(sync=world > 1)])
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
     trainer.train()
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -62,7 +62,7 @@ def network(converted, heads, x):
         nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True}, deep_supervision=True,
     )  # fmt: skip
     if converted:
-        fusedseg.convert(net, example_inputs=x)
+        fusedseg.convert(net)
     if heads:
         layers = net.decoder.seg_layers
         for i, conv in enumerate(layers):
