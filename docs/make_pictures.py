@@ -63,7 +63,7 @@ class Network(NamedTuple):
             return profile_fake(model, fake_inputs(self.shapes, torch.float16), label=way)
 
     def converted(self, model: nn.Module) -> nn.Module:
-        convert(model, example_inputs=[torch.empty(shape, dtype=torch.float16) for shape in self.shapes])
+        convert(model)
         return model
 
 

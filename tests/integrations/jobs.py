@@ -3,9 +3,7 @@
 Each program returns the losses, and what ``end`` says of the network.  Two processes get half of each batch each.
 """
 
-import copy
 import inspect
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import fusedseg
 from fusedseg.integrations import inplace_abn, nnunet
-from tests.conversion import networks
-from tests.integrations.real import framework
 
 STEPS = 3
 
@@ -74,16 +69,6 @@ def package(rank, world):
     return trained(net.double(), rank, world)
 
 
-def converted(rank, world, leaky):
-    """``convert``, and then ``convert_sync``."""
-    torch.manual_seed(0)
-    net = networks.UNet(nn.LeakyReLU if leaky else nn.ReLU).double()
-    fusedseg.convert(net)
-    if world > 1:
-        fusedseg.convert_sync(net)
-    return trained(net, rank, world)
-
-
 class Network(nn.Sequential):
     """It has a forward of its own, because ``compile`` has no effect on that of PyTorch."""
 
@@ -94,7 +79,7 @@ class Network(nn.Sequential):
 
 
 def block(norm):
-    return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01, inplace=True))
+    return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01))
 
 
 class StandIn:
@@ -165,84 +150,10 @@ class OfThree(FusedStandIn):
 
 def nnunet_trainer(rank, world):
     torch.manual_seed(0)
-    trainer = OfThree(nn.BatchNorm2d(8))
+    trainer = OfThree(nn.InstanceNorm2d(8, affine=True))
     trainer.is_ddp = world > 1
     trainer.initialize()
     return trained(nn.Sequential(trainer.network.double(), nn.AdaptiveAvgPool2d(16)), rank, world)
 
 
 # The programs below need a framework.
-
-
-def environment(rank, world):
-    """The variables that ``torchrun`` sets; the process group exists already."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0",
-    }  # fmt: skip
-
-
-def lightning(rank, world):
-    """A converted network whose norms are synchronised before the trainer is made."""
-    pl = framework("lightning.pytorch")
-    if world > 1:
-        environment(rank, world)
-
-    class Lit(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.net, self.losses = fusedseg.convert(networks.UNet(nn.LeakyReLU).double()), []
-            if world > 1:
-                fusedseg.convert_sync(self.net)
-
-        def training_step(self, data, index):
-            loss = F.cross_entropy(self.net(data[0][0]), data[1][0])
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-    x, y = mine(rank, world)
-    loader = torch.utils.data.DataLoader([(x, y)] * STEPS, batch_size=1)
-    options = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False} if world > 1 else {"devices": 1}
-    model = Lit()
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, precision="64-true", **options,
-    )  # fmt: skip
-    trainer.fit(model, loader)
-    # What the trainer of two processes has set up ends with the test's own group.
-    return model.losses, end(model.net)
-
-
-def hugging_face(rank, world, folder):
-    """``convert_sync`` before the trainer is made; the decode head of SegFormer has a BatchNorm."""
-    transformers = framework("transformers")
-    if world > 1:
-        environment(rank, world)
-    torch.manual_seed(0)
-    model = transformers.SegformerForSemanticSegmentation(
-        transformers.SegformerConfig(
-            depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], num_attention_heads=[1, 1, 2, 2],
-            decoder_hidden_size=16, num_labels=3, drop_path_rate=0.0, classifier_dropout_prob=0.0,
-        )
-    ).double()  # fmt: skip
-    if world > 1:
-        fusedseg.convert_sync(model)
-    start = copy.deepcopy(model)
-    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x = x + torch.arange(4.0).view(-1, 1, 1, 1)
-    data = [{"pixel_values": image, "labels": (image[0] > 0).long()} for image in x]
-    args = transformers.TrainingArguments(
-        folder, max_steps=STEPS, per_device_train_batch_size=4 // world, learning_rate=0.05, logging_steps=1,
-        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", optim="sgd",
-        # Otherwise the trainer multiplies the loss by the number of processes.
-        average_tokens_across_devices=False,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
-    trainer.train()
-    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, end(model)

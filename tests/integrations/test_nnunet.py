@@ -65,7 +65,7 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.is_ddp = ddp
     trainer.initialize()
-    assert type(trainer.network[0][1]) is (fusedseg.BatchNormActSync if ddp else nn.BatchNorm2d)
+    assert type(trainer.network[0][1]) is (nn.SyncBatchNorm if ddp else nn.BatchNorm2d)
     assert len(fusedseg.conversion(trainer.network).served) == (0 if ddp else 1)
     assert any("fusedseg.convert" in line for line in trainer.log)
     assert any("no equal of a loss of class L1Loss" in line for line in trainer.log)

@@ -29,12 +29,6 @@ def whole():
         return found, said, str(found)
 
 
-def test_a_compiled_model_keeps_what_eager_mode_keeps(whole):
-    (ours,), (compiled,) = (whole[0].ways[way] for way in ("fusedseg", "fusedseg, compiled"))
-    assert compiled.kept <= 1.02 * ours.kept
-    assert ours.repeated == compiled.repeated == 0
-
-
 def test_the_compilers_own_budgets(whole):
     eager, found = whole[0].eager, {float(point.budget or 1): point for point in whole[0].ways["torch.compile"]}
     assert found[1.0].repeated == 0.0
@@ -55,7 +49,7 @@ def test_the_picture_has_a_line_for_each_way(whole, tmp_path):
 
 def test_curve(whole):
     found, said, text = whole
-    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", BACKEND, "fusedseg, compiled"]
+    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", BACKEND]
     assert found.ways["eager"][0].kept == found.eager
     assert 0.9 < found.ways["checkpoint"][0].repeated <= 1.0
     for way, points in found.ways.items():
@@ -65,7 +59,7 @@ def test_curve(whole):
     assert sum(line.startswith(BACKEND) for line in lines) == 2
     assert found.ways[BACKEND][1].kept < found.ways[BACKEND][0].kept < 0.6 * found.eager
     assert said[0] == "eager"
-    assert said[-1] == "fusedseg, compiled"
+    assert said[-1] == BACKEND
     assert found.to_dict()["ways"]["torch.compile"][1]["budget"] == "0.2"
 
 

@@ -134,6 +134,5 @@ def test_converted_network_is_synchronised():
     fusedseg.convert(net)
     expected = net.eval()(x)
     fusedseg.convert_sync(net)
-    assert sum(isinstance(module, fusedseg.BatchNormActSync) for module in net) == 2
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in net) == 2
     torch.testing.assert_close(net(x), expected)
-    net(x).sum().backward()

@@ -15,24 +15,9 @@ from ...compiler import backend
 from ...compiler.settings import parse
 from ...convert import conversion, convert
 from ...functional import tp_fp_fn
-from ...nn import convert_sync
 from ...ops.layout import FORMATS
 from ..common import compile_in_place, kept_by_backend
 from .loss import UnknownLoss, fused_loss
-
-
-@contextlib.contextmanager
-def _synchronised_already() -> Iterator[None]:
-    """Lets nnU-Net's call of ``SyncBatchNorm.convert_sync_batchnorm`` change nothing.
-
-    ``convert_sync`` has served all BatchNorms by then, and PyTorch's function refuses converted norms.
-    """
-    stock = vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
-    nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(lambda module, *_: module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.convert_sync_batchnorm = stock  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -64,8 +49,7 @@ class Fused(_Trainer):
     * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) a trainer with ``compile_options``, such as a budget,
       compiles its network by this backend too, with ``codegen="aten"``, which needs no C++ compiler.
     * Elsewhere without ``compile_options`` the network is converted when the trainer builds it for training, and the
-      log says what ``fusedseg.convert`` serves.  With DDP its BatchNorms get the statistics of all processes.  Networks
-      that are built for prediction stay stock.
+      log says what ``fusedseg.convert`` serves.  Networks that are built for prediction stay stock.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
       without an equal stays, and the log says so.
     * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
@@ -119,16 +103,12 @@ class Fused(_Trainer):
             with contextlib.ExitStack() as stack:
                 if by_nnunet:
                     stack.enter_context(_compiled_by_backend(self, options))
-                elif self.is_ddp and not by_backend:
-                    stack.enter_context(_synchronised_already())
                 super().initialize()
         finally:
             del self.build_network_architecture
 
     def _convert(self, network: nn.Module) -> None:
         convert(network)
-        if self.is_ddp:
-            convert_sync(network)
         text = f"fusedseg.convert, because nnU-Net does not compile:\n{conversion(network)}"
         self.print_to_log_file(text, add_timestamp=False)
 
