@@ -121,10 +121,10 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
 
 
 def blocks():
-    """Makes two blocks of a convolution with BatchNorm and ReLU, which can be converted and checkpointed."""
+    """Makes two blocks of a convolution with BatchNorm and SiLU, which can be converted and checkpointed."""
 
     def block(channels, out):
-        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.SiLU())
 
     return nn.Sequential(block(3, 8), block(8, 4))
 

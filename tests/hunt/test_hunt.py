@@ -74,6 +74,9 @@ def test_two_thousand_networks():
     found_nothing(crew.hunt("networks", range(2_000), jobs=2), least=1_700)
 
 
+MODULE = r"self\.(m\d+) = nn\.(?:Conv|Batch|Sequential)"
+
+
 def size(program):
     return sum(1 for part in program.parts for _ in nodes(part))
 
@@ -153,7 +156,10 @@ def test_networks_call_their_modules_and_get_every_habit():
     texts = [network.functions().partition("def forward")[2] for network in networks]
     modules = [network.functions().partition("def forward")[0] for network in networks]
     called = sum(
-        any(re.search(rf"self\.{name}\(", text) for name in re.findall(r"self\.(m\d+) = nn\.(?:Conv|Batch)", made))
+        any(
+            re.search(rf"self\.{name}\(", text)
+            for name in re.findall(r"self\.(m\d+) = nn\.(?:Conv|Batch|Sequential)", made)
+        )
         for text, made in zip(texts, modules, strict=True)
     )
     assert called >= 90

@@ -150,7 +150,7 @@ class OfThree(FusedStandIn):
 
 def nnunet_trainer(rank, world):
     torch.manual_seed(0)
-    trainer = OfThree(nn.InstanceNorm2d(8, affine=True))
+    trainer = OfThree(nn.GroupNorm(4, 8))
     trainer.is_ddp = world > 1
     trainer.initialize()
     return trained(nn.Sequential(trainer.network.double(), nn.AdaptiveAvgPool2d(16)), rank, world)
