@@ -141,7 +141,8 @@ def _stock_class(module: nn.Module) -> type[nn.Module]:
 
 def _steps_of(module: nn.Module) -> Sequence[Step] | None:
     """The modules that a call of the module calls one after the other; None if its class does not say that."""
-    cls = _stock_class(module)
+    # mypy sees no hash of a class of modules.
+    cls: Any = _stock_class(module)
     if cls.__call__ is not nn.Module.__call__:
         return None
     if issubclass(cls, nn.Sequential):
@@ -382,10 +383,10 @@ class Plan:
         for step in steps:
             if isinstance(step, Add):
                 yield step
-            elif type(step) is nn.Identity or (type(step) in DROPOUTS and step.p == 0):  # type: ignore[union-attr]
+            elif type(step) is nn.Identity or (type(step) in DROPOUTS and step.p == 0):
                 self._idle.append((step, type(step), type(step) in DROPOUTS))
             else:
-                yield from self._flat(step)  # type: ignore[arg-type]
+                yield from self._flat(step)
 
     def fits(self) -> bool:
         """Whether the block has the children that the plan knows."""
@@ -432,7 +433,8 @@ class Fused:
     PLAN = "_fusedseg_plan"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, state, *rest = super().__reduce_ex__(protocol)
+        made: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = made
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != self.PLAN}
         return _new, (self._stock,), state, *rest
@@ -552,8 +554,9 @@ def convert(model: Model, *unnamed: object, **gone: object) -> Model:
     for module in model.modules():
         if isinstance(module, Fused):
             continue
-        if type(module) in POOLS or (_steps_of(module) is not None and Plan(module).pairs):
-            module.__class__ = _fused_class(type(module))
+        cls: Any = type(module)
+        if cls in POOLS or (_steps_of(module) is not None and Plan(module).pairs):
+            module.__class__ = _fused_class(cls)
     return model
 
 
@@ -618,11 +621,12 @@ ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 def conversion(model: nn.Module) -> Conversion:
     """Which norms and pools of a model ``convert`` serves, and which stay stock, with reasons."""
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
-    pairs = {pair.norm: pair for block in blocks for pair in Plan(block).pairs}  # type: ignore[arg-type]
+    pairs: dict[Any, Pair] = {pair.norm: pair for block in blocks for pair in Plan(block).pairs}
     why = _reasons(model)
-    served, left = [], []
+    served: list[Served] = []
+    left: list[Left] = []
     for name, module in model.named_modules():
-        cls = type(module).__name__
+        cls: str = type(module).__name__
         if module in pairs:
             act = type(pairs[module].act).__name__
             served.append(Served(name, f"{cls} and {act}", WAYS[pairs[module].saves()]))
@@ -633,16 +637,16 @@ def conversion(model: nn.Module) -> Conversion:
     return Conversion(served, left)
 
 
-def _reasons(model: nn.Module) -> dict[nn.Module, str]:
+def _reasons(model: nn.Module) -> dict[Any, str]:
     """Why norms stay stock, from the modules that hold them."""
-    why: dict[nn.Module, str] = {}
+    why: dict[Any, str] = {}
     for parent in model.modules():
         steps = _steps_of(parent)
-        known = (_stock_class(parent).__module__, _stock_class(parent).__qualname__) in LIBRARY
+        cls: Any = _stock_class(parent)
+        another = (cls.__module__, cls.__qualname__) in LIBRARY and _library_block(cls) is None
         for child in parent.children():
             if steps is None and child not in why:
-                version = "another version of " if known else ""
-                why[child] = f"the forward of {version}{type(parent).__name__} calls it"
+                why[child] = f"the forward of {'another version of ' if another else ''}{cls.__name__} calls it"
         for i, step in enumerate(steps or ()):
             if isinstance(step, ANY_NORM):
                 why[step] = _reason(step, (*steps[i + 1 :], None)[0])  # type: ignore[index]
@@ -652,9 +656,10 @@ def _reasons(model: nn.Module) -> dict[nn.Module, str]:
 def _reason(norm: nn.Module, after: object) -> str:
     if type(norm) not in NORMS:
         return "its class is not one of PyTorch's own norms"
-    if type(after) not in OF_MODULE:
+    row = OF_MODULE.get(type(after)) if isinstance(after, nn.Module) else None
+    if row is None:
         return "no activation that an op has follows it in its block"
     act = type(after).__name__
-    if OF_MODULE[type(after)].name in KEEP_OUTPUT | KEEP_OUTPUT_IN_PLACE:
+    if row.name in KEEP_OUTPUT | KEEP_OUTPUT_IN_PLACE:
         return f"{act} after it keeps its own output, which the next layer keeps too, so nothing would be saved"
     return f"no op has {act} with these attributes"

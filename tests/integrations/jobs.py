@@ -149,7 +149,7 @@ class OfThree(FusedStandIn):
 
 
 def nnunet_trainer(rank, world):
-    torch.manual_seed(0)
+    torch.manual_seed(5)
     trainer = OfThree(nn.GroupNorm(4, 8))
     trainer.is_ddp = world > 1
     trainer.initialize()
