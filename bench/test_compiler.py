@@ -1,4 +1,4 @@
-"""Measures ``torch.compile(model, backend="fusedseg")`` beside eager mode, the scope, ``convert`` and the compiler.
+"""Measures ``torch.compile(model, backend="fusedseg")`` beside eager mode, ``convert`` and the compiler.
 
 ``test_bytes`` counts kept and peak bytes of real allocations for each network of ``networks.py`` and each way.  For
 some networks ``test_step`` times the step in turns with the other ways, and ``test_first_step`` the first step, with an
@@ -43,7 +43,6 @@ from .harness import Missing, Result, Timing, count_bytes
 from .jobs import NetJob, compete_networks
 from .networks import NETWORKS, README, WIDE, Network, batch_of, title_of
 from .results import markdown
-from .test_convert import Scoped
 
 pytestmark = pytest.mark.slow
 # Inductor takes minutes for each network, so only these are timed.
@@ -71,17 +70,8 @@ def as_it_is(net: nn.Module, x: Tensor) -> nn.Module:
     return net
 
 
-def scoped(net: nn.Module, x: Tensor) -> nn.Module:
-    return Scoped(net)
-
-
 def converted(net: nn.Module, x: Tensor) -> nn.Module:
-    fusedseg.convert(net, example_inputs=x)
-    return net
-
-
-def converted_and_compiled(net: nn.Module, x: Tensor) -> nn.Module:
-    return Compiled(converted(net, x))
+    return fusedseg.convert(net)
 
 
 def aot_eager(net: nn.Module, x: Tensor) -> nn.Module:
@@ -100,18 +90,16 @@ def with_backend(codegen: str, **options: Any) -> Callable[[nn.Module, Tensor], 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "eager": as_it_is,
-    "scope": scoped,
     "convert": converted,
-    "convert, compiled": converted_and_compiled,
     "aot_eager": aot_eager,
     **{name: with_budget(budget) for name, budget in BUDGETS.items()},
     **{name: with_backend(codegen) for name, codegen in BACKENDS.items()},
 }
-UNCOMPILED = ("eager", "scope", "convert")
+UNCOMPILED = ("eager", "convert")
 COMPILED = [name for name in WAYS if name not in UNCOMPILED]
 # A C++ compiler takes minutes for each way of Inductor, so the steps of fewer ways are timed.
-STEP_WAYS = ["eager", "scope", "convert", "convert, compiled", "compiled", "budget 0.5", "aten", "ours"]
-HOST_WAYS = ["eager", "scope", "convert", "aot_eager", "aten"]
+STEP_WAYS = ["eager", "convert", "compiled", "budget 0.5", "aten", "ours"]
+HOST_WAYS = ["eager", "convert", "aot_eager", "aten"]
 
 
 @contextmanager

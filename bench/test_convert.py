@@ -1,4 +1,4 @@
-"""One training step of stock networks: unchanged, under ``fusedseg.recompute()`` only, and converted (ours).
+"""One training step of stock networks: unchanged, compiled, and converted (ours).
 
 The networks are small copies of those in libraries; ``tests/conversion/test_packages.py`` has the real ones.
 """
@@ -21,18 +21,6 @@ from .jobs import NetJob, net_tolerance
 CLASSES = 4
 
 
-class Scoped(nn.Module):
-    """A module whose forward runs under the recompute scope."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        with fusedseg.recompute():
-            return self.module(x)
-
-
 class Segments(ResNet18):
     """The features of a ResNet as (N, CLASSES, height, width)."""
 
@@ -45,8 +33,8 @@ class Segments(ResNet18):
         return nn.functional.interpolate(self.head(self.layers(self.stem(x))), size=x.shape[2:], mode="bilinear")
 
 
-TREATMENTS: dict[str, Treat] = {"scope": Scoped, "compiled": compiled}
-CONTENDERS = ("eager", "scope", "compiled", "ours", "leaky")
+TREATMENTS: dict[str, Treat] = {"compiled": compiled}
+CONTENDERS = ("eager", "compiled", "ours")
 SECONDS = {"cpu": 2.0, "cuda": 6.0}
 
 
@@ -54,8 +42,6 @@ class Case(NamedTuple):
     title: str
     make: partial
     shape: tuple[int, ...]
-    # Whether mode "leaky" gives another function than the other contenders.
-    relu: bool = False
     amp: bool = False
     channels_last: bool = False
     # Whether there is a class for each position instead of one for each sample.
@@ -67,8 +53,7 @@ class Case(NamedTuple):
         return self.title
 
     def contenders(self) -> list[str]:
-        absent = ([] if self.relu else ["leaky"]) + ([] if self.compile else ["compiled"])
-        return [name for name in CONTENDERS if name not in absent]
+        return [name for name in CONTENDERS if self.compile or name != "compiled"]
 
 
 def unet(dims: int, *widths: int, **options) -> partial:
@@ -78,7 +63,7 @@ def unet(dims: int, *widths: int, **options) -> partial:
 CASES = {
     "cpu": [
         Case("3D U-Net, InstanceNorm, 2x3x32x32x32", unet(3, 12, 24, 48, norm_act="instance"), (2, 3, 32, 32, 32)),
-        Case("ResNet-18 of half the width, 4x3x128x128", partial(Segments, 32), (4, 3, 128, 128), True),
+        Case("ResNet-18 of half the width, 4x3x128x128", partial(Segments, 32), (4, 3, 128, 128)),
     ],
     "cuda": [
         Case(
@@ -94,14 +79,14 @@ CASES = {
 }
 MORE = {
     "cpu": [
-        Case("U-Net, ReLU, 2x3x128x128", unet(2, 32, 64, 128, norm_act=relu(2)), (2, 3, 128, 128), True),
+        Case("U-Net, ReLU, 2x3x128x128", unet(2, 32, 64, 128, norm_act=relu(2)), (2, 3, 128, 128)),
         Case("U-Net, InstanceNorm, 2x3x128x128", unet(2, 32, 64, 128, norm_act="instance"), (2, 3, 128, 128)),
         Case("U-Net, LeakyReLU, 2x3x128x128", unet(2, 32, 64, 128, norm_act=leaky(2)), (2, 3, 128, 128)),
     ],
     "cuda": [
-        Case("U-Net, ReLU, 8x3x512x512", unet(2, 64, 128, 256, 512, norm_act=relu(2)), (8, 3, 512, 512), True),
+        Case("U-Net, ReLU, 8x3x512x512", unet(2, 64, 128, 256, 512, norm_act=relu(2)), (8, 3, 512, 512)),
         Case("3D U-Net, InstanceNorm, 2x3x96x96x96", unet(3, 32, 64, 128, norm_act="instance"), (2, 3, 96, 96, 96)),
-        Case("ResNet-18, 128x3x224x224", partial(Segments, 64), (128, 3, 224, 224), True),
+        Case("ResNet-18, 128x3x224x224", partial(Segments, 64), (128, 3, 224, 224)),
     ],
 }
 
@@ -118,16 +103,11 @@ def test_step(case, device, report):
         net.load_state_dict(state)
         # PyTorch's type stubs declare Module.to without memory_format.
         net.to(device).to(memory_format=memory_format)  # type: ignore[call-overload]
-        if name in ("ours", "leaky"):
-            fusedseg.convert(net, example_inputs=x, mode="leaky" if name == "leaky" else "exact")
+        if name == "ours":
+            fusedseg.convert(net)
         return TREATMENTS.get(name, as_it_is)(net)
 
-    def expected(name: str) -> dict[str, Tensor]:
-        # Mode "leaky" is compared with the LeakyReLU network that `revert` returns.
-        net = fusedseg.revert(network("leaky")) if name == "leaky" else network("eager")
-        return NetJob(net, x, target).exact_results()
-
-    references = {"": partial(expected, "eager")} | ({"leaky": partial(expected, "leaky")} if case.relu else {})
+    references = {"": lambda: NetJob(network("eager"), x, target).exact_results()}
     build = {name: partial(lambda name: NetJob(network(name), x, target, case.amp), name) for name in case.contenders()}
     results = compete(build, references, net_tolerance(case.amp), Timing(device, SECONDS[device.type]))
     report.add("convert", "fusedseg.convert of stock networks, a training step", str(case), results)

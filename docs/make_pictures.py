@@ -8,9 +8,11 @@ Every picture is written to docs/pictures, and each must stay below 150 KB.
 
 import argparse
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,17 +23,15 @@ from torch import nn
 
 from examples.demo import __main__ as demo
 from fusedseg import __main__ as commands
-from fusedseg import convert, memory, unet
+from fusedseg import memory, unet
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from fusedseg.memory.plot import WIDTHS, curves
-from fusedseg.memory.strategy import Strategy
-from tests.resnet import ResNet18, ResNet50
 
 FOLDER = Path(__file__).parent / "pictures"
 LARGEST_FILE = 150_000
 GIBIBYTE = 2**30
 FUSED = "fusedseg"
-NAMES = {"eager": "eager PyTorch", "checkpoint": "checkpoints", FUSED: "fusedseg"}
+NAMES = {"eager": "eager PyTorch", "checkpoint": "checkpoints", FUSED: "blocks of fusedseg"}
 
 
 class Theme(NamedTuple):
@@ -49,34 +49,29 @@ THEMES = {
 
 
 class Network(NamedTuple):
-    """A network of stock modules, its inputs, and what fusedseg makes of it."""
+    """A network of this package and its inputs; with ``plain=True`` it is made of stock modules."""
 
     title: str
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     shapes: list[tuple[int, ...]]
 
     def report(self, way: str) -> memory.MemoryReport:
         """One training step in fp16, on tensors without values."""
         with fake_mode() as mode:
-            model = fake_model(self.make, mode, torch.float16)
-            model = Strategy.parse(way).prepare(model, self.converted)
+            model = fake_model(partial(self.make, plain=way != FUSED), mode, torch.float16)
+            if way == "checkpoint":
+                memory.checkpoint_blocks(model)
             return profile_fake(model, fake_inputs(self.shapes, torch.float16), label=way)
-
-    def converted(self, model: nn.Module) -> nn.Module:
-        convert(model, example_inputs=[torch.empty(shape, dtype=torch.float16) for shape in self.shapes])
-        return model
 
 
 NETWORKS = [
-    Network("3D U-Net, 40 M parameters\n2×1×320×150×26", lambda: unet.unet3d_large(plain=True), [(2, 1, 320, 150, 26)]),
-    Network("3D U-Net, 14 M parameters\n2×1×320×150×26", lambda: unet.unet3d_small(plain=True), [(2, 1, 320, 150, 26)]),
+    Network("3D U-Net, 40 M parameters\n2×1×320×150×26", unet.unet3d_large, [(2, 1, 320, 150, 26)]),
+    Network("3D U-Net, 14 M parameters\n2×1×320×150×26", unet.unet3d_small, [(2, 1, 320, 150, 26)]),
     Network(
         "2D U-Net, two encoders\n8×(5+3)×256×256",
-        lambda: unet.lidar_optical_unet(plain=True),
+        unet.lidar_optical_unet,
         [(8, 5, 256, 256), (8, 3, 256, 256)],
     ),
-    Network("ResNet-18\n128×3×224×224", ResNet18, [(128, 3, 224, 224)]),
-    Network("ResNet-50\n128×3×224×224", ResNet50, [(128, 3, 224, 224)]),
 ]
 
 
@@ -112,7 +107,7 @@ def draw_step(theme: Theme, reports: dict[str, memory.MemoryReport]) -> Figure:
 
 
 def draw_kept(theme: Theme, reports: dict[str, dict[str, memory.MemoryReport]]) -> Figure:
-    """Bytes kept for backward, and the peak, of several networks as they are and converted."""
+    """Bytes kept for backward, and the peak, of several networks, of stock modules and of fused blocks."""
     figure, ax = new_figure(theme, (8, 4.8))
     for row, ways in enumerate(reports.values()):
         for offset, way in zip((-0.2, 0.2), ways, strict=True):
@@ -200,7 +195,7 @@ def shrink(source: Path, target: Path) -> None:
 
 def run(*arguments: str) -> None:
     """A command of fusedseg, without its output."""
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(io.StringIO()):
         code = commands.main(arguments)
     if code:
         raise SystemExit(f"fusedseg {' '.join(arguments)} ended with {code}")

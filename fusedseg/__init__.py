@@ -11,7 +11,8 @@ _collects = gc.isenabled()
 gc.disable()
 try:
     from . import _backend, functional, losses, memory, unet
-    from .conversion import ConversionReport, convert, revert
+    from ._moved import recompute  # noqa: F401  it raises an error, for one release
+    from .convert import conversion, convert, revert
     from .inference import sliding_window_labels
     from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss
     from .nn import (
@@ -31,7 +32,6 @@ try:
         MaxPool3d,
         convert_sync,
     )
-    from .scope.scope import recompute
 finally:
     if _collects:
         gc.enable()
@@ -44,7 +44,6 @@ __all__ = [
     "ConvABN3d",
     "ConvHead2d",
     "ConvHead3d",
-    "ConversionReport",
     "CrossEntropyLoss",
     "DiceCELoss",
     "DiceLoss",
@@ -57,12 +56,12 @@ __all__ = [
     "MaxPool2d",
     "MaxPool3d",
     "backend",
+    "conversion",
     "convert",
     "convert_sync",
     "functional",
     "losses",
     "memory",
-    "recompute",
     "revert",
     "sliding_window_labels",
     "unet",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import Parser, add_command, add_convert, add_nnunet, add_plan, add_profile
+from .cli import Parser, add_command, add_nnunet, add_plan, add_profile
 from .cli.command import Refused
 from .cli.models import add_json, place_of
 from .doctor import doctor
@@ -64,7 +64,6 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"fusedseg {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
     add_doctor(commands)
-    add_convert(commands)
     add_profile(commands)
     add_plan(commands)
     add_nnunet(commands)

@@ -206,8 +206,7 @@ def is_tested(device: torch.device) -> bool:
 def launching(x: torch.Tensor) -> AbstractContextManager:
     """The context of a launch on ``x``: its device is the current one, and no function mode sees the calls.
 
-    Triton asks a tensor for its address, and the recompute scope would take this for a way to change the tensor
-    unnoticed.  ``torch.cuda.device_of`` asks the driver even if the device is the current one already.
+    ``torch.cuda.device_of`` asks the driver even if the device is the current one already.
     """
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     return _elsewhere(x) if elsewhere else DisableTorchFunction()

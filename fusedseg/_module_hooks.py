@@ -35,7 +35,8 @@ def looking_on(before: Callable[..., None], after: Callable[..., None]) -> Itera
 
 def has_global_hooks() -> bool:
     """Whether other code has registered hooks of all modules."""
-    return any(not _ours.issuperset(hooks) for hooks in _torch.global_module_hooks)
+    hooks = _torch.global_module_hooks
+    return any(hooks) and not all(map(_ours.issuperset, hooks))
 
 
 # The compiler runs this once, while it traces (``unfused.assume_constant_result`` in ops).

@@ -1,13 +1,11 @@
-"""Keywords that ``fusedseg.convert`` and ``fusedseg.recompute`` refuse, because they are options of the backend."""
+"""Names of an earlier release that are gone: a call raises an error with the line to write instead."""
+
+from typing import Any
 
 
-def refuse(op: str, **options: object) -> None:
-    """Raises TypeError, with the line to write instead, if an option of the backend is not None."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given:
-        # Such code runs on the kernels of eager mode, and needs no C++ compiler.
-        written = {"codegen": "aten", **given}
-        raise TypeError(
-            f"{op}: {' and '.join(given)} must be given to the compiler backend; write torch.compile(model, "
-            f'backend="fusedseg", options={written}) for the stock model'.replace("'", '"')
-        )
+def recompute(*args: object, **kwargs: object) -> Any:
+    """Gone: ``torch.compile(model, backend="fusedseg")`` keeps less, and works with an unchanged model too."""
+    raise RuntimeError(
+        'fusedseg.recompute: the recompute scope is gone; write model = torch.compile(model, backend="fusedseg"), with '
+        'options={"codegen": "aten"} where there is no C++ compiler'
+    )

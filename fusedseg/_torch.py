@@ -4,7 +4,6 @@ PyTorch promises nothing about private names: a later version may drop one, and 
 they are looked up here, once, when the package is imported, and no other file names them (``tests/test_private.py``).
 All of them exist in PyTorch 2.8 to 2.15.  A missing name never changes a gradient:
 
-* Without a name of ``_for_scope``, the recompute scope keeps what eager PyTorch keeps, and says so once.
 * Without a name of ``_or``, a stand-in gives the same results, or PyTorch itself raises the error.
 * Without a name of ``_needed``, the feature that needs it raises RuntimeError, which names it.
 
@@ -22,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 
-# All names that are looked up at import; the missing ones without which a scope is off; and the other missing ones.
+# All names that are looked up at import, and the missing ones.
 NAMES: list[str] = []
-MISSING_FOR_SCOPE: list[str] = []
 MISSING: list[str] = []
 _ABSENT = object()
 
@@ -53,16 +51,6 @@ def _or(path: str, stand_in: object) -> Any:
     return found
 
 
-def _for_scope(path: str, stand_in: object = None) -> Any:
-    """``stand_in`` serves the callers that run without a scope too."""
-    NAMES.append(path)
-    found = _find(path)
-    if found is _ABSENT:
-        MISSING_FOR_SCOPE.append(path)
-        return stand_in
-    return found
-
-
 def _raise(path: str, feature: str) -> NoReturn:
     raise RuntimeError(
         f"fusedseg: {feature} needs {path}, which PyTorch {torch.__version__} does not have; "
@@ -86,67 +74,29 @@ def later(path: str, feature: str) -> Any:
     return _raise(path, feature) if found is _ABSENT else found
 
 
-# The recompute scope.  It must know which hooks and modes are active, whether a backward pass runs, and which memory
-# belongs to a tensor.
-# The saved-tensor hooks that are active now, or None.  PyTorch 2.6 and 2.7 do not tell them.
-top_saved_tensors_default_hooks = _for_scope(
-    "torch._C._autograd._top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
-)
-below_autograd = _or("torch._C._AutoDispatchBelowAutograd", torch.no_grad)  # it is entered faster than ``no_grad``
 # A context in which no function mode sees calls.
-DisableTorchFunction = _for_scope("torch._C.DisableTorchFunction", nullcontext)
+DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
 # running statistics again, as the stock norms do.
-current_graph_task_id = _for_scope("torch._C._current_graph_task_id", lambda: -1)
-# The function modes of this thread.
-len_torch_function_stack = _for_scope("torch._C._len_torch_function_stack", lambda: 0)
-get_current_function_mode_stack = _for_scope("torch.overrides._get_current_function_mode_stack", tuple)
+current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The transforms of torch.func, and their wrapped tensors.
-peek_interpreter_stack = _for_scope("torch._C._functorch.peek_interpreter_stack", lambda: None)
-is_functorch_wrapped_tensor = _for_scope("torch._C._functorch.is_functorch_wrapped_tensor", lambda t: False)
-get_unwrapped = _for_scope("torch._C._functorch.get_unwrapped", lambda t: t)
-# The number of the newest node of autograd's graph.  The memory profiler reads it too.
-get_sequence_nr = _for_scope(
-    "torch.autograd._get_sequence_nr", lambda: _raise("torch.autograd._get_sequence_nr", "the memory profiler")
-)
-# The classes of ops in torch.ops, whose schemas name the tensors that a call writes to.
+peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
+get_unwrapped = _or("torch._C._functorch.get_unwrapped", lambda t: t)
+# The number of the newest node of autograd's graph, which the memory profiler reads.
+get_sequence_nr = _needed("torch.autograd._get_sequence_nr", "the memory profiler")
+# The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
 else:
-    OpOverload = _for_scope("torch._ops.OpOverload", SimpleNamespace)
-# Functions that keep the compiler from compiling the scope where plain Python enters it; they exist since 2.7.
-_skips = [
-    _for_scope(f"torch._C._dynamo.eval_frame.{name}")
-    for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
-]
-# Calls a function at the end of the backward pass that runs in this thread.
-queue_callback = _for_scope("torch.autograd.Variable._execution_engine.queue_callback")
+    OpOverload = _or("torch._ops.OpOverload", SimpleNamespace)
 # Attributes of tensors and storages, which callers read from the object.
 for _path in ("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata"):
-    _for_scope(_path)
+    _or(_path, None)
 # PyTorch's hooks of all modules.  Without a name, such a hook sees the tensors of fused modules.
 global_module_hooks: tuple[dict[int, Any], ...] = tuple(
     _or(f"torch.nn.modules.module._global_{name}_hooks", {})
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# Whether autocast is enabled for any type of device.  True makes the caller ask for the type of its device.
-is_any_autocast_enabled = _or("torch._C._is_any_autocast_enabled", lambda: True)
-
-
-def scope_problem() -> str:
-    """The reason why a recompute scope of eager mode does nothing with this PyTorch, or ""."""
-    if not MISSING_FOR_SCOPE:
-        return ""
-    return f"PyTorch {torch.__version__} does not have {', '.join(MISSING_FOR_SCOPE)}"
-
-
-def run_as_python(code: object) -> None:
-    """Keeps the compiler from compiling a function's code, and what it calls, where plain Python calls it."""
-    if None not in _skips:
-        set_strategy, strategy, action = _skips
-        set_strategy(code, strategy(action.SKIP, action.SKIP))
-
-
 # Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
@@ -208,6 +158,8 @@ debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 # oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
 get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+# The dispatch modes of this thread.
+dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
 
 
 class _Aten:
@@ -251,8 +203,7 @@ def in_forward_ad() -> bool:
 # Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
 is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
 
-# Tensors without values, dispatch modes and trees of tensors: the estimates of memory, and the observation of a model
-# by ``fusedseg.convert``.
+# Tensors without values, dispatch modes and trees of tensors: the estimates of memory.
 _FAKE = "torch._subclasses.fake_tensor"
 _TREE = "torch.utils._pytree"
 _FLOW = "looking at a model or its memory"
@@ -282,59 +233,6 @@ else:
 def resolve_process_group(name: str) -> Any:
     """The process group of a name.  Some builds of PyTorch do not have this module."""
     return later("torch.distributed.distributed_c10d._resolve_process_group", "a synchronised norm")(name)
-
-
-# What the scope needs in compiled code; ``compiled.py`` asks ``compiled_problem`` first.
-_COMPILED = (
-    "torch.fx.experimental.proxy_tensor.get_proxy_mode",
-    "torch.compiler.allow_in_graph",
-    "torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE",
-    "torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE",
-    "torch.utils.flop_counter.flop_registry",
-    "torch._ops.OpOverload",
-    "torch._C._get_dispatch_mode",
-    "torch._C._TorchDispatchModeKey.FAKE",
-    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode",
-    "torch.fx.experimental.proxy_tensor.get_proxy_slot",
-)
-
-
-# Before this version, the compiler takes labels of checkpoints only; other labels gave errors and other values.
-_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-COMPILES_SCOPES = _VERSION >= (2, 10)
-# Before this version, the compiler keeps what follows a stock instance norm in spite of the labels.
-LABELS_ALL_NORMS = _VERSION >= (2, 12)
-
-
-def compiled_problem() -> str:
-    """The reason why a recompute scope does nothing in compiled code with this PyTorch, or ""."""
-    if not COMPILES_SCOPES:
-        return f"the compiler of PyTorch {torch.__version__} takes no labels of a scope, which it does since 2.10"
-    missing = [path for path in _COMPILED if _find(path) is _ABSENT]
-    return f"PyTorch {torch.__version__} does not have {', '.join(missing)}" if missing else ""
-
-
-def proxy_mode() -> Any:
-    """The mode in which AOTAutograd traces a graph now, or None."""
-    return later(_COMPILED[0], "the recompute scope in compiled code")()
-
-
-def proxy_dispatch_mode() -> Any:
-    """The class of the mode in which AOTAutograd traces."""
-    return later("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode", "a fused norm in compiled code")
-
-
-def node_of(t: torch.Tensor, tracer: object) -> Any:
-    """The node of the graph that is traced now for a tensor of the trace."""
-    return later("torch.fx.experimental.proxy_tensor.get_proxy_slot", "a fused norm in compiled code")(
-        t, tracer
-    ).proxy.node
-
-
-def has_fake_mode() -> bool:
-    """Whether a mode of tensors without values is active."""
-    get_mode = later("torch._C._get_dispatch_mode", "the recompute scope in compiled code")
-    return get_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_optimized_module(module: object) -> TypeGuard[torch.nn.Module]:

@@ -1,15 +1,14 @@
 """The only table of what the package knows about PyTorch's functions: one row for each function, or family of them.
 
     who reads it                                        what it takes
-    the recompute scope (``scope/stock.py``)    calls, again, saves_result
-    its labels in compiled code (``ops/cheap.py``)      ops, cheap
+    what the backend computes again (``compiler/cheap.py``)     ops, cheap
     the compiler backend (``compiler/branches.py``)     ops, kind, kinks, pieces; keeps_sign (``rounded.py``)
     the codegens (``chains.py``, ``reinplace.py``)      ops, backward, parameter, fixed
 
 To teach all of them a function, add a row.  ``tests/test_rules.py`` walks the table, and compares each row with what
 the function does.
 
-A row without ``calls`` has ops that only a compiler writes, or a function that the scope does not rebuild.
+A row without ``calls`` has ops that only a compiler writes.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,11 +45,8 @@ class Row:
     kind: one of the words above; of a function with ``kinks``, what it is between them.
     ops: the names of the aten or prims ops that compute it in a graph, without views.
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
-        function, ``FLAG``, or None.
-    again: how the recompute scope rebuilds the result.  "call" makes the call again, another word names a rule of
-        ``stock.py``, and "" keeps the result.
+        function, ``FLAG``, or None.  The tests compare the row with them.
     cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.
-    saves_result: autograd saves the very tensor that the function returns.
     kinks: the places where the derivative jumps, for the default arguments.
     keeps_sign: the function is linear on both sides of 0, and its result is above 0 where its argument is.
     pieces: the first one of ``ops`` as questions (x <= 0), choices and ops without kinks.  With None, the compiler's
@@ -64,9 +60,7 @@ class Row:
     kind: str
     ops: tuple[str, ...]
     calls: dict[Function, Any] = field(default_factory=dict)
-    again: str = ""
     cheap: bool = True
-    saves_result: bool = False
     kinks: tuple[float, ...] = ()
     keeps_sign: bool = False
     pieces: Function | None = None
@@ -86,7 +80,7 @@ def _flagged(*functions: Function) -> dict[Function, Any]:
 
 
 def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[Row]:
-    """A row for each of the ops, which no call of the scope has."""
+    """A row for each of the ops, without calls."""
     return [Row(op, kind, (op,), cheap=cheap) for op in ops]
 
 
@@ -99,57 +93,56 @@ def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | 
 _ACTIVATIONS = (
     Row(
         "relu", LINEAR, ("relu",),
-        {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_}, "call", saves_result=True,
+        {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_},
         kinks=(0.0,), keeps_sign=True,
         # The gradient asks the same question, and nothing asks twice.
         pieces=lambda x: torch.where(x <= 0, 0.0, x),
         backward="threshold_backward", fixed=(("threshold", 0),),
     ),
     Row(
-        "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), "call", kinks=(0.0,), keeps_sign=True,
+        "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), kinks=(0.0,), keeps_sign=True,
         pieces=lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
     Row(
-        "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), "prelu", kinks=(0.0,),
+        "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), kinks=(0.0,),
         pieces=lambda x, w: torch.where(x > 0, x, w * x),
     ),
     Row(
-        "hardtanh", LINEAR, ("hardtanh",), _flagged(F.hardtanh), "call", kinks=(-1.0, 1.0),
+        "hardtanh", LINEAR, ("hardtanh",), _flagged(F.hardtanh), kinks=(-1.0, 1.0),
         pieces=lambda x, low=-1.0, high=1.0: _clamp(x, low, high), backward="hardtanh_backward",
     ),
     Row(
-        "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), "call", kinks=(0.0, 6.0), backward="hardtanh_backward",
+        "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), kinks=(0.0, 6.0), backward="hardtanh_backward",
         fixed=(("min_val", 0), ("max_val", 6)),
     ),
     Row(
-        "hardsigmoid", LINEAR, ("hardsigmoid",), _flagged(F.hardsigmoid), "call", kinks=(-3.0, 3.0),
+        "hardsigmoid", LINEAR, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0),
         backward="hardsigmoid_backward",
     ),
     Row(
-        "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), "call", kinks=(-3.0, 3.0),
+        "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), kinks=(-3.0, 3.0),
         backward="hardswish_backward",
     ),
     Row(
-        "elu", SMOOTH, ("elu",), _flagged(F.elu), "call", kinks=(0.0,), backward="elu_backward", parameter="alpha",
+        "elu", SMOOTH, ("elu",), _flagged(F.elu), kinks=(0.0,), backward="elu_backward", parameter="alpha",
         fixed=(("scale", 1), ("input_scale", 1)),
     ),
-    Row("selu", SMOOTH, ("elu",), _flagged(F.selu), "call", kinks=(0.0,), backward="elu_backward"),
-    Row("celu", SMOOTH, ("celu",), _flagged(F.celu), "call"),
-    Row("silu", SMOOTH, ("silu",), _flagged(F.silu), "call", backward="silu_backward"),
-    Row("mish", SMOOTH, ("mish",), _flagged(F.mish), "call", backward="mish_backward"),
+    Row("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), backward="elu_backward"),
+    Row("celu", SMOOTH, ("celu",), _flagged(F.celu)),
+    Row("silu", SMOOTH, ("silu",), _flagged(F.silu), backward="silu_backward"),
+    Row("mish", SMOOTH, ("mish",), _flagged(F.mish), backward="mish_backward"),
     Row(
-        "gelu", SMOOTH, ("gelu",), _alone(F.gelu), "call", backward="gelu_backward", fixed=(("approximate", "none"),)
+        "gelu", SMOOTH, ("gelu",), _alone(F.gelu), backward="gelu_backward", fixed=(("approximate", "none"),)
     ),
     Row("gelu_tanh", SMOOTH, ("gelu",), backward="gelu_backward", fixed=(("approximate", "tanh"),)),
     Row(
-        "softplus", SMOOTH, ("softplus",), _alone(F.softplus), "call", kinks=(20.0,), backward="softplus_backward",
+        "softplus", SMOOTH, ("softplus",), _alone(F.softplus), kinks=(20.0,), backward="softplus_backward",
         fixed=(("beta", 1), ("threshold", 20)),
     ),
     *(
         Row(
-            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, "call",
-            saves_result=True, backward=f"{name}_backward",
+            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, backward=f"{name}_backward",
         )
         for name, function, call, over, method, overwriting in (
             ("sigmoid", F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
@@ -161,13 +154,12 @@ _ACTIVATIONS = (
 _PRODUCTS = (
     Row(
         "convolution", PRODUCT, ("convolution",),
-        _alone(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        "convolution", cheap=False,
+        _alone(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), cheap=False,
     ),
-    Row("linear", PRODUCT, ("addmm", "mm", "bmm", "baddbmm"), _alone(F.linear), "convolution", cheap=False),
-    Row("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, "call"),
+    Row("linear", PRODUCT, ("addmm", "mm", "bmm", "baddbmm"), _alone(F.linear), cheap=False),
+    Row("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}),
     # It is linear in the numerator alone; ``branches.kind_of`` asks which argument is rounded.
-    Row("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, "call"),
+    Row("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}),
     *_each(PRODUCT, ("addcmul",)),
     *_each(
         PRODUCT,
@@ -180,39 +172,38 @@ _PRODUCTS = (
 )  # fmt: skip
 
 _LINEAR = (
-    Row("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, "call"),
-    Row("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, "call"),
-    Row("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), "cat"),
+    Row("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}),
+    Row("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}),
+    Row("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat)),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
-    Row("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), "call", cheap=False),
-    Row("stack", LINEAR, ("stack",), _alone(torch.stack), "call"),
+    Row("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
+    Row("stack", LINEAR, ("stack",), _alone(torch.stack)),
     Row(
         "pad", LINEAR,
         (
             "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
             "replication_pad2d", "replication_pad3d",
         ),
-        _alone(F.pad), "call",
+        _alone(F.pad),
     ),
     Row(
         "reshape", LINEAR, ("clone", "_unsafe_view"),
-        _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape), "call",
+        _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
     ),
-    Row("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous), "call"),
+    Row("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
     Row(
         "to", LINEAR, ("_to_copy", "convert_element_type"),
-        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), "call",
+        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
     ),
     Row(
         "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
-        "call",
     ),
     Row(
-        "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), "call"
+        "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
     Row(
         "adaptive_avg_pool", LINEAR, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
-        _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), "call",
+        _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
     Row(
         "interpolate", LINEAR,
@@ -221,11 +212,11 @@ _LINEAR = (
             "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
             "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
         ),
-        _alone(F.interpolate), "interpolate",
+        _alone(F.interpolate),
     ),
     # Its mask is kept: nothing is drawn again.
     Row(
-        "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), "dropout",
+        "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
     *_each(LINEAR, ("rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill")),
@@ -249,18 +240,18 @@ _EXACT = (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
             "_native_batch_norm_legit_functional", "cudnn_batch_norm", "miopen_batch_norm",
         ),
-        _alone(F.batch_norm), "norm",
+        _alone(F.batch_norm),
     ),
     # In eval mode the statistics are constants.
     *_each(LINEAR, ("_native_batch_norm_legit_no_training",)),
-    Row("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), "norm"),
-    Row("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), "call"),
-    Row("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm), "call"),
+    Row("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm)),
+    Row("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm)),
+    Row("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm)),
     Row(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
-        _alone(F.max_pool2d, torch.max_pool2d), "max_pool2d",
+        _alone(F.max_pool2d, torch.max_pool2d),
     ),
-    Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d), "max_pool3d"),
+    Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
     *_each(EXACT, ("_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
 )  # fmt: skip
 

@@ -42,14 +42,6 @@ FIRST = (
 _TRITON = importlib.util.find_spec("triton")
 _INTERPRETER = Path(_TRITON.origin).with_name("runtime") / "interpreter.py" if _TRITON and _TRITON.origin else None
 HAS_TRITON = _INTERPRETER is not None and "_LangPatchScope" in _INTERPRETER.read_text()
-# The tests that need a recompute scope, which PyTorch 2.6 and 2.7 cannot have.
-OF_THE_SCOPE = (
-    "test_recompute",
-    "test_scope",
-    "test_recipe",
-    "test_stock",
-    "test_cast",
-)
 
 
 def pytest_addoption(parser):
@@ -155,14 +147,6 @@ def pytest_collection_modifyitems(config, items):
     if elsewhere:
         config.hook.pytest_deselected(items=list(elsewhere))
         items[:] = [item for item in items if item not in elsewhere]
-    from fusedseg import _torch
-
-    if not _torch.COMPILES_SCOPES:
-        config.addinivalue_line("filterwarnings", "ignore:fusedseg.recompute does nothing")
-        skipped = OF_THE_SCOPE if _torch.scope_problem() else ("test_recompute_compiled",)
-        for item in items:
-            if item.path.name.startswith(skipped):
-                item.add_marker(pytest.mark.skip(reason="the scope does nothing here, and says so"))
     first = {path for name in FIRST for path in here.glob(name)}
     items.sort(key=lambda item: item.path not in first)
 

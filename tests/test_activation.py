@@ -10,6 +10,7 @@ from torch import nn
 import fusedseg
 from fusedseg.activation import EXACT_ONLY, INVERTIBLE, NAMES, OF_MODULE, OTHERS, TABLE, Activation, parse_invertible
 from fusedseg.functional import inplace_abn, norm_act
+from fusedseg.memory.meter import measure
 from tests.conversion.compare import assert_same
 from tests.reference import PARAMS, stock_activation
 
@@ -123,15 +124,16 @@ def test_a_parameter_that_an_invertible_activation_does_not_have(name):
 
 @names(CONVERTED)
 def test_conversion(row):
-    """A stock activation becomes part of the fused norm before it, and the fused norm computes the same values."""
+    """``convert`` serves a stock activation after a norm if that saves bytes, and the values stay the same."""
     given = given_to_module(row)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), row.module(**given), nn.Conv2d(4, 2, 1)).double()
     plain = copy.deepcopy(model)
-    report = fusedseg.convert(model, example_inputs=x)
-    word = f"({next(iter(given.values()))})" if given else ""
-    fused = "BatchNormAct" if row.inverse is None else "ConvABN2d"
-    assert [replaced.to for replaced in report.replaced] == [f"{fused}({row.name}{word})"]
+    served = fusedseg.conversion(fusedseg.convert(model)).served
+    assert [found.cls for found in served] == ([] if row.name == "relu" else [f"BatchNorm2d and {row.module.__name__}"])
+    owned = [*model.parameters(), *plain.parameters()]
+    kept = [measure(net, x, owned=owned).saved for net in (model, plain)]
+    assert (kept[0] < kept[1]) == bool(served)
     for training in (True, False):
         assert_same(model, plain, x, training=training)
 
@@ -142,24 +144,24 @@ def test_conversion_refuses_what_the_table_fixes(row):
         act = row.module()
         setattr(act, attribute, value + 1)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1))
-        report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
-        assert not report.replaced
-        assert f"the {attribute} of its activation is {value + 1!r}, and fused norms support only {value!r}" in str(
-            report
-        )
+        (left,) = fusedseg.conversion(fusedseg.convert(model)).left
+        assert left.why == f"no op has {row.module.__name__} with these attributes"
         setattr(act, attribute, value)
-        fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
+        fusedseg.convert(model)
+        assert fusedseg.conversion(model).served
+        # The attribute is read in each call.
         setattr(act, attribute, value + 1)
-        with pytest.raises(RuntimeError, match=f"{attribute} of 2 was set to {value + 1!r} after .* applies {value!r}"):
-            model(torch.randn(2, 3, 6, 6))
+        plain = fusedseg.revert(copy.deepcopy(model))
+        x = torch.randn(2, 3, 6, 6)
+        assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.parametrize("module", [other.module for other in OTHERS if other.module], ids=lambda cls: cls.__name__)
 def test_conversion_leaves_activations_outside_the_table(module):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), module(), nn.Conv2d(4, 2, 1))
-    report = fusedseg.convert(model, example_inputs=torch.randn(2, 3, 6, 6))
-    assert not report.replaced
-    assert f"there is no fused norm with {module.__name__}" in str(report)
+    found = fusedseg.conversion(fusedseg.convert(model))
+    assert not found.served
+    assert found.left[0].why == "no activation that an op has follows it in its block"
 
 
 class Each(nn.Module):

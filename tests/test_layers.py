@@ -12,11 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations and PyTorch's functions, read sizes, refuse options of the compiler backend, and have the private names
-# of PyTorch.
-BASE = {"_backend", "_module_hooks", "_moved", "_sizes", "_torch", "activation", "rules"}
+# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
 # What ops share, in the files beside their folders: it knows no op.
-SHARED = {"ops/cast", "ops/check", "ops/double_backward", "ops/layout", "ops/observer", "ops/reuse", "ops/unfused"}
+SHARED = {"ops/check", "ops/double_backward", "ops/layout", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
@@ -30,19 +29,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
-    "ops/cast": (set(), {"torch"}),
-    "ops/cheap": ({"_torch", "rules"}, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
     "ops/interpolate": ({"_torch"}, {"torch"}),
-    "ops/labels": ({"_torch", "ops/cheap", "ops/observer", "ops/unfused"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
-    "ops/observer": ({"_torch"}, {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
     "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/norm": (
-        {"_backend", "_torch", "activation", "kernels", "ops/labels"} | SHARED,
+        {"_backend", "_torch", "activation", "kernels"} | SHARED,
         {"torch"},
     ),
     "ops/conv": (
@@ -53,28 +48,26 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
     "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
-    # The recompute scope knows the ops, and an op knows no more of it than ``ops/observer.py``.
-    "scope": (BASE - {"_backend", "_sizes"} | {"ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
     "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
-    "conversion": (BASE - {"_backend"} | {"memory", "nn", "ops", "scope"}, {"torch"}),
+    "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_sizes", "_torch", "activation", "compiler", "conversion", "functional", "inference", "losses", "memory"}
+        {"_sizes", "_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "memory"}
         | {"nn", "ops", "progress"},
         {"nnunetv2", "numpy", "torch"},
     ),
     "__init__": (
-        BASE | {"conversion", "functional", "inference", "losses", "memory", "nn", "ops", "scope", "unet"},
+        BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "unet"},
         {"torch"},
     ),
     "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
-    "cli": ({"compiler", "conversion", "integrations", "memory", "progress", "unet"}, {"torch"}),
+    "cli": ({"compiler", "convert", "integrations", "memory", "progress", "unet"}, {"torch"}),
     "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

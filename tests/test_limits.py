@@ -12,7 +12,6 @@ PARAMETERS, POSITIONAL = 8, 8
 
 # (file, function) -> why it may take more than PARAMETERS.  Constructors of modules follow their stock class.
 LONG = {
-    ("conversion/convert.py", "convert"): "options of the conversion, by keyword only",
     ("functional/norms.py", "inplace_abn"): "the arguments of F.batch_norm, and of the activation",
     ("functional/norms.py", "inplace_instance_norm_act"): "the arguments of F.instance_norm, and of the activation",
     ("functional/norms.py", "norm_act"): "the arguments of F.batch_norm, and of norm and activation",

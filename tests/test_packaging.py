@@ -134,23 +134,17 @@ import fusedseg
 
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
 fusedseg.backend = "aten"
-report = fusedseg.convert(model, example_inputs=torch.randn(1, 3, 8, 8), mode="leaky")
-kept: int = report.before.saved - report.after.saved
+model = fusedseg.convert(model)
+served: list[str] = [row.name for row in fusedseg.conversion(model).served]
 block = fusedseg.ConvABN2d(3, 4, 3, padding=1, conv_backend="aten")
-with fusedseg.recompute():
-    sums = fusedseg.functional.segmentation_sums(block(model(torch.randn(1, 3, 8, 8))), torch.zeros(1, 8, 8))
-    (1 - sums.overlap.mean() + sums.nll.sum()).backward()
+sums = fusedseg.functional.segmentation_sums(block(model(torch.randn(1, 3, 8, 8))), torch.zeros(1, 8, 8))
+(1 - sums.overlap.mean() + sums.nll.sum()).backward()
 
 fusedseg.backend = "cuda"  # assignment
-fusedseg.convert(model, mode="exakt")  # arg-type
-fusedseg.convert(model, bits=4)  # arg-type
-fusedseg.convert(model, budget=0.3)  # arg-type
-fusedseg.convert(model, example_input=1)  # call-arg
-fusedseg.recompute(bits=4)  # arg-type
 fusedseg.ConvABN2d(3, 4, 3, conv_backend="cudnn")  # arg-type
 fusedseg.functional.norm_act(torch.zeros(1), None, None, norm="layer")  # arg-type
 fusedseg.batch_norm  # attr-defined
-report.after.kept  # union-attr
+fusedseg.conversion(model).served.kept  # attr-defined
 """
 
 

@@ -15,18 +15,6 @@ STOCK = {f"torch.nn.modules.{name}" for name in (
     "batchnorm._BatchNorm", "conv._ConvNd", "instancenorm._InstanceNorm", "loss._Loss")}  # fmt: skip
 # Ops that PyTorch's tracer writes into graphs, and that it calls; a version without them writes others.
 OPS_OF_GRAPHS = ("aten._native_batch_norm_legit", "aten._upsample_nearest_exact")
-HOOKS = "torch._C._autograd._top_saved_tensors_default_hooks"
-# The names whose absence switches the scope off.
-FOR_SCOPE = (
-    HOOKS, "torch._C.DisableTorchFunction", "torch._C._current_graph_task_id", "torch._C._len_torch_function_stack",
-    "torch.overrides._get_current_function_mode_stack", "torch._C._functorch.peek_interpreter_stack",
-    "torch._C._functorch.is_functorch_wrapped_tensor", "torch._C._functorch.get_unwrapped",
-    "torch.autograd._get_sequence_nr", "torch._ops.OpOverload",
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._C._dynamo.eval_frame._FrameExecStrategy",
-    "torch._C._dynamo.eval_frame._FrameAction", "torch.autograd.Variable._execution_engine.queue_callback",
-    "torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata",
-)  # fmt: skip
-OTHERS = tuple(name for name in _torch.NAMES if name not in FOR_SCOPE)
 # Gradients of float64 of order one; fused ops add in another order than stock ones.
 CLOSE = 1e-13
 
@@ -79,11 +67,8 @@ def test_the_search_finds_private_names(tmp_path):
     assert "torch.autograd._get_sequence_nr" in private_names(path)
 
 
-@pytest.mark.skipif(not _torch.COMPILES_SCOPES, reason="this PyTorch lacks names")
 def test_nothing_is_missing_here():
     assert not _torch.MISSING
-    assert not _torch.compiled_problem()
-    assert set(FOR_SCOPE) < set(_torch.NAMES)
 
 
 def without(*names: str) -> dict:
@@ -91,43 +76,16 @@ def without(*names: str) -> dict:
     done = run("tests.tools.absent", *names)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found["missing"] + found["for_scope"]) >= set(names)
+    assert set(found["missing"]) >= set(names)
     assert max(found["off"].values()) < CLOSE
-    # Outside of a scope, stock modules keep what they keep.
-    assert found["bytes"]["fused"] < found["bytes"]["plain"]
+    assert not found["warnings"]
+    assert found["bytes"]["ours"] < found["bytes"]["stock"]
     return found
 
 
-# The rest are of the same kind.
-SHOWN = {HOOKS, "torch._C.DisableTorchFunction", "torch.Tensor._version"}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SHOWN else pytest.param(name, marks=pytest.mark.slow) for name in FOR_SCOPE]
-)
-def test_the_scope_says_once_that_it_does_nothing(name):
-    found = without(name)
-    assert name in found["for_scope"]
-    (warning,) = found["warnings"]
-    assert warning.startswith("fusedseg.recompute does nothing")
-    assert name in warning
-    assert found["bytes"]["scope"] == found["bytes"]["plain"]
-    assert found["bytes"]["fused in scope"] == found["bytes"]["fused"]
-
-
-def test_all_names_of_the_scope_at_once():
-    found = without(*FOR_SCOPE)
-    assert len(found["warnings"]) == 1
-    assert found["errors"]["estimate"] == "" or "fusedseg: " in found["errors"]["estimate"]
-
-
-@pytest.mark.skipif(bool(_torch.scope_problem()), reason="the scope is off in this PyTorch")
-def test_other_names_have_stand_ins_or_errors():
-    """Results stay the same, the scope works, and a feature that cannot do without a name says so."""
-    found = without(*OTHERS)
-    assert not found["warnings"]
-    assert found["bytes"]["scope"] < found["bytes"]["plain"]
-    errors = found["errors"]
+def test_names_have_stand_ins_or_errors():
+    """Results stay the same, and a feature that cannot do without a name says so."""
+    errors = without(*_torch.NAMES)["errors"]
     # Batches are not recognised, so PyTorch refuses them.
     assert errors["batched"].startswith("RuntimeError: ")
     assert errors["estimate"].startswith("RuntimeError: fusedseg: ")
@@ -135,10 +93,9 @@ def test_other_names_have_stand_ins_or_errors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_name_is_missing(name):
+@pytest.mark.parametrize("name", _torch.NAMES)
+def test_a_name_is_missing(name):
     found = without(name)
-    assert not found["warnings"]
     for error in found["errors"].values():
         refused = error.startswith("RuntimeError: Batching rule not implemented")
         assert error == "" or refused or (error.startswith("RuntimeError: fusedseg: ") and name in error)
@@ -146,26 +103,4 @@ def test_another_name_is_missing(name):
 
 def test_nothing_is_missing_from_the_program():
     found = without()
-    assert found["errors"] == {"batched": "", "estimate": ""} or _torch.scope_problem()
-
-
-def test_a_scope_in_compiled_code_says_that_it_does_nothing(monkeypatch):
-    import torch
-
-    import fusedseg
-    from fusedseg.scope import compiled
-
-    monkeypatch.setattr(_torch, "_COMPILED", (*_torch._COMPILED, "torch.no_such_name"))
-    compiled.warn_of_torch.cache_clear()
-
-    def step(x):
-        with fusedseg.recompute():
-            return torch.relu(x * 2).sum()
-
-    x = torch.randn(4, requires_grad=True)
-    torch._dynamo.reset()
-    missing = "torch.no_such_name" if _torch.COMPILES_SCOPES else "takes no labels"
-    with pytest.warns(UserWarning, match=rf"recompute does nothing.*{missing}"):
-        torch.compile(step, backend="aot_eager", fullgraph=True)(x).backward()
-    torch.testing.assert_close(x.grad, 2.0 * (x > 0))
-    compiled.warn_of_torch.cache_clear()
+    assert found["errors"] == {"batched": "", "estimate": ""}

@@ -1,7 +1,6 @@
 """The table of PyTorch's functions: each row against what the function does."""
 
 import inspect
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,13 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedseg import recompute
 from fusedseg.activation import OTHERS, TABLE
+from fusedseg.compiler.cheap import is_cheap
 from fusedseg.compiler.joint import name_of
-from fusedseg.ops.cheap import is_cheap
 from fusedseg.rules import EXACT, FLAG, FORM, LINEAR, OF_OP, PRODUCT, ROWS, SMOOTH
-from fusedseg.scope import recipes
-from fusedseg.scope.plain import Place
 
 aten = torch.ops.aten
 CALLS = [(row, call) for row in ROWS for call in row.calls]
@@ -212,32 +208,6 @@ def test_the_ops_are_those_of_the_trace(row, call):
             assert is_cheap(node) == row.cheap
 
 
-@by_call
-def test_the_scope_rebuilds_the_result(row, call):
-    """The result has a recipe, and backward through the result gives equal bits."""
-    if not row.again or row.again == "convolution":
-        return
-    gradients = []
-    for scope in (nullcontext(), recompute()):
-        whole, spec = tree_flatten(arguments(call.__name__))
-        leaves = [arg.requires_grad_() for arg in whole if is_varied(arg)]
-        with scope:
-            # Recipes read tensors that are kept anyway.
-            results = [F.linear(arg, torch.eye(arg.shape[-1], dtype=arg.dtype)) for arg in leaves]
-            results = [r if arg.is_contiguous() else r.transpose(1, 2) for r, arg in zip(results, leaves, strict=True)]
-            squares = sum((result * result).sum() for result in results)
-            places = iter(results)
-            out = call(*tree_unflatten([next(places) if is_varied(arg) else arg for arg in whole], spec))
-            registry = recipes.active()
-            if registry is not None:
-                with torch._C.DisableTorchFunction():
-                    memory = registry._find(out.untyped_storage())
-                    assert memory.offer_of(Place.of(out), out._version) is not None, "no recipe"
-            (squares + (out * out).sum()).backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    assert all(torch.equal(g, e) for g, e in zip(*gradients, strict=True))
-
-
 @each(lambda row: row.kind in (LINEAR, PRODUCT) and not row.kinks)
 def test_linear_functions_are_right_on_average(row, name, function):
     whole, spec = tree_flatten(arguments(name))
@@ -262,12 +232,6 @@ def test_kinks_are_where_the_row_says(row, name, function):
     assert jumps == pytest.approx(expected, abs=2e-3)
     if row.kind == LINEAR:
         assert len({round(v, 6) for v in slope.tolist()}) <= len(expected) + 1
-
-
-@each(lambda row: row.saves_result)
-def test_the_result_is_saved(row, name, function):
-    out = function(tensor().requires_grad_())
-    assert out.grad_fn._saved_result.data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.pieces], ids=lambda row: row.name)
@@ -311,4 +275,4 @@ def test_each_activation_has_a_row():
     stock += [row for row in OTHERS if row.module is not None and not row.random]
     for row in stock:
         assert row.name in rows
-        assert rows[row.name].again or row.selected_by is not None
+        assert rows[row.name].cheap

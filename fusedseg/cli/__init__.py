@@ -1,15 +1,14 @@
-"""The command line: shows the memory of a model, finds the batch that fits, and shows what conversion replaces.
+"""The command line: shows the memory of a model, and finds the batch that fits.
 
 command.py                          the parser of all commands: their help and their errors
 models.py                           the model that MODEL names, its input, and its fused form
-profile.py, plan.py, convert.py     the commands
+profile.py, plan.py                 the commands
 nnunet.py                           the commands for nnU-Net
 """
 
 from .command import Parser, add_command
-from .convert import add_convert
 from .nnunet import add_nnunet
 from .plan import add_plan
 from .profile import add_profile
 
-__all__ = ["Parser", "add_command", "add_convert", "add_nnunet", "add_plan", "add_profile"]
+__all__ = ["Parser", "add_command", "add_nnunet", "add_plan", "add_profile"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .. import unet
-from ..conversion import convert
+from ..convert import convert
 from ..memory import fake
 from .command import Parser, Refused, first_line
 
@@ -139,10 +139,8 @@ def place_of(error: BaseException) -> str:
 
 
 def _converted(model: nn.Module, shapes: Shapes) -> nn.Module:
-    """Converts the model, which is a copy of its own, with ``fusedseg.convert``."""
-    dtype = _dtype(model)
-    convert(model, example_inputs=[torch.empty(shape, dtype=shape.dtype or dtype) for shape in shapes])
-    return model
+    """Converts the model, which is a copy of its own, with ``fusedseg.convert``; the shapes do not matter."""
+    return convert(model)
 
 
 def _fused_preset(make: Callable[[], nn.Module], model: nn.Module, shapes: Shapes) -> nn.Module:

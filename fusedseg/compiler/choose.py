@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torch import fx
 
 from .._sizes import text_of
-from ..ops.cheap import size_of
 from . import keep, rounded, twice
 from .budget import Budget
+from .cheap import size_of
 from .cut import Cut
 from .joint import Goal, Joint, flops_of, nbytes_of, roots_of
 from .live import Live

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..ops.cheap import has_flops
 from . import forms, keep
+from .cheap import has_flops
 from .joint import Joint
 from .keep import call_node, is_free, is_view
 

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from ..ops.cheap import has_flops, hint_of, numel_of, tensors_of
 from ..rules import FORM, OF_OP
+from .cheap import has_flops, hint_of, numel_of, tensors_of
 
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
 UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}

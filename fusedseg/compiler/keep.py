@@ -1,4 +1,4 @@
-"""What forward keeps for backward, decided once for a joint graph, by the rules of the recompute scope.
+"""What forward keeps for backward, decided once for a joint graph.
 
 Results of products and of random ops are kept, but for those products of which a second run is nearly free
 (``twice.py``).  Everything cheap is computed again from them, with these exceptions:
@@ -23,15 +23,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..ops.cheap import call_of, has_flops, is_cheap, size_of, tensors_of
 from ..ops.low_bit.spec import FEWEST_VALUES
-from ..ops.observer import LARGER, SMALL
 from . import forms, twice
+from .cheap import LARGER, SMALL, call_of, has_flops, is_cheap, size_of, tensors_of
 from .joint import Goal, Joint, behind, call, calls_view, copied, is_op, is_random, nbytes_of, node_at
 
 LABEL = "recompute"
-# The number of calls in a chain, of which backward runs each once.  The scope ends a chain after 16 calls, because it
-# may run one for each reader.
+# The largest number of calls in a chain, of which backward runs each once.
 LONGEST = 64
 # What names those of the kept products that run again.
 Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]

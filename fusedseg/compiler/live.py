@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..ops.cheap import size_of
 from ..ops.low_bit import graph as packing
 from . import forms, keep, order
+from .cheap import size_of
 from .joint import UNSAFE_VIEWS, Joint, arguments_of, is_op, name_of, nbytes_of, node_at, op_of, value_of, writes
 
 PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)

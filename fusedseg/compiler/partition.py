@@ -116,7 +116,6 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     joint.note_changeable(module.graph)
     changeable = module.graph.output_node().meta.pop(joint.CHANGEABLE)
     outputs = joint.Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
-    simplify.forget_labels(module.graph)
     limits, eager = settings.limits, 0
     if limits is not None:
         eager = choose.eager_bytes(joint.Joint(module.graph, outputs))

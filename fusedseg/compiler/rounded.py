@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from .. import rules
-from ..ops.cheap import size_of, tensors_of
 from ..ops.low_bit import graph as ops
 from ..ops.low_bit.graph import unpack_op
 from ..ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ..ops.max_pool.op import max_pool_op
-from ..ops.observer import SMALL
 from . import forms, twice
 from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
+from .cheap import SMALL, size_of, tensors_of
 from .cut import ENDLESS, Flow
 from .joint import (
     Joint,

@@ -63,13 +63,3 @@ def part(graph: fx.Graph) -> int:
                 count += 1
             found.add(item.args[1])
     return count
-
-
-def forget_labels(graph: fx.Graph) -> None:
-    """Removes the labels of this package's norms and scopes; those of a checkpoint stay.
-
-    They ask for what the backend does by itself, and would stand in the way of its options.
-    """
-    for node in graph.nodes:
-        if LABELS[1] not in node.meta:
-            node.meta.pop(LABELS[0], None)

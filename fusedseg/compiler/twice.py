@@ -8,8 +8,7 @@
 
 from torch import fx
 
-from ..ops.cheap import size_of
-from ..ops.observer import LARGER
+from .cheap import LARGER, size_of
 from .joint import Joint, flops_of, name_of, nbytes_of
 
 # The share of forward's arithmetic that may run again.

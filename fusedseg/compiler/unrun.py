@@ -105,9 +105,7 @@ def partitions(
         return forward, backward
 
     try:
-        with warnings.catch_warnings(), torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
-            # The warning that nothing counts what is kept is wrong here.
-            warnings.filterwarnings("ignore", "fusedseg.convert: compiled code runs the calls twice")
+        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
             _compile(model, inputs, divide, lambda compiler, *graph: compiler(*graph), fullgraph=True)
     # The compiler may raise any error.
     except Exception as error:

@@ -66,8 +66,6 @@ def untested() -> Iterator[str]:
             f"WARNING: {name} {version} is {side} than the versions that fusedseg is tested with, "
             f"{' to '.join(TESTED[name])}"
         )
-    if _torch.scope_problem():
-        yield f"WARNING: fusedseg.recompute() does nothing here: {_torch.scope_problem()}"
     if _torch.MISSING:
         missing = ", ".join(_torch.MISSING)
         yield f"WARNING: PyTorch {torch.__version__} does not have {missing}: some features raise errors"

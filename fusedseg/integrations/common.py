@@ -1,17 +1,13 @@
-"""What the integrations share: the import of a framework, a conversion that is done once, and a compilation."""
+"""What the integrations share: the import of a framework, and a compilation."""
 
 import importlib
 import sys
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch import tree_map_only
 from ..compiler import Report, backend, report
 from ..compiler.settings import parse
-from ..conversion import ConversionReport, convert
-from ..conversion.scope import is_converted
 
 
 def needed(integration: str, pip: str, *names: str) -> Any:
@@ -33,33 +29,6 @@ def needed(integration: str, pip: str, *names: str) -> Any:
     raise ImportError(
         f"fusedseg.integrations.{integration} needs {framework}, which is not installed; run: pip install {pip}"
     )
-
-
-def converted_once(
-    model: nn.Module, example_inputs: object, options: dict[str, Any]
-) -> tuple[ConversionReport | None, str]:
-    """Converts a model unless it, or a part of it, is converted already; returns the report and a message about it.
-
-    The example moves to the device of the model first.
-    """
-    name = type(model).__name__
-    if any(is_converted(module) for module in model.modules()):
-        return None, f"fusedseg: {name} is converted already, so it stays as it is"
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    example_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
-    report = convert(model, example_inputs=example_inputs, **options)
-    left = f", {len(report.skipped)} stay as they were" if report.skipped else ""
-    text = f"fusedseg: {name} is converted: {len(report.replaced)} modules are replaced{left}"
-    if report.before and report.after:
-        before, after = report.before, report.after
-        kept, peak = (
-            f"{stock / 2**20:.1f} -> {ours / 2**20:.1f} MiB"
-            for stock, ours in ((before.saved, after.saved), (before.peak, after.peak))
-        )
-        text += f"; a step on the example keeps {kept} for backward, peak {peak}"
-    elif not report.replaced:
-        text += f" ({report.how})"
-    return report, text
 
 
 def compile_in_place(op: str, network: nn.Module, options: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .. import nn as fused
 from .._torch import tree_leaves, tree_map_only
 from ..activation import is_invertible, parse_activation
+from ..convert import conversion, convert
 from ..inference import sliding_window_labels
-from .common import converted_once, needed
+from .common import needed
 
 OP = "fusedseg.integrations.monai"
 _factories = needed("monai", "monai", "monai.networks.layers.factories")
@@ -90,26 +91,21 @@ def _with_meta(norm: nn.Module, args: tuple[Any, ...], out: Tensor) -> Any:
     return _like(out, args[0]) if isinstance(args[0], _MetaTensor) else None
 
 
-def converted(model: nn.Module, **options: object) -> nn.Module:
-    """``fusedseg.convert`` that returns the model, for ``_target_`` in the configuration of a bundle.
+def converted(model: nn.Module) -> nn.Module:
+    """``fusedseg.convert`` for the networks of MONAI, for ``_target_`` in the configuration of a bundle.
 
     The model computes with plain tensors, and returns a ``MetaTensor`` if its first one among the inputs is one, as
-    the stock model does.  This matters: the recompute scope rebuilds no tensor of a subclass, so a model that is only
-    converted keeps most of its bytes when MONAI's data loaders call it.
+    the stock model does.  This matters: blocks run their stock modules for a tensor of a subclass, so a model that is
+    only converted keeps all of its bytes when MONAI's data loaders call it.
 
     Args:
-        model: a network; it is changed in place.
-        options: the arguments of ``fusedseg.convert``, such as ``example_inputs``.
+        model: a network; it is changed in place.  A model that is converted already stays as it is.
 
-    A model that is converted already stays as it is.  The report is logged with level INFO, under the name of this
+    What is served and what stays stock (``fusedseg.conversion``) is logged with level INFO, under the name of this
     module.
-
-    Raises:
-        TypeError, ValueError: as in ``fusedseg.convert``.
     """
-    options = tree_map_only(_MetaTensor, lambda tensor: tensor.as_tensor(), options)
-    report, message = converted_once(model, options.pop("example_inputs", None), options)
-    logger.info("%s", message if report is None else f"{message}\n{report}")
+    convert(model)
+    logger.info("%s: %s", type(model).__name__, conversion(model))
     if _to_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_to_plain, with_kwargs=True)
         model.register_forward_hook(_to_meta, with_kwargs=True)

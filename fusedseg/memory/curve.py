@@ -15,8 +15,8 @@ from .strategy import Backend, Convert, NoBlocks, NotOneGraph, Strategy
 from .tables import gib, table, wrapped
 
 OP = "fusedseg.memory.curve"
-EAGER, CHECKPOINT, OURS, OURS_COMPILED, COMPILER = (
-    "eager", "checkpoint", "fusedseg", "fusedseg, compiled", "torch.compile",
+EAGER, CHECKPOINT, OURS, COMPILER = (
+    "eager", "checkpoint", "fusedseg", "torch.compile",
 )  # fmt: skip
 BACKEND = 'torch.compile, backend "fusedseg"'
 # The compiler's own budgets that are tried, beside its default.
@@ -119,8 +119,7 @@ def curve(
     """Counts what each way to train keeps for backward, and the arithmetic that it repeats for this.
 
     The ways are eager mode, checkpoints of each block, the converted model, and with ``backend`` the budgets of
-    ``torch.compile`` itself, those of the backend, and the converted model under ``torch.compile``.  All bytes are
-    those of tensors without values.
+    ``torch.compile`` itself and those of the backend.  All bytes are those of tensors without values.
 
     Args:
         model: a function that builds the model, or a module, which is copied without its values.
@@ -161,16 +160,12 @@ def curve(
         if backend is not None:
             own = {f"{budget:g}": budget for budget in COMPILER_BUDGETS}
             ours = {f"{budget:g}": {"budget": budget, "extra_flops": MOST} for budget in BACKEND_BUDGETS}
-            # The model of each way, and what the backend is asked for each budget.
-            compiled: dict[str, tuple[str, dict[str, Any]]] = {}
-            compiled[COMPILER] = EAGER, {"": 1.0, **own}
-            compiled[BACKEND] = EAGER, {"": {}, **ours}
-            if convert is not None:
-                compiled[OURS_COMPILED] = OURS, {"": 1.0}
-            for way, (net, options) in compiled.items():
+            # What the backend is asked for each budget.
+            compiled: dict[str, dict[str, Any]] = {COMPILER: {"": 1.0, **own}, BACKEND: {"": {}, **ours}}
+            for way, options in compiled.items():
                 say(way)
                 try:
-                    counted = backend(nets[net], inputs, list(options.values()), None)
+                    counted = backend(nets[EAGER], inputs, list(options.values()), None)
                 except NotOneGraph as error:
                     left_out[way] = str(error).partition(": ")[2]
                     continue

@@ -33,7 +33,6 @@ CURVES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#6b6b6b", "marker": "o", "linestyle": "none", "markersize": 8},
     "checkpoint": {"color": "#d97706", "marker": "D", "linestyle": "none", "markersize": 8},
     "fusedseg": {"color": "#2a6fdb", "marker": ".", "markersize": 5},
-    "fusedseg, compiled": {"color": "#7b4ea3", "marker": "s", "linestyle": "--", "markersize": 4},
     "torch.compile": {"color": "#d6453d", "marker": "^", "markersize": 6},
     'torch.compile, backend "fusedseg"': {"color": "#39a96b", "marker": "v", "markersize": 6},
 }

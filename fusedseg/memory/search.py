@@ -241,19 +241,13 @@ class _Search:
         """The lines of Python that make a model run in this way."""
         lines = []
         if strategy.converted:
-            lines.append(self.code or f"fusedseg.convert(model, example_inputs={self._example()})")
+            lines.append(self.code or "fusedseg.convert(model)")
         if strategy.compiled:
             options = f", options={strategy.options}".replace("'", '"') if strategy.options else ""
             lines.append(f'model = torch.compile(model, backend="fusedseg"{options})')
         if strategy.checkpoint:
             lines.append("fusedseg.memory.checkpoint_blocks(model)")
         return "\n".join(lines)
-
-    def _example(self) -> str:
-        shapes = batched(self.input_shape, self.batch or STARTS[0])
-        dtype = "" if self.dtype == torch.float32 else f", dtype={self.dtype}"
-        inputs = [f"torch.empty({', '.join(map(str, shape))}{dtype})" for shape in shapes]
-        return inputs[0] if len(inputs) == 1 else f"[{', '.join(inputs)}]"
 
 
 def peak_text(nbytes: int) -> str:

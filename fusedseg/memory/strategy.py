@@ -41,15 +41,13 @@ class Partition(NamedTuple):
 # model keeps in each way: options of the backend, or the compiler's own ``activation_memory_budget``.
 Ways = Sequence[Mapping[str, Any] | float]
 Backend = Callable[[nn.Module, Sequence[torch.Tensor], Ways, torch.dtype | None], list[Partition]]
-# A function that is called with a block's forward, and returns the function that runs instead.
-Within = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class NoBlocks(ValueError):
     """Raised if the model has no block to checkpoint."""
 
 
-def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None = None) -> list[str]:
+def checkpoint_blocks(model: nn.Module, limit: int = 4) -> list[str]:
     """Checkpoints the blocks of a model, in place: each block keeps only its inputs, and runs again in backward.
 
     A block is a module with children and with 1 to ``limit`` convolutions or linear layers that lies in no other such
@@ -59,9 +57,6 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None
     Args:
         model: any module.
         limit: the largest number of convolutions and linear layers in a block.
-        within: a decorator for each block's forward, inside its checkpoint.  A scope around a checkpoint does not reach
-            the tensors that a block saves when it runs again.  ``fusedseg.recompute()`` as ``within`` does reach them,
-            but rebuilds them both times.
 
     Returns:
         The names of the blocks.
@@ -79,8 +74,7 @@ def checkpoint_blocks(model: nn.Module, limit: int = 4, *, within: Within | None
             "or linear layers among its children"
         )
     for _, block in blocks:
-        forward = block.forward if within is None else within(block.forward)
-        block.forward = partial(checkpoint, forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return [name for name, _ in blocks]
 
 

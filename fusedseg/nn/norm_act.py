@@ -115,7 +115,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
 
     Kept for backward: x, mean, 1 / sqrt(var + eps), the parameters, and the residual if there is an activation.  The
     output is rebuilt from them.  A convolution that follows still keeps the output, because it is the convolution's
-    input; under ``fusedseg.recompute()`` it keeps a recipe instead, and compiled code rebuilds the output.
+    input; ``torch.compile`` with ``backend="fusedseg"`` rebuilds it there too.
 
     Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
     from those of x is copied once too.  ``momentum=None`` breaks the graph under ``torch.compile``, as in

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..ops.observer import recomputing
+from ..ops.norm.kept import recomputing
 
 
 class Using(NamedTuple):

@@ -14,21 +14,8 @@ from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
 from ..ops.norm.spec import Passed, Spec
-from ..ops.norm.stock import norm_act
-from ..ops.observer import unwatched
 from .norm_statistics import COUNTED, Using
 from .unscriptable import Unscriptable
-
-IDENTITY = Activation("identity", 0.0)
-
-
-class Aside:
-    """Whether norms and activations of a converted model step aside in this forward (``conversion/wiring.py``).
-
-    They share one such object.  It knows no modules, so that a copy of a part of a model does not copy the rest.
-    """
-
-    now = False
 
 
 class StockNorm(Unscriptable, nn.Module):
@@ -56,9 +43,6 @@ class StockNorm(Unscriptable, nn.Module):
     eps: float
     _act: Activation
     _statistics: Callable[..., Using]
-    # ``convert`` sets these two: whether the stock norm runs without the activation, and what marks the output.
-    _aside = Aside()
-    _marked: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, *stock: object, bias: bool = True, dtype: torch.dtype | None = None, **options: object) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
@@ -70,33 +54,12 @@ class StockNorm(Unscriptable, nn.Module):
         super().__init__(*stock, dtype=dtype, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self._aside.now:
-            return self._without_activation(x)
-        z = self._normalised(x, residual)
-        return z if self._marked is None else self._marked(z)
-
-    @unwatched
-    def _normalised(self, x: Tensor, residual: Tensor | None) -> Tensor:
         passed, spec = self._call(x, residual)
         if spec.keep == "output" and not torch.compiler.is_compiling() and x._is_view() and has_backward_hooks(self):
             # Nobody may write over a view that a backward hook has made.
             passed = passed.with_x(x.clone())
         check(self.OP, passed, spec)
         return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
-
-    def _without_activation(self, x: Tensor) -> Tensor:
-        """The result of the stock norm, by the stock function if there is one."""
-        passed, spec = self._call(x, None)
-        momentum, running_mean = spec.momentum, self._buffers.get("running_mean")
-        if passed.running_mean is None and running_mean is not None:
-            # In a forward that is computed again nothing moves, but autograd must save as many tensors as before.
-            passed, momentum = passed._replace(running_mean=running_mean, running_var=self._buffers["running_var"]), 0.0
-        spec = Spec("input", IDENTITY, spec.eps, momentum, spec.own, spec.kind, spec.groups, spec.process_group)
-        if spec.process_group is not None:
-            return normalise(passed, spec)
-        if passed.batches is not None:
-            passed.batches.add_(1)
-        return norm_act(passed, spec)
 
     def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Passed, Spec]:
         self._check_shape(x)
@@ -126,8 +89,8 @@ class StockNorm(Unscriptable, nn.Module):
         text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
         if not fits or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is eight frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=8)
+        # The caller of the module is seven frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=7)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

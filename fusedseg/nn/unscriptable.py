@@ -14,6 +14,5 @@ class Unscriptable:
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
             f"{self._name()}: torch.jit.script cannot compile this module; use torch.export, "
-            "torch.onnx.export or torch.jit.trace, whose programs call stock functions in place of the module.  If "
-            "fusedseg.convert made it, fusedseg.revert(model) gives the model its stock modules back"
+            "torch.onnx.export or torch.jit.trace, whose programs call stock functions in place of the module"
         )

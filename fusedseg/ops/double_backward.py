@@ -15,7 +15,7 @@ _is_batched, _is_legacy = _torch.is_batchedtensor, _torch.is_legacy_batchedtenso
 def message(op: str) -> str:
     return (
         f"{op}: double backward is not supported, since backward rebuilds what it needs outside the graph; "
-        "use the unfused modules where gradients of gradients are needed"
+        "use the unfused modules, or fusedseg.revert(model), where gradients of gradients are needed"
     )
 
 

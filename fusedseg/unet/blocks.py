@@ -20,7 +20,6 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
-from ..nn.handed import Handed, cat_of, handing, take_off
 
 NormAct = Callable[[int], nn.Module]
 NORMS = ("batch", "instance", "group")
@@ -114,9 +113,8 @@ class ConvNormAct(nn.Module):
         self.norm = norm_act_of(norm_act, dims, plain)(out_channels)
 
     def forward(self, x: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:
-        # No name holds the concatenation or the output of the convolution, so that each is freed after its only use.
-        stock = not isinstance(self.conv, (JoinConv2d, JoinConv3d))
-        return self.norm(self.conv(cat_of(x) if stock and type(x) is Handed else x))
+        # No name holds the output of the convolution, so that it is freed after its only use.
+        return self.norm(self.conv(x))
 
 
 def conv_norm_act(in_channels: int, out_channels: int, **options: Any) -> nn.Module:
@@ -138,14 +136,6 @@ class DoubleConv(nn.Sequential):
         super().__init__(
             conv_norm_act(in_channels, out_channels, **options), conv_norm_act(out_channels, out_channels, **options)
         )
-
-    def forward(self, input: Tensor | Sequence[Tensor | Interpolated]) -> Tensor:  # noqa: A002
-        given: object = input
-        for module in self:
-            input = module(input)  # noqa: A001
-            # The first block has read the sources.
-            take_off(given)
-        return input  # type: ignore[return-value]
 
 
 class Down(nn.Sequential):
@@ -238,13 +228,6 @@ class Up(nn.Module):
                 f"fusedseg.unet.Up: skips must have one spatial size, got {[tuple(skip.shape) for skip in sources]}"
             )
         sources.append(self._enlarged(x, size))
-        take_off(x)
-        take_off(skips)
-        if handing():
-            handed = Handed(sources)
-            # Only this list holds the tensors now, and the convolution takes them off it.
-            del sources
-            return self.conv(handed)
         # The names are rebound, so that the enlarged map is freed before the convolutions allocate.
         joined = torch.cat(sources, dim=1) if self.plain else sources
         del sources
@@ -270,7 +253,7 @@ class Up(nn.Module):
                 f"{tuple(size)}, to which it would be padded"
             )
         options: dict[str, Any] = {"size": reached, "mode": self.interpolation, "align_corners": self.align_corners}
-        if isinstance(source, Tensor) and self.plain and not (handing() and isinstance(self.up, nn.Identity)):
+        if isinstance(source, Tensor) and self.plain:
             enlarged = self.up(F.interpolate(source, **options))
         elif not any(missing):
             return Interpolated(self.up(source), **options)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..nn.handed import Handed, handing
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
 
 
@@ -115,12 +114,7 @@ class MultiEncoderUNet(nn.Module):
             levels.append([down(x) for down, x in zip(downs, levels[-1], strict=True)])
         x: object = levels.pop()
         for up in self.ups:
-            if handing():
-                # The caller of ``up`` must hold neither x nor the skips.
-                x = Handed(x if isinstance(x, list) else [x])
-                x = up(x, Handed(levels.pop()))
-            else:
-                x = up(x, levels.pop())
+            x = up(x, levels.pop())
         return self.out(x)
 
     def _check(self, images: Sequence[Tensor]) -> None:

@@ -44,7 +44,7 @@ def test_profile_compares_and_writes(capsys, tmp_path):
     assert all(path.stat().st_size for path in files.values())
     reports = {report["label"]: report for report in json.loads(files["json"].read_text())["reports"]}
     eager, ours, checkpoint = (reports[label] for label in ("eager", "fusedseg", "checkpoint"))
-    assert ours["saved_bytes"] < 0.75 * eager["saved_bytes"]
+    assert ours["saved_bytes"] < eager["saved_bytes"]
     assert ours["flops"]["recomputed"] == 0 < checkpoint["flops"]["recomputed"]
     # The second run finds the files of the first run.
     assert main(argv) == 2
@@ -121,10 +121,10 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
 
 
 def blocks():
-    """Makes two blocks of a convolution with BatchNorm and ReLU, which can be converted and checkpointed."""
+    """Makes two blocks of a convolution with BatchNorm and SiLU, which can be converted and checkpointed."""
 
     def block(channels, out):
-        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+        return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.SiLU())
 
     return nn.Sequential(block(3, 8), block(8, 4))
 
@@ -153,8 +153,8 @@ HALVES = "tests.cli.test_memory:halves"
 
 @pytest.mark.parametrize(
     "argv",
-    [["profile", HALVES], ["plan", HALVES, "--budget", "1GiB"], ["convert", HALVES, "--verify"]],
-    ids=["profile", "plan", "convert"],
+    [["profile", HALVES], ["plan", HALVES, "--budget", "1GiB"]],
+    ids=["profile", "plan"],
 )
 def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
     """PyTorch logged the traceback of the failed op: dozens of lines before the line that helps."""
@@ -183,10 +183,6 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
             ["profile", "builtins:dict", *IMAGE],
             "cannot be built: model must be a module or build one, and built an object of class dict",
         ),
-        (
-            ["convert", "builtins:dict", *IMAGE],
-            "cannot be built: model must be a module or build one, and built an object of class dict",
-        ),
         ([*PROFILE, "--input", "2,4,64,64"], "does not run as eager on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
         ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
@@ -199,8 +195,6 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected eager, or fusedseg, amp"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
-        (["convert", RESNET, *IMAGE, "--slope", "-1", "--mode", "leaky"], "slope"),
-        (["convert", RESNET, "--input", "1,5,32,32"], "the model cannot be called with the example: RuntimeError"),
     ],
     ids=lambda value: None if isinstance(value, list) else "".join(c for c in value if c.isalnum())[:24],
 )
@@ -230,7 +224,7 @@ def embeds():
 
 @pytest.mark.parametrize(
     "argv",
-    [["profile"], ["profile", "--device", "cpu"], ["profile", "--compare", "eager,fusedseg"], ["convert", "--verify"]],
+    [["profile"], ["profile", "--device", "cpu"], ["profile", "--compare", "eager,fusedseg"]],
     ids=" ".join,
 )
 def test_an_input_of_integers(argv, capsys):
@@ -238,7 +232,7 @@ def test_an_input_of_integers(argv, capsys):
     command, *options = argv
     assert main([command, EMBEDS, "--input", "2,16:int64", *options]) == 0
     out = capsys.readouterr().out
-    assert ("2×16" if command == "profile" else "identical to the last bit") in out
+    assert "2×16" in out
 
 
 def test_text_is_as_wide_as_the_terminal(monkeypatch):

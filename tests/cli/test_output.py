@@ -69,7 +69,6 @@ NOTHING = (
         # The command ended with 0, and printed nothing.
         (("profile", "models:ends"), ENDS),
         (("plan", "models:ends", "--budget", "1GiB"), ENDS),
-        (("convert", "models:ends"), ENDS),
         # "optimizer got an empty parameter list"
         (("plan", "models:frozen", "--budget", "1GiB"), NOTHING),
         # ZeroDivisionError
@@ -78,7 +77,7 @@ NOTHING = (
             "Conv2d keeps nothing for backward, so there is nothing to save; is it frozen?",
         ),
     ],
-    ids=["profile", "plan", "convert", "frozen", "frozen-curve"],
+    ids=["profile", "plan", "frozen", "frozen-curve"],
 )
 def test_models_that_end_the_program_or_cannot_be_trained(arguments, message, tmp_path):
     if "--curve" in arguments:

@@ -42,8 +42,8 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-# Each network, and the error that the recompute scope had with the same weights before the backend took its place
-# (64 or 256 roundings).  The scope kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
+# Each network, and the error that an earlier engine, the recompute scope, had with the same weights
+# (64 or 256 roundings).  It kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
 NETWORKS = {
     "BatchNorm, ReLU": (plain, 0.0285),
     "InstanceNorm, LeakyReLU": (lambda: plain(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU), 0.0298),

@@ -15,9 +15,11 @@ from fusedseg.ops.norm import passes
 from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
-from tests.ops.test_recompute_networks import UNET2D, UNET3D
+from tests.compiler.networks import relu, relu3d
 from tests.resnet import ResNet50
 
+UNET2D = {"plain": True, "norm_act": relu}
+UNET3D = {"plain": True, "norm_act": relu3d}
 VOLUME, IMAGES = [(2, 1, 320, 150, 26)], [(8, 5, 256, 256), (8, 3, 256, 256)]
 
 

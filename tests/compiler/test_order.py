@@ -1,4 +1,4 @@
-"""The order of what backward computes again: the graph before and after, and peaks beside the recompute scope."""
+"""The order of what backward computes again: the graph before and after, and peaks."""
 
 import copy
 from math import inf
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg import recompute
 from fusedseg.compiler import order
 from fusedseg.compiler.joint import Goal
 from fusedseg.memory import allocator_peak
@@ -190,17 +189,18 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize(("blocks", "dims", "size"), [(5, 2, 34), (3, 3, 14)])
-def test_no_higher_peak_than_the_scope(blocks, dims, size):
+def test_a_lower_peak_than_eager_mode(blocks, dims, size):
     """The sums of several blocks were held together."""
     torch.manual_seed(0)
     net, x = Residual(blocks, dims), torch.randn(2, 2, *(size,) * dims)
-    twin, scoped = copy.deepcopy(net), copy.deepcopy(net)
-    run, within = compiled(net), recompute()(scoped)
+    twin = copy.deepcopy(net)
+    run = compiled(net)
     assert same(results(net, run, [x], 1), results(twin, twin, [x], 1))
 
     def step(call, of):
         of.zero_grad()
         return lambda: call(x).square().mean().backward()
 
-    peaks = [allocator_peak(step(call, of)) for call, of in ((run, net), (within, scoped), (twin, twin))]
-    assert peaks[0] <= 1.01 * peaks[1] < peaks[2]
+    peaks = [allocator_peak(step(call, of)) for call, of in ((run, net), (twin, twin))]
+    print(peaks[0] / peaks[1])
+    assert peaks[0] < 0.9 * peaks[1]

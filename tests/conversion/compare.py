@@ -1,15 +1,10 @@
 """Compares a converted model with its stock form."""
 
-import copy
 import io
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import fusedseg
-from fusedseg.conversion import ConversionReport
 from tests.reference import relative_error
 
 
@@ -53,37 +48,3 @@ def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float =
     assert buffers.keys() == expected_buffers.keys()
     for name, buffer in buffers.items():
         assert relative_error(buffer, expected_buffers[name]) < tolerance, name
-
-
-def converted(
-    make: Callable[[], nn.Module], x: Tensor, tolerance: float = 1e-9, **options: Any
-) -> tuple[nn.Module, ConversionReport]:
-    """Converts a model in the dtype of ``x``, and asserts that it stays the same function in training and eval mode."""
-    stock = make().to(x.dtype)
-    ours = copy.deepcopy(stock)
-    keys, parameters = list(ours.state_dict()), dict(ours.named_parameters(remove_duplicate=False))
-    report = fusedseg.convert(ours, **{"example_inputs": x} | options)
-    assert list(ours.state_dict()) == keys
-    for name, parameter in ours.named_parameters(remove_duplicate=False):
-        assert parameter is parameters[name]
-    for training in (True, False):
-        assert_same(ours, stock, x, tolerance, training)
-    return ours, report
-
-
-def pair(stock: nn.Module, x: Tensor, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A converted copy of the model, and the model itself, in the dtype of ``x``."""
-    stock = stock.to(x.dtype)
-    ours = copy.deepcopy(stock)
-    fusedseg.convert(ours, example_inputs=x, **options)
-    return ours, stock
-
-
-def replaced(report: ConversionReport) -> dict[str, str]:
-    """The first path of each replaced module -> the class that it became."""
-    return {row.paths[0]: row.to for row in report.replaced}
-
-
-def reasons(report: ConversionReport) -> dict[str, str]:
-    """The first path of each module that was not replaced -> the reason."""
-    return {row.paths[0]: row.why for row in (*report.recomputed, *report.skipped)}

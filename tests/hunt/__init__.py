@@ -1,4 +1,4 @@
-"""The hunt: random programs run in eager mode and in ``fusedseg.recompute()``, random networks through ``convert``.
+"""The hunt: random programs run in eager mode and compiled, random networks stock and through ``convert``.
 
 * ``prelude.py`` holds what a printed program needs: the log of its results, odd functions, the comparison.
 * ``program.py`` holds a program as data, and prints it as code that runs in a checkout.

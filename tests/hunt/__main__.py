@@ -20,10 +20,10 @@ def seeds_of(text: str) -> range:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
     of_kinds = (
-        "programs in the scope; or networks that are converted; "
-        "or programs and networks that are compiled, networks also with a budget or with bits"
+        "networks that are converted, or programs and networks that are compiled, networks also with a budget or with "
+        "bits"
     )
-    parser.add_argument("--kind", choices=KINDS, default="programs", help=of_kinds)
+    parser.add_argument("--kind", choices=KINDS, default="networks", help=of_kinds)
     parser.add_argument(
         "--seeds", type=seeds_of, default=range(200), help="first:last, without the last; default 0:200"
     )

@@ -18,7 +18,7 @@ from tests.hunt.prelude import Log, network_logs, outcome
 from tests.hunt.program import Block, Network, Node, Step, Steps, defined, names_in, nodes, script, without
 
 SETUP = ("leaf", "module", "memory")
-# What belongs to the scope, to the log or to the time after forward, and steps that raise in eager mode.
+# What belongs to the log or to the time after forward, and steps that raise in eager mode.
 NO_STEPS = ("note", "backward", "return", "attempt")
 # The last tensors, which are returned beside the loss.  A tensor that is returned is not computed again.
 RETURNED = 3

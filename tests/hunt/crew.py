@@ -17,14 +17,12 @@ from typing import Any
 
 from tests.hunt import compiled
 from tests.hunt.compiled import Compiled
-from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
-from tests.hunt.program import Network, Program, nodes
+from tests.hunt.program import Network, nodes
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
-    "programs": grown,
     "networks": grown_network,
     "compiled": compiled.program,
     "compiled-networks": compiled.network,
@@ -38,7 +36,7 @@ CHUNK = 500
 SHRUNK = 10
 
 
-def made(kind: str, seed: int) -> Program | Network | Compiled:
+def made(kind: str, seed: int) -> Network | Compiled:
     with quiet():
         return KINDS[kind](seed)
 
@@ -173,8 +171,8 @@ def hunt(kind: str, seeds: range, jobs: int = 1) -> Report:
                     raise RuntimeError(
                         f"a worker of {worker.seeds} ends with {worker.process.returncode} between programs"
                     )
-                # Eager mode has run to its end before the phase "scope".
-                whose = "failure" if lines[-1]["phase"] == "scope" else "crash of PyTorch"
+                # Eager mode has run to its end before the phase "ours".
+                whose = "failure" if lines[-1]["phase"] == "ours" else "crash of PyTorch"
                 how = f"the process ends with status {worker.process.returncode}"
                 report.add(lines[-1]["seed"], Verdict(whose, how))
                 rest = range(lines[-1]["seed"] + 1, worker.seeds.stop)

@@ -61,7 +61,7 @@ class Grower:
         self.frames: list[list[str]] = [[]]
         self.numbers = iter(range(1, 100_000))
         self.kept: list[Tensor] = []
-        self.scopes, self.entered, self.writes_outside, self.checkpoints = 0, False, False, False
+        self.scopes, self.entered, self.checkpoints = 0, False, False
 
     # -- the present tensors
 
@@ -136,7 +136,6 @@ class Grower:
             return None
         self.stack[-1].append(Step(kind, code))
         self.frames[-1] += names
-        self.writes_outside |= writes and self.entered and not self.scopes
         return names[-1] if names else ""
 
     def _written_is_kept(self, expression: str) -> bool:
@@ -211,7 +210,7 @@ def grown(seed: int) -> Program:
 
     rng = random.Random(seed)
     threaded = rng.random() < 0.06
-    parts, writes_outside = [], False
+    parts = []
     for i in range(2 if threaded else 1):
         torch.manual_seed(0)
         grower = Grower(seed + i * 10**9, chosen, threaded)
@@ -219,5 +218,4 @@ def grown(seed: int) -> Program:
             grow(grower)
             finish(grower)
         parts.append((*grower.setup, *grower.stack[0]))
-        writes_outside |= grower.writes_outside
-    return Program(seed, tuple(parts), writes_outside)
+    return Program(seed, tuple(parts))

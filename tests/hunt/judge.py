@@ -1,4 +1,4 @@
-"""Runs a program in eager mode and in the scope, and says how they differ."""
+"""Runs a program in eager mode and compiled, or a network and its converted form, and says how they differ."""
 
 import contextlib
 import logging
@@ -6,36 +6,25 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import fusedseg
 from tests.hunt.compiled import Compiled
 from tests.hunt.prelude import (
     aot_eager,
     compiled_difference,
-    difference,
-    eager,
     eager_call,
     network_difference,
     network_results,
-    outcome,
-    refused,
     rounded_difference,
 )
-from tests.hunt.program import Network, Program, Steps, defined, edited, names_in, nodes, renamed, without
-
-# The documented error in a backward pass, if a program writes to a source after the scope has ended.
-AFTER_SCOPE = "may be modified inside the scope only"
+from tests.hunt.program import Network, Steps, defined, edited, names_in, nodes, renamed, without
 
 
 class Verdict(NamedTuple):
     """``kind`` is one of
 
     same: every result has the same bits;
-    raises: eager mode raises in the forward, and so does the scope;
-    refused: eager mode raises in a backward pass, as a saved tensor was modified in place; the scope may raise or not,
-        and what comes before is the same;
-    documented: the program writes to a tensor after its scope, and the scope's error says so;
+    raises: eager mode raises, and so do we;
     unstable: eager mode gives other results the second time;
     as aot_eager: compiled code has the bits of PyTorch's own compiled code, which are not those of eager mode;
     nothing captured: PyTorch's compiler finds no graph in the program;
@@ -68,11 +57,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def judged(
-    program: Program | Network | Compiled,
-    tell: Callable[[str], None] = lambda phase: None,
-    scope: Any = fusedseg.recompute,
-) -> Verdict:
+def judged(program: Network | Compiled, tell: Callable[[str], None] = lambda phase: None) -> Verdict:
     """Judges a program; calls ``tell`` with each phase that starts, because a crash in eager mode is PyTorch's own."""
     if isinstance(program, Network):
         with quiet():
@@ -80,59 +65,37 @@ def judged(
             stock = network_results(program.make()(), program.shape, training=True)
             if "error" in stock:
                 return Verdict("raises", stock["error"])
-            tell("scope")
+            tell("ours")
             how = network_difference(program.make(), program.shape, **program.options)
         return Verdict("same") if how is None else Verdict("failure", how)
     tell("eager")
-    if isinstance(program, Compiled):
-        with quiet():
-            if "bits" not in program.options:
-                return Verdict(*compiled_difference(program.run, program.dynamic, tell, **program.options))
-            for how, kind in ((eager_call, "raises"), (aot_eager(program.dynamic), "impossible")):
-                error = program.run(how)[0].error
-                if error is not None:
-                    return Verdict(kind, str(error))
-            tell("scope")
-            make = program.network().make()
-            found = rounded_difference(make, program.shape, **program.options)
-        return Verdict("same") if found is None else Verdict("failure", found)
     with quiet():
-        parts = program.callables()
-        expected = outcome(parts, eager)
-        if difference(expected, outcome(parts, eager)) is not None:
-            return Verdict("unstable")
-        tell("scope")
-        got = outcome(parts, scope)
-    how = difference(expected, got)
-    if how is not None:
-        documented = AFTER_SCOPE in how and program.writes_outside
-        return Verdict("documented" if documented else "failure", how)
-    errors = [log for log in expected if log.error is not None]
-    if not errors:
-        return Verdict("same")
-    return Verdict("refused" if any(refused(log.error) for log in errors) else "raises", str(errors[0].error))
+        if "bits" not in program.options:
+            return Verdict(*compiled_difference(program.run, program.dynamic, tell, **program.options))
+        for how, kind in ((eager_call, "raises"), (aot_eager(program.dynamic), "impossible")):
+            error = program.run(how)[0].error
+            if error is not None:
+                return Verdict(kind, str(error))
+        tell("ours")
+        make = program.network().make()
+        found = rounded_difference(make, program.shape, **program.options)
+    return Verdict("same") if found is None else Verdict("failure", found)
 
 
-def shrunk(program: Program | Network | Compiled, tries: int = 1000) -> Program | Network | Compiled:
+def shrunk(program: Network | Compiled, tries: int = 1000) -> Network | Compiled:
     """The program without the steps that the failure does not need.
 
     A dropped step takes with it what needs its result; or the result's readers get one of the step's own inputs.
     """
     wanted = _sort(judged(program))
 
-    def fails(candidate: Program) -> bool:
+    def fails(candidate: Network | Compiled) -> bool:
         try:
             return _sort(judged(candidate)) == wanted
         except (SyntaxError, MemoryError, RuntimeError):
             # Too little is left of the program, or it asks for more memory than the limit.
             return False
 
-    if isinstance(program, Program) and len(program.parts) == 2:
-        for i in (0, 1):
-            alone = program._replace(parts=(program.parts[i],))
-            if fails(alone):
-                program = alone
-                break
     again = True
     while again and tries > 0:
         again = False

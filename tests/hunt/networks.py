@@ -18,7 +18,9 @@ ACTIVATIONS = (
 )  # fmt: skip
 
 # Those that have an inverse, so that norms are in place, and two others.
-CHAINED = ("nn.LeakyReLU(0.1, inplace=True)", "nn.LeakyReLU()", "nn.ELU()", "nn.ReLU()", "nn.SiLU()")
+CHAINED = (
+    "nn.LeakyReLU(0.1, inplace=True)", "nn.LeakyReLU()", "nn.ELU()", "nn.ReLU()", "nn.SiLU()", "nn.PReLU()",
+)  # fmt: skip
 
 
 def unit(g: Grower) -> None:
@@ -63,14 +65,20 @@ def unit(g: Grower) -> None:
 
 
 def chain(g: Grower) -> None:
-    """Convolution, norm and activation in one expression: no other step reads what is between them."""
+    """Convolution, norm and activation in one block or one expression: no other step reads what is between them."""
     name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
     if name is None:
         return
     n, c = g.of(name).dim() - 2, g.of(name).shape[1]
     norms = (f"nn.BatchNorm{n}d(4)", f"nn.InstanceNorm{n}d(4, affine=True)", "nn.GroupNorm(2, 4)")
-    conv = g.module(f"nn.Conv{n}d({c}, 4, 3, padding=1, bias={g.chance(0.5)})")
-    norm, act = g.module(g.rng.choice(norms[len(g.frames) > 1 :])), g.module(g.rng.choice(CHAINED))
+    conv = f"nn.Conv{n}d({c}, 4, 3, padding=1, bias={g.chance(0.5)})"
+    norm, act = g.rng.choice(norms[len(g.frames) > 1 :]), g.rng.choice(CHAINED)
+    if g.chance(0.7):
+        # ``convert`` serves the call of such a block.
+        after = g.rng.choice(("", "", ", nn.Dropout(0.0)", f", nn.Conv{n}d(4, 4, 1)"))
+        g.step("unit", f"{g.module(f'nn.Sequential({conv}, {norm}, {act}{after})')}({name})")
+        return
+    conv, norm, act = g.module(conv), g.module(norm), g.module(act)
     g.step("unit", f"{act}({norm}({conv}({name})))")
 
 
@@ -158,7 +166,7 @@ def grown_network(seed: int) -> Network:
     outputs = [n for n in g.frames[0] if n != "t0" and g.of(n).is_floating_point() and g.of(n).requires_grad][-3:]
     flat = ", ".join(f"{name}.flatten()" for name in outputs or ["t0"])
     body = (*g.setup, *g.stack[0], Step("return", f"return torch.cat([{flat}])"))
-    options: dict = {"everywhere": seed % 2 == 1}
+    options: dict = {}
     if rng.random() < 0.4:
         options["later"] = rng.choice(list(LATER)), rng.randrange(1000)
     return Network(seed, (body,), g.shape, options)

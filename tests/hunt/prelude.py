@@ -17,12 +17,10 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401
 import fusedseg
 from fusedseg.compiler import backend, captured, split
 from fusedseg.compiler import rounded as compiled_bits
-from fusedseg.conversion import convs
-from fusedseg.ops.conv import sources
 
 
 class eager(contextlib.ContextDecorator):
-    """In place of the scope: a context manager, or a decorator, that does nothing."""
+    """``scope`` of a program: a context manager, or a decorator, that does nothing; blocks of steps lie in it."""
 
     def __enter__(self):
         pass
@@ -303,44 +301,35 @@ def difference(expected, got):
     return None
 
 
-def network_difference(make, shape, everywhere=False, later=None):
+def network_difference(make, shape, later=None):
     """How a converted network differs from the stock one; None if it does not.
 
     A difference is relative to a tensor's own norm, or to a thousandth of the largest gradient, since a bias before a
-    norm has a gradient of nothing but rounding.  ``everywhere`` converts as if one op paid in every place.
-    ``later`` is a habit of ``LATER`` and a number that chooses its module; both networks get it after the first step.
+    norm has a gradient of nothing but rounding.  ``later`` is a habit of ``LATER`` and a number that chooses its
+    module; both networks get it after the first step.
     """
-    pays, formed = convs.pays, sources.FORMED_BYTES
-    try:
-        if everywhere:
-            convs.pays, sources.FORMED_BYTES = (lambda x: True), 0
-        stock, ours = make(), make()
-        example = torch.randn(shape, dtype=torch.float64) if everywhere else None
-        fusedseg.convert(ours, example_inputs=example)
-        for step in ("first", "second", "in eval mode"):
-            if step == "second":
-                if later is None:
-                    continue
-                places = fused_first(stock, ours)
-                changes = [Change(stock, network, *later, places) for network in (stock, ours)]
-            training, state = step != "in eval mode", copy.deepcopy(stock.state_dict())
-            expected, got = network_results(stock, shape, training), network_results(ours, shape, training)
-            if step == "second":
-                for change, results in zip(changes, (expected, got), strict=True):
-                    results |= change.seen()
-                    change.undo.close()
-            how = results_differ(expected, got)
-            if how is not None and step != "second":
-                other = make()
-                other.load_state_dict(state)
-                how = results_differ(expected, got, network_results(rounded(other), shape, training))
-            if how is not None:
-                return f"{how} (step {step})"
-            if "error" in expected:
-                return None
-        return None
-    finally:
-        convs.pays, sources.FORMED_BYTES = pays, formed
+    stock, ours = make(), fusedseg.convert(make())
+    for step in ("first", "second", "in eval mode"):
+        if step == "second":
+            if later is None:
+                continue
+            changes = [Change(stock, network, *later) for network in (stock, ours)]
+        training, state = step != "in eval mode", copy.deepcopy(stock.state_dict())
+        expected, got = network_results(stock, shape, training), network_results(ours, shape, training)
+        if step == "second":
+            for change, results in zip(changes, (expected, got), strict=True):
+                results |= change.seen()
+                change.undo.close()
+        how = results_differ(expected, got)
+        if how is not None and step != "second":
+            other = make()
+            other.load_state_dict(state)
+            how = results_differ(expected, got, network_results(rounded(other), shape, training))
+        if how is not None:
+            return f"{how} (step {step})"
+        if "error" in expected:
+            return None
+    return None
 
 
 # Roundings of one network, and the largest share of the squared error that may be bias.
@@ -397,25 +386,16 @@ def bias_of(expected, got):
     return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
 
 
-def fused_first(stock, ours):
-    """The names of the modules that conversion has replaced, and of the convolutions made before them."""
-    names = [name for name, module in stock.named_modules() if is_conv(module) or is_norm(module)]
-    fused = [type(stock.get_submodule(name)) is not type(ours.get_submodule(name)) for name in names]
-    return {name for name, *near in zip(names, fused, [*fused[1:], False], strict=True) if any(near)}
-
-
 class Change:
     """A habit of users of a network that has been converted already: hooks, patches, and writes to its parameters.
 
-    ``stock`` is the network that was not converted; the module has the same name in both.  ``places`` are the names
-    among which the habit chooses, if one of these modules is of its kind; otherwise it chooses among all.
+    ``stock`` is the network that was not converted; the module has the same name in both.
     """
 
-    def __init__(self, stock, network, habit, place, places):
+    def __init__(self, stock, network, habit, place):
         self.notes, self.undo = [], contextlib.ExitStack()
         wanted, do = LATER[habit]
         names = [name for name, module in stock.named_modules() if wanted(module)]
-        names = [name for name in names if name in places] or names
         if names:
             handle = do(self, network.get_submodule(names[place % len(names)]))
             if handle is not None:

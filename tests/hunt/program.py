@@ -58,8 +58,6 @@ class Program(NamedTuple):
 
     seed: int
     parts: tuple[Steps, ...]
-    # Whether a step outside of every scope writes to a tensor; the scope may then raise its own error.
-    writes_outside: bool = False
 
     def functions(self) -> str:
         texts = []
@@ -68,15 +66,9 @@ class Program(NamedTuple):
             texts.append(f"def part{i}(scope, log):\n{body or '    pass'}\n")
         return "\n\n".join(texts)
 
-    def callables(self) -> list:
-        """The functions, compiled."""
-        namespace = dict(vars(prelude))
-        exec(compile(self.functions(), f"<program {self.seed}>", "exec"), namespace)
-        return [namespace[f"part{i}"] for i in range(len(self.parts))]
-
     def __str__(self) -> str:
         parts = f"[{', '.join(f'part{i}' for i in range(len(self.parts)))}]"
-        call = f"difference(outcome({parts}, eager), outcome({parts}, fusedseg.recompute))"
+        call = f"difference(outcome({parts}, eager), outcome({parts}, eager))"
         return script(f"program {self.seed}", self.functions(), call)
 
 

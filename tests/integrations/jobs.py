@@ -3,9 +3,7 @@
 Each program returns the losses, and what ``end`` says of the network.  Two processes get half of each batch each.
 """
 
-import copy
 import inspect
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import fusedseg
 from fusedseg.integrations import inplace_abn, nnunet
-from tests.conversion import networks
-from tests.integrations.real import framework
 
 STEPS = 3
 
@@ -74,16 +69,6 @@ def package(rank, world):
     return trained(net.double(), rank, world)
 
 
-def converted(rank, world, leaky):
-    """``convert``, and then ``convert_sync``."""
-    torch.manual_seed(0)
-    net = networks.UNet(nn.LeakyReLU if leaky else nn.ReLU).double()
-    fusedseg.convert(net, example_inputs=torch.zeros(1, 3, 16, 16, dtype=torch.float64))
-    if world > 1:
-        fusedseg.convert_sync(net)
-    return trained(net, rank, world)
-
-
 class Network(nn.Sequential):
     """It has a forward of its own, because ``compile`` has no effect on that of PyTorch."""
 
@@ -91,6 +76,10 @@ class Network(nn.Sequential):
         for layer in self:
             x = layer(x)
         return x
+
+
+def block(norm):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01))
 
 
 class StandIn:
@@ -105,7 +94,7 @@ class StandIn:
 
     @staticmethod
     def build_network_architecture(norm):
-        return Network(nn.Conv2d(1, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv2d(8, 2, 1))
+        return Network(block(norm), nn.Conv2d(8, 2, 1))
 
     def initialize(self):
         # nnU-Net looks at this signature.
@@ -160,101 +149,11 @@ class OfThree(FusedStandIn):
 
 
 def nnunet_trainer(rank, world):
-    torch.manual_seed(0)
-    trainer = OfThree(nn.BatchNorm2d(8))
+    torch.manual_seed(5)
+    trainer = OfThree(nn.GroupNorm(4, 8))
     trainer.is_ddp = world > 1
     trainer.initialize()
     return trained(nn.Sequential(trainer.network.double(), nn.AdaptiveAvgPool2d(16)), rank, world)
 
 
 # The programs below need a framework.
-
-
-def environment(rank, world):
-    """The variables that ``torchrun`` sets; the process group exists already."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0",
-    }  # fmt: skip
-
-
-def lightning(rank, world, late, sync_batchnorm):
-    """``Convert`` with ``Trainer(sync_batchnorm=True)``, or with ``sync=True``."""
-    pl = framework("lightning.pytorch")
-    from fusedseg.integrations.lightning import Convert
-
-    if world > 1:
-        environment(rank, world)
-
-    class Lit(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net, self.losses = None, []
-            if not late:
-                self.make()
-
-        def make(self):
-            torch.manual_seed(0)
-            self.net = networks.UNet(nn.LeakyReLU).double()
-
-        def configure_model(self):
-            if self.net is None:
-                self.make()
-
-        def training_step(self, data, index):
-            self.during = end(self.net)["norms"]
-            loss = F.cross_entropy(self.net(data[0][0]), data[1][0])
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-    if not late:
-        del Lit.configure_model
-    x, y = mine(rank, world)
-    loader = torch.utils.data.DataLoader([(x, y)] * STEPS, batch_size=1)
-    example = torch.zeros(1, 3, 16, 16, dtype=torch.float64)
-    convert = Convert("net", example_inputs=example, sync=world > 1 and not sync_batchnorm)
-    options = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False} if world > 1 else {"devices": 1}
-    model = Lit()
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, precision="64-true", callbacks=[convert],
-        sync_batchnorm=world > 1 and sync_batchnorm, **options,
-    )  # fmt: skip
-    trainer.fit(model, loader)
-    assert convert.report.replaced
-    # What the trainer of two processes has set up ends with the test's own group.
-    return model.losses, end(model.net) | {"norms": model.during, "after": end(model.net)["norms"]}
-
-
-def hugging_face(rank, world, folder):
-    """``Convert(sync=True)``; the decode head of SegFormer has a BatchNorm."""
-    transformers = framework("transformers")
-    from fusedseg.integrations.transformers import Convert
-
-    if world > 1:
-        environment(rank, world)
-    torch.manual_seed(0)
-    model = transformers.SegformerForSemanticSegmentation(
-        transformers.SegformerConfig(
-            depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 24, 32], num_attention_heads=[1, 1, 2, 2],
-            decoder_hidden_size=16, num_labels=3, drop_path_rate=0.0, classifier_dropout_prob=0.0,
-        )
-    ).double()  # fmt: skip
-    start = copy.deepcopy(model)
-    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x = x + torch.arange(4.0).view(-1, 1, 1, 1)
-    data = [{"pixel_values": image, "labels": (image[0] > 0).long()} for image in x]
-    args = transformers.TrainingArguments(
-        folder, max_steps=STEPS, per_device_train_batch_size=4 // world, learning_rate=0.05, logging_steps=1,
-        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", optim="sgd",
-        # Otherwise the trainer multiplies the loss by the number of processes.
-        average_tokens_across_devices=False,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Convert(sync=world > 1)])
-    trainer.train()
-    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, end(model)

@@ -73,8 +73,7 @@ def count(name: str, classes: int, way: str) -> Bytes:
     with fake_mode() as mode:
         net, loss = fake_model(lambda: network(name, classes), mode, torch.float32), stock_loss()
         if way == FUSED:
-            with torch.autocast("cpu", torch.float16):
-                fusedseg.convert(net, example_inputs=torch.empty(shape))
+            fusedseg.convert(net)
             loss = fused_loss(loss)
         truth = [torch.empty(BATCH, 1, *(PATCH >> i,) * 3, dtype=torch.int16) for i in range(5)]
         inputs = fake_inputs(shape, torch.float32)

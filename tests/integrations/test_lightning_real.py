@@ -1,4 +1,4 @@
-"""A program for Lightning, with the stock network and with ``Convert``; ``lightning`` must be installed."""
+"""A program for Lightning with a stock, a converted and a compiled network; ``lightning`` must be installed."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
+import fusedseg.compiler
 from fusedseg.memory import SavedBytes
 from tests.integrations.real import bytes_of, difference, framework, gradients, told, without_fusedseg
 
@@ -73,32 +74,22 @@ def program():
 
 
 def test_training(program, tmp_path):
-    from fusedseg.integrations.lightning import Convert, MemoryReport
-
+    """A converted network: losses, gradients, bytes, and a checkpoint that loads without fusedseg."""
     stock, ours = program["Lit"](), program["Lit"]()
-    reports = [MemoryReport(), MemoryReport()]
-    program["fit"](stock, reports[0], precision="64-true")
-    convert = Convert(example_inputs=torch.zeros(2, 3, 32, 32))
-    trainer = program["fit"](ours, convert, reports[1], precision="64-true")
+    fusedseg.convert(ours.net)
+    for module in (stock, ours):
+        trainer = program["fit"](module, precision="64-true")
     assert len(ours.losses) == 8
     # float64, through 8 steps of AdamW, whose first steps divide a gradient by its own size
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
-    assert len(convert.report.replaced) >= 6
-    assert reports[1].held < 0.7 * reports[0].held
-    assert reports[1].peak < reports[0].peak
-    # A second fit converts nothing, and says so.
-    report = convert.report
-    program["fit"](ours, convert, precision="64-true")
-    assert convert.report is report
     ours.float()
-
     x = torch.randn(2, 3, 32, 32)
     both = [bytes_of(net.net, x) for net in (stock, ours)]
     told("Lightning", stock=both[0], ours=both[1])
+    assert both[1].saved < both[0].saved
     fresh = program["Lit"]()
     fresh.load_state_dict(stock.state_dict())
-    converted = copy.deepcopy(fresh)
-    fusedseg.convert(converted.net, example_inputs=x)
+    converted = fusedseg.convert(copy.deepcopy(fresh))
     y = torch.randint(3, (2, 32, 32))
     found = [gradients(m.net, lambda net: F.cross_entropy(net(x.double()), y)) for m in (converted, fresh)]
     worst = difference(found[0][1], found[1][1])
@@ -114,41 +105,44 @@ def test_training(program, tmp_path):
 
 def test_averaged_weights_and_frozen_norms(program):
     """Lightning's callbacks that look for norms by class find those of a converted network."""
-    from fusedseg.integrations.lightning import Convert
-
     averaged = program["Lit"]()
-    program["fit"](averaged, Convert(), pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+    fusedseg.convert(averaged.net)
+    program["fit"](averaged, pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
     pl.callbacks.BaseFinetuning.freeze(averaged.net, train_bn=False)
     assert not any(p.requires_grad for p in averaged.net.parameters())
     norms = [m for m in averaged.net.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(norms) == 6
     assert not any(norm.track_running_stats for norm in norms)
-    x = torch.randn(2, 3, 32, 32)
     with SavedBytes() as kept:
-        averaged.net(x.requires_grad_()).sum().backward()
+        averaged.net(torch.randn(2, 3, 32, 32, requires_grad=True)).sum().backward()
     assert kept.nbytes == 0
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["network", "configure_model"])
 def test_compiled_network(late, program, tmp_path):
-    """``Compile``, and the same by hand; checkpoints have the stock names, and the losses the bits of eager mode."""
-    from fusedseg.integrations.lightning import Compile
+    """The lines of docs/lightning.md; checkpoints have the stock names, and the losses the bits of eager mode."""
+    options = {"codegen": "aten"}
 
-    stock, ours, whole = program["Lit"](), program["Late" if late else "Lit"](), program["Lit"]()
+    class Compiled(program["Late"] if late else program["Lit"]):
+        def configure_model(self):
+            if late:
+                super().configure_model()
+            self.net.compile(backend="fusedseg", options=options)
+
+    stock, ours, whole = program["Lit"](), Compiled(), program["Lit"]()
     if late:
         ours.net = nn.Identity()
-    compiled = Compile("net", codegen="aten")
     program["fit"](stock)
-    trainer = program["fit"](ours, compiled)
+    trainer = program["fit"](ours)
     assert ours.losses == stock.losses
-    (graph,) = compiled.report.graphs
+    (graph,) = fusedseg.compiler.report(ours.net).graphs
     assert graph.ours.kept < 0.6 * graph.eager.kept
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     fresh = program["Lit"]()
     fresh.load_state_dict(torch.load(tmp_path / "ours.ckpt", weights_only=False)["state_dict"])
     # Lightning's own way compiles the whole step.
     whole.losses = Silent()
-    program["fit"](torch.compile(whole, backend="fusedseg", options={"codegen": "aten"}))
+    program["fit"](torch.compile(whole, backend="fusedseg", options=options))
     for p, q in zip(whole.parameters(), stock.parameters(), strict=True):
         assert torch.equal(p, q)
 

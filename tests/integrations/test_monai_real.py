@@ -34,10 +34,7 @@ STOCK = {
 # What a user changes: the lines of the network and of the loss.
 LOSS = STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"}
 CONVERTED = {
-    "network": {
-        "_target_": "fusedseg.integrations.monai.converted", "model": "@network_def",
-        "example_inputs": "$torch.zeros(2, 1, 32, 32, 32)",
-    },
+    "network": {"_target_": "fusedseg.integrations.monai.converted", "model": "@network_def"},
     "loss": LOSS,
 }  # fmt: skip
 NORM = {"affine": True}

@@ -62,7 +62,7 @@ def network(converted, heads, x):
         nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True}, deep_supervision=True,
     )  # fmt: skip
     if converted:
-        fusedseg.convert(net, example_inputs=x)
+        fusedseg.convert(net)
     if heads:
         layers = net.decoder.seg_layers
         for i, conv in enumerate(layers):
@@ -106,8 +106,9 @@ def test_training(record_property):
     print(found)
     assert found["stock"] == pytest.approx(12037, rel=0.01)
     assert found["ours"] <= 0.46 * found["stock"]
-    assert found["converted"] <= 3800
-    assert found["converted, heads"] <= 3.1 * 1024
+    # ``convert`` forms concatenations as the stock network does.
+    assert found["converted"] <= 4100
+    assert found["converted, heads"] <= 2450
     assert found["heads"] < found["ours"]
 
 

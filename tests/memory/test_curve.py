@@ -4,7 +4,6 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
 import fusedseg
@@ -17,11 +16,6 @@ from tests.nnunet import PlainConvUNet
 SMALL, SHAPE = partial(PlainConvUNet, widths=(8, 16)), (1, 16, 16, 16)
 
 
-def converted(model):
-    fusedseg.convert(model, example_inputs=torch.empty(2, *SHAPE))
-    return model
-
-
 @pytest.fixture(scope="module")
 def whole():
     """The curve of a small network with a budget of the backend and two of the compiler's; what it said; its text."""
@@ -31,14 +25,8 @@ def whole():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BACKEND_BUDGETS", (0.2,))
         patch.setattr(module, "COMPILER_BUDGETS", (0.2,))
-        found = curve(SMALL, SHAPE, convert=converted, backend=backend, progress=said.append)
+        found = curve(SMALL, SHAPE, convert=fusedseg.convert, backend=backend, progress=said.append)
         return found, said, str(found)
-
-
-def test_a_compiled_model_keeps_what_eager_mode_keeps(whole):
-    (ours,), (compiled,) = (whole[0].ways[way] for way in ("fusedseg", "fusedseg, compiled"))
-    assert compiled.kept <= 1.02 * ours.kept
-    assert ours.repeated == compiled.repeated == 0
 
 
 def test_the_compilers_own_budgets(whole):
@@ -61,7 +49,7 @@ def test_the_picture_has_a_line_for_each_way(whole, tmp_path):
 
 def test_curve(whole):
     found, said, text = whole
-    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", BACKEND, "fusedseg, compiled"]
+    assert list(found.ways) == ["eager", "checkpoint", "fusedseg", "torch.compile", BACKEND]
     assert found.ways["eager"][0].kept == found.eager
     assert 0.9 < found.ways["checkpoint"][0].repeated <= 1.0
     for way, points in found.ways.items():
@@ -71,7 +59,7 @@ def test_curve(whole):
     assert sum(line.startswith(BACKEND) for line in lines) == 2
     assert found.ways[BACKEND][1].kept < found.ways[BACKEND][0].kept < 0.6 * found.eager
     assert said[0] == "eager"
-    assert said[-1] == "fusedseg, compiled"
+    assert said[-1] == BACKEND
     assert found.to_dict()["ways"]["torch.compile"][1]["budget"] == "0.2"
 
 

@@ -276,32 +276,6 @@ def test_checkpoints_change_no_gradient_and_keep_less(make):
         torch.testing.assert_close(q.grad, p.grad)
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_scope_within_the_checkpoints(converted):
-    """The scope rebuilds the tensors that a block would save while the checkpoint runs it again.
-
-    Around a converted network lies a scope of its own, in which blocks hand their tensors over.  A block with a scope
-    inside of its checkpoint once took the tensors off the list with which the checkpoint calls it again.
-    """
-    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    nets = [UNETS["plain"](norm_act="batch").double() for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    if converted:
-        for net in nets:
-            fusedseg.convert(net, example_inputs=x)
-    reports, grads = [], []
-    for net, scope in zip(nets, (None, fusedseg.recompute()), strict=True):
-        checkpoint_blocks(net, within=scope)
-        reports.append(profile(net, x))
-        net(x).square().mean().backward()
-        grads.append([p.grad for p in net.parameters()])
-    # Copies of a few vectors are kept in addition.
-    assert reports[1].saved <= reports[0].saved + 8192
-    assert reports[1].peak < 0.9 * reports[0].peak
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_labels_are_read_back():
     for label in ("eager", "amp", "fusedseg+amp+checkpoint", "fusedseg-compile+budget=0.3+bits=4"):
         assert Strategy.parse(label).label == label

@@ -7,7 +7,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from fusedseg import convert
 from fusedseg.memory import curve, plan, profile
 from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet
@@ -322,5 +321,4 @@ def test_anomaly_mode(check_nan):
         assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (True, check_nan)
         plan(block, X[1:], budget=2**30)
         curve(block, X[1:])
-        assert convert(block(), example_inputs=torch.randn(X)).after is not None
     assert [(report.saved, report.peak) for report in found] == [(report.saved, report.peak) for report in expected]

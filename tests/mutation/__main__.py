@@ -25,12 +25,7 @@ NORM_KERNELS = ["tests/kernels/test_norm_act*.py", "tests/kernels/test_sanitize.
                 "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
 NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/ops/test_kept.py",
             "tests/ops/test_strides.py", "tests/nn/test_inplace*.py", "tests/nn/test_norm_act.py"]  # fmt: skip
-CONV_OPS = ["tests/ops/test_conv*.py", "tests/ops/test_join_conv.py", "tests/nn/test_conv*.py",
-            "tests/conversion/test_convs.py"]  # fmt: skip
-SCOPE = ["tests/ops/test_stock.py", "tests/ops/test_recompute.py", "tests/ops/test_recompute_[chlw]*s.py",
-         "tests/ops/test_recompute_certain.py", "tests/ops/test_recompute_memory.py", "tests/ops/test_recipe.py",
-         "tests/ops/test_recompute_networks.py", "tests/ops/test_recompute_compiled*.py",
-         "tests/ops/test_transients*.py", "tests/ops/test_in_place.py"]  # fmt: skip
+CONV_OPS = ["tests/ops/test_conv*.py", "tests/ops/test_join_conv.py", "tests/nn/test_conv*.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
@@ -42,11 +37,6 @@ RELATED = {
     "kernels/*": NORM_KERNELS,
     "fusedseg/ops/low_bit/*": ["tests/ops/test_low_bit*.py", "tests/compiler/test_bits.py"],
     "fusedseg/ops/norm/*": NORM_OPS,
-    "fusedseg/ops/observer.py": SCOPE,
-    "fusedseg/ops/labels.py": ["tests/ops/test_recompute_compiled*.py"],
-    "fusedseg/scope/compiled.py": ["tests/ops/test_recompute_compiled*.py"],
-    "fusedseg/scope/joins.py": ["tests/conversion/test_convs.py", *SCOPE],
-    "fusedseg/scope/*": SCOPE,
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/conv*": CONV_OPS,
     "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
@@ -56,9 +46,12 @@ RELATED = {
         "tests/losses/test_everywhere.py",
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
-    "fusedseg/ops/avg_pool.py": ["tests/conversion/test_formats.py", "tests/compiler/test_layouts.py"],
-    "fusedseg/ops/cast.py": ["tests/ops/test_cast.py"],
-    "fusedseg/ops/reuse.py": ["tests/ops/test_segmentation_sums_memory.py", *SCOPE],
+    "fusedseg/ops/avg_pool.py": ["tests/compiler/test_layouts.py"],
+    "fusedseg/ops/reuse.py": [
+        "tests/ops/test_segmentation_sums_memory.py",
+        "tests/ops/test_transients*.py",
+        "tests/ops/test_in_place.py",
+    ],
     "fusedseg/ops/unfused.py": ["tests/training/test_export.py"],
     "fusedseg/ops/*": ["tests/ops/test_*.py", "tests/test_activation.py"],
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg import MaxPool2d, MaxPool3d, recompute
+from fusedseg import MaxPool2d, MaxPool3d
 
 PAIRS = pytest.mark.parametrize(
     ("ours", "stock", "shape"),
@@ -63,16 +63,12 @@ def test_compile_fullgraph_follows_eager(backend, device, fmt):
 
 @PAIRS
 def test_saved_tensors_may_be_changed(ours, stock, shape):
-    """``allow_mutation_on_saved_tensors`` raised KeyError in backward, and so it did in a recompute scope."""
+    """``allow_mutation_on_saved_tensors`` raised KeyError in backward."""
     x = torch.randn(shape, requires_grad=True)
     (expected,) = torch.autograd.grad(stock(2)(x).square().sum(), x)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         (found,) = torch.autograd.grad(ours(2)(x).square().sum(), x)
-        with recompute():
-            in_scope = stock(2)(x).square().sum()
-        (found_in_scope,) = torch.autograd.grad(in_scope, x)
     assert torch.equal(found, expected)
-    assert torch.equal(found_in_scope, expected)
 
 
 @PAIRS

@@ -1,7 +1,5 @@
 """Weights under autocast: no cast copy is kept, and gradients are the same as with kept copies."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -9,11 +7,14 @@ from torch import nn
 import fusedseg
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import join_conv
-from tests.ops.scope_cases import assert_equal
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
 
 LAYERS = {
-    "Conv2d": lambda: nn.Conv2d(32, 32, 3, padding=1),
-    "ConvTranspose2d": lambda: nn.ConvTranspose2d(32, 32, 3, padding=1),
     "JoinConv2d": lambda: fusedseg.nn.JoinConv2d(32, 32, 3, padding=1),
     "ConvABN2d": lambda: fusedseg.ConvABN2d(32, 32, 3, padding=1),
 }
@@ -33,14 +34,9 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-def scope(layer):
-    """The scope for stock layers; our layers need no scope."""
-    return fusedseg.recompute() if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)) else nullcontext()
-
-
-def run(layer, x, scoped=True, calls=1):
+def run(layer, x, calls=1):
     """Returns the kept bytes and the output."""
-    with SavedBytes(layer.parameters()) as saved, autocast(), scope(layer) if scoped else nullcontext():
+    with SavedBytes(layer.parameters()) as saved, autocast():
         for _ in range(calls):
             x = layer(x)
     return saved.nbytes, x
@@ -57,13 +53,13 @@ def test_no_copy_is_kept(layer, x, monkeypatch):
     assert nbytes <= 2 * x.numel() * 2 + 1024
     got = gradients(layer, out)
     monkeypatch.setattr(join_conv, "uncast", lambda w: w)
-    nbytes, out = run(layer, x, scoped=False)
+    nbytes, out = run(layer, x)
     assert nbytes >= 2 * 32 * 32 * 9
     assert_equal(got, gradients(layer, out))
 
 
 def test_a_weight_that_changes_before_backward_raises(layer, x):
-    with autocast(), scope(layer):
+    with autocast():
         out = layer(x.requires_grad_())
     with torch.no_grad():
         next(layer.parameters()).mul_(2)
@@ -71,24 +67,25 @@ def test_a_weight_that_changes_before_backward_raises(layer, x):
         out.sum().backward()
 
 
-def test_two_calls_of_a_region_share_a_copy(layer, x):
+def test_two_calls_of_a_region_share_a_copy(layer, x, monkeypatch):
     nbytes, out = run(layer, x, calls=2)
     assert nbytes <= 3 * x.numel() * 2 + 2048
-    _, expected = run(layer, x, scoped=False, calls=2)
-    assert_equal(gradients(layer, out), gradients(layer, expected))
+    got = gradients(layer, out)
+    monkeypatch.setattr(join_conv, "uncast", lambda w: w)
+    assert_equal(got, gradients(layer, run(layer, x, calls=2)[1]))
 
 
-def test_a_copy_older_than_its_weight_is_kept(x):
+def test_a_copy_older_than_its_weight_is_kept(x, monkeypatch):
     """A weight changes within a region of autocast, which uses the old copy; backward needs the old copy too."""
     results = []
-    for scoped in (True, False):
+    for uncast in (join_conv.uncast, lambda w: w):
+        monkeypatch.setattr(join_conv, "uncast", uncast)
         torch.manual_seed(0)
-        layer = nn.Conv2d(32, 32, 3, padding=1)
+        layer = fusedseg.nn.JoinConv2d(32, 32, 3, padding=1)
         with autocast():
             for _ in range(2):
-                with scope(layer) if scoped else nullcontext():
-                    leaf = x.clone().requires_grad_()
-                    out = layer(leaf)
+                leaf = x.clone().requires_grad_()
+                out = layer(leaf)
                 dx, dw = torch.autograd.grad(out.float().square().mean(), [leaf, layer.weight])
                 with torch.no_grad():
                     layer.weight.add_(1.0)
@@ -105,7 +102,7 @@ def test_a_cast_of_the_callers_is_data_like_any_other(x):
     results = []
     for convolve in (fusedseg.functional.join_conv, nn.functional.conv2d):
         leaf = x.bfloat16().requires_grad_()
-        with autocast(), fusedseg.recompute():
+        with autocast():
             out = convolve(leaf, half)
         results.append(torch.autograd.grad(out.float().square().mean(), leaf, retain_graph=True))
     assert results[0][0].any()

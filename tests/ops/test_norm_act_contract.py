@@ -9,10 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedseg import recompute
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
-from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.norm import aten_input, op
 from fusedseg.ops.norm.spec import Spec
@@ -174,32 +172,3 @@ def test_input_modified_by_the_user_raises():
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
-    """The network keeps one tensor for each convolution, and the gradients have the same bits."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, dtype=dtype) for _ in range(4))
-
-        def forward(self, x):
-            for conv, norm in zip(self.convs, ("batch", "instance", "group", "batch"), strict=True):
-                residual = None if x.requires_grad is False else x
-                x = fused(norm, conv(x), groups=2, activation="relu", residual=residual)
-            return x
-
-    net, x = Net(), torch.randn(2, 4, 16, 16, dtype=dtype)
-    results = []
-    for scope in (contextlib.nullcontext(), recompute()):
-        with SavedBytes(net.parameters()) as saved, scope:
-            z = net(x)
-        results.append((saved.nbytes, torch.autograd.grad(z.square().mean(), list(net.parameters()))))
-    (without, expected), (within, found) = results
-    assert all(map(torch.equal, found, expected))
-    # Kept are the input, a tensor for each convolution, and the statistics; without the scope also all outputs except
-    # the last one.
-    assert within <= 5 * x.nbytes + 1024
-    assert without >= 8 * x.nbytes

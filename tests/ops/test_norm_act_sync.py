@@ -8,7 +8,6 @@ from fusedseg.ops.norm import op, sync
 from fusedseg.ops.norm.checks import check
 from fusedseg.ops.norm.kept import find
 from fusedseg.ops.norm.spec import Passed, Spec
-from tests.ops.scope_cases import same_in_the_scope
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 
@@ -84,18 +83,6 @@ def test_mean_far_from_zero(backend, rows):
     x, dz = (channels_last(t) if rows else t for t in (x, dz))
     near, far = (step(of, dz, None, "input", Activation("identity", 0.0), "group")[1][0] for of in (x, x + 1024))
     assert relative_error(far, near) <= GRADIENT_TOLERANCE[torch.float32]
-
-
-@pytest.mark.usefixtures("twin")
-@same_in_the_scope
-def test_in_the_recompute_scope(scope):
-    """An op that saves the output keeps a recipe instead, and the recipe gives the same bits."""
-    x = torch.randn(2, 3, 4, 4, requires_grad=True)
-    weight = torch.randn(4, 3, 1, 1, requires_grad=True)
-    with scope():
-        z = op.normalise(Passed(x), Spec("input", RELU, EPS, process_group="group"))
-        loss = torch.nn.functional.conv2d(z, weight).square().sum()
-    return torch.autograd.grad(loss, [x, weight])
 
 
 @pytest.mark.usefixtures("twin")

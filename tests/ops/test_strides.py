@@ -171,5 +171,4 @@ def test_an_empty_tensor_has_a_layout_whatever_its_strides():
     """PyTorch calls it contiguous; a max-pool of an empty batch raised an AssertionError in the scope."""
     x = torch.empty(0, 4, 8, 8).permute(0, 1, 3, 2)
     assert x.is_contiguous()
-    with fusedseg.recompute():
-        assert torch.nn.functional.max_pool2d(x.requires_grad_(), 2).shape == (0, 4, 4, 4)
+    assert fusedseg.functional.max_pool(x.requires_grad_(), 2).shape == (0, 4, 4, 4)

@@ -50,7 +50,7 @@ def import_without(paths: list[str]) -> Any:
 
 
 def network(kind: str) -> nn.Module:
-    """Convolutions, norms, a prelu and a pool, stock or of this package, in float64."""
+    """Convolutions, norms, a prelu and a pool in float64: "stock", "converted", or "ours", modules of this package."""
     import fusedseg
 
     torch.manual_seed(0)
@@ -59,8 +59,8 @@ def network(kind: str) -> nn.Module:
         *(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.ReLU()),
         *(nn.MaxPool2d(2), nn.Conv2d(8, 4, 1), nn.GroupNorm(2, 4), nn.PReLU()),
     ).double()
-    if kind == "stock":
-        return stock
+    if kind != "ours":
+        return fusedseg.convert(stock) if kind == "converted" else stock
     ours = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1), fusedseg.InPlaceABN(8, activation_param=0.1)),
         *(nn.Conv2d(8, 8, 3, padding=1), fusedseg.InstanceNormAct(8, activation="relu", affine=True)),
@@ -72,7 +72,7 @@ def network(kind: str) -> nn.Module:
 
 
 class Counted(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves outside of a scope, or that a scope keeps."""
+    """Counts the bytes that autograd saves."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -83,17 +83,11 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         return t
 
 
-def gradients(model: nn.Module, in_scope: bool) -> tuple[list[Tensor], int]:
-    import fusedseg
-
+def gradients(model: nn.Module) -> tuple[list[Tensor], int]:
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     count = Counted()
     with count:
-        if in_scope:
-            with fusedseg.recompute():
-                loss = F.relu(model(x)).mul(2).sigmoid().sum()
-        else:
-            loss = F.relu(model(x)).mul(2).sigmoid().sum()
+        loss = F.relu(model(x)).mul(2).sigmoid().sum()
     loss.backward()
     return [p.grad for p in model.parameters()], count.nbytes
 
@@ -126,17 +120,11 @@ def estimate() -> None:
 
 def main() -> None:
     names = import_without(sys.argv[1:])
-    expected, _ = gradients(network("stock"), False)
-    found: dict[str, Any] = {"missing": names.MISSING, "for_scope": names.MISSING_FOR_SCOPE}
+    expected, _ = gradients(network("stock"))
+    found: dict[str, Any] = {"missing": names.MISSING}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        runs = {
-            name: gradients(network(kind), in_scope)
-            for name, kind, in_scope in (
-                ("fused", "ours", False), ("scope", "stock", True), ("scope again", "stock", True),
-                ("fused in scope", "ours", True), ("plain", "stock", False),
-            )
-        }  # fmt: skip
+        runs = {name: gradients(network(name)) for name in ("ours", "converted", "stock")}
     found["warnings"] = [str(warning.message) for warning in seen]
     found["bytes"] = {name: nbytes for name, (_, nbytes) in runs.items()}
     found["off"] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..._sizes import parse_bytes
-from ...conversion import convert
+from ...convert import convert
 from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
 from ...memory.search import largest
 from ...memory.tables import gib, table, wrapped
@@ -203,9 +203,8 @@ def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
         net = fake_model(planned.build, mode, torch.float32)
         loss = planned.loss()
         if fused:
-            # As in ``Fused``.
-            with torch.autocast("cpu", torch.float16):
-                convert(net, example_inputs=torch.empty(shape))
+            # As ``Fused`` does where nnU-Net does not compile.
+            convert(net)
             loss = fused_loss(loss)
         channels, patch = planned.heads if planned.regions else 1, shape[2:]
         sizes = [tuple(round(n * part) for n, part in zip(patch, scale, strict=True)) for scale in planned.scales]

@@ -13,26 +13,11 @@ from torch import autocast, nn
 
 from ...compiler import backend
 from ...compiler.settings import parse
-from ...conversion import convert
+from ...convert import conversion, convert
 from ...functional import tp_fp_fn
-from ...nn import convert_sync
 from ...ops.layout import FORMATS
 from ..common import compile_in_place, kept_by_backend
 from .loss import UnknownLoss, fused_loss
-
-
-@contextlib.contextmanager
-def _synchronised_already() -> Iterator[None]:
-    """Lets nnU-Net's call of ``SyncBatchNorm.convert_sync_batchnorm`` change nothing.
-
-    ``convert_sync`` has served all BatchNorms by then, and PyTorch's function refuses converted norms.
-    """
-    stock = vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
-    nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(lambda module, *_: module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.convert_sync_batchnorm = stock  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -63,9 +48,8 @@ class Fused(_Trainer):
       step the log has ``fusedseg.compiler.report``.
     * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) a trainer with ``compile_options``, such as a budget,
       compiles its network by this backend too, with ``codegen="aten"``, which needs no C++ compiler.
-    * Elsewhere without ``compile_options`` the network is converted when the trainer builds it for training, before
-      DDP, and the log has the report of ``fusedseg.convert``.  With DDP its BatchNorms get the
-      statistics of all processes first.  Networks that are built for prediction stay stock.
+    * Elsewhere without ``compile_options`` the network is converted when the trainer builds it for training, and the
+      log says what ``fusedseg.convert`` serves.  Networks that are built for prediction stay stock.
     * The loss becomes the loss of this package that equals it, with deep supervision, regions and ignore label.  A loss
       without an equal stays, and the log says so.
     * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
@@ -74,12 +58,10 @@ class Fused(_Trainer):
       fusedseg.
 
     Attributes:
-        convert_options: the keywords for ``fusedseg.convert``, such as ``{"inplace": False}``.
         compile_options: the options of the backend, such as ``{"budget": "peak 22GiB"}``.
         channels_last: whether the network and its images lie in channels_last; the backend compiles it then.
     """
 
-    convert_options: ClassVar[dict[str, Any]] = {}
     compile_options: ClassVar[dict[str, Any]] = {}
     channels_last: ClassVar[bool] = False
     build_network_architecture: object
@@ -121,23 +103,13 @@ class Fused(_Trainer):
             with contextlib.ExitStack() as stack:
                 if by_nnunet:
                     stack.enter_context(_compiled_by_backend(self, options))
-                elif self.is_ddp and not by_backend:
-                    stack.enter_context(_synchronised_already())
                 super().initialize()
         finally:
             del self.build_network_architecture
 
     def _convert(self, network: nn.Module) -> None:
-        manager = self.configuration_manager
-        weight, half = next(network.parameters()), self.device.type == "cuda"
-        example = torch.empty(manager.batch_size, self.num_input_channels, *manager.patch_size, dtype=weight.dtype)
-        # nnU-Net trains under autocast on a GPU.  The network moves there later; the report counts bytes now.
-        with autocast(weight.device.type, dtype=torch.float16, enabled=half):
-            report = convert(network, example_inputs=example, **self.convert_options)
-        if self.is_ddp:
-            convert_sync(network)
-        dtype = "torch.float16 autocast" if half else weight.dtype
-        text = f"fusedseg.convert, because nnU-Net does not compile, for a step in {dtype} without the loss:\n{report}"
+        convert(network)
+        text = f"fusedseg.convert, because nnU-Net does not compile:\n{conversion(network)}"
         self.print_to_log_file(text, add_timestamp=False)
 
     def _build_loss(self) -> nn.Module:

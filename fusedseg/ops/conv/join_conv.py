@@ -1,12 +1,12 @@
 """A convolution of sources (``sources.py``).  Their concatenation is not kept; a large one is not even formed."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import unfused
-from ..cast import cast, uncast
 from ..check import check_tangents
 from ..double_backward import differentiated_once, is_batch
 from .apart import convolve_sources, convolve_sources_backward
@@ -26,6 +26,38 @@ from .sources import (
 )
 
 OP = "fusedseg.join_conv"
+# The key, in the node of the graph that has cast a weight, of the version that the weight had.
+VERSION = "fusedseg.version"
+
+
+def _node_of_cast(t: Tensor) -> Any:
+    """The node of the graph that has cast a parameter to ``t``; None if ``t`` is not a cast of a parameter."""
+    node = t.grad_fn
+    if node is None or t._version or node.name() != "ToCopyBackward0":
+        return None
+    return None if getattr(node.next_functions[0][0], "variable", None) is None else node
+
+
+def cast(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """``w.to(dtype)``, marked so that ``uncast`` finds ``w``."""
+    t = w.to(dtype)
+    # Autocast keeps its casts for later calls, so ``t`` may be older than the values of the parameter.
+    node = None if torch.compiler.is_compiling() else _node_of_cast(t)
+    if node is not None and node.next_functions[0][0].variable is w:
+        node.metadata.setdefault(VERSION, w._version)
+    return t
+
+
+def uncast(w: Tensor) -> Tensor:
+    """The tensor to keep instead of ``w``: the parameter from which ``cast`` made it, or ``w`` itself.
+
+    ``.to(w.dtype)`` of the result gives the values of ``w`` again.
+    """
+    node = _node_of_cast(w)
+    if node is None or VERSION not in node.metadata:
+        return w
+    parameter = node.next_functions[0][0].variable
+    return parameter if node.metadata[VERSION] == parameter._version else w
 
 
 class ConvolutionFunction(torch.autograd.Function):

@@ -6,7 +6,6 @@ under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..check import HALF, check_dtype, check_input
 from ..conv.convolution import per_dimension
 from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
-from ..observer import OPEN, OpCall, observed, unwatched
 from . import aten
 from .windows import Pool
 
@@ -49,7 +47,6 @@ def _has_no_values(t: Tensor) -> bool:
     return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
 
 
-@unwatched
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     """z and, if ``coded``, the codes, both in the memory format of ``x``."""
     x, _ = dense(x)
@@ -126,25 +123,6 @@ class MaxPoolFunction(torch.autograd.Function):
             # Backward itself is differentiated, and the op has a gradient.
             return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
         return backward(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
-
-
-@dataclass(eq=False, slots=True)
-class PoolCall(OpCall):
-    """One call of the op."""
-
-    x: Tensor
-    pool: Pool
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (self.x,)
-
-    def run(self) -> Tensor:
-        return MaxPoolFunction.apply(self.x, self.pool)
-
-    def rebuild(self) -> Callable[..., Tensor]:
-        pool = self.pool
-        return lambda x: forward(x, pool, False)[0]
 
 
 # The fields of a ``Pool`` in the schemas of the ops.
@@ -287,8 +265,7 @@ def max_pool(x: Tensor, pool: Pool) -> Tensor:
         return max_pool_op(x, *pool, coded)[0]
     if not coded:
         return forward(x, pool, False)[0]
-    call = PoolCall(x, pool)
-    return observed(call) if OPEN else call.run()
+    return MaxPoolFunction.apply(x, pool)
 
 
 def pooled(op: str, x: Tensor, pool: Pool) -> Tensor:

@@ -1,6 +1,6 @@
-"""The norm op in eager mode: the autograd function, and how a call describes itself to the recompute scopes."""
+"""The norm op in eager mode: the autograd function, and the calls of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +10,17 @@ from ...activation import TABLE
 from .. import reuse
 from ..double_backward import differentiated_once
 from ..layout import Layout, dense, laid_out, like
-from ..observer import OPEN, OpCall, observed
 from .kept import Kept
-from .passes import Again, backward, fits, forward
+from .passes import backward, fits, forward
 from .spec import Passed, Saved, Spec, Wanted, move_running, of_inputs
 
 
 @dataclass(eq=False, slots=True)
-class NormCall(OpCall):
+class NormCall:
     """One call of the norm op.
 
     layout: that of x, which is dense then; or None.
     done: rstd, and xhat of the kept channels, if x is the output already, which a convolution has computed; or None.
-    saved: None, or a list to which the call appends a ``Saved``, from which z can be rebuilt.
     """
 
     passed: Passed
@@ -30,18 +28,6 @@ class NormCall(OpCall):
     spec: Spec
     kept: Kept | None
     done: Sequence[Tensor | None] | None
-    saved: list[Saved] | None
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        x, residual = self.passed.x, self.passed.residual
-        if self.spec.keep == "output":
-            return ()
-        return (x,) if residual is None else (x, residual)
-
-    @property
-    def overwritten(self) -> Tensor | None:
-        return self.passed.x if self.spec.keep == "output" and self.done is None else None
 
     def run(self) -> Tensor:
         x, weight, bias, residual, slope, _, _, _ = self.passed
@@ -49,10 +35,6 @@ class NormCall(OpCall):
         if residual is None and slope is None:
             return _apply(self, x, weight, bias)
         return _apply(self, x, weight, bias, residual, slope)
-
-    def rebuild(self) -> Callable[..., Tensor]:
-        assert self.saved
-        return Again(self.saved[0], self.spec)
 
 
 class NormFunction(torch.autograd.Function):
@@ -87,15 +69,12 @@ class NormFunction(torch.autograd.Function):
             # The identity activation needs no output in backward, so the residual is not kept.
             residual = None
         ctx.call = spec, layout, source.stride(), kept, passed_on
-        saved = source, weight, bias, residual, slope, mean, second, xhat, share
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*Saved(source, weight, bias, residual, slope, mean, second, xhat, share=share))
         if spec.process_group is None:
             # As in the stock functions, a missing gradient of the output gives no gradients of the inputs.  An
             # optimizer would treat zeros as a gradient.  Processes that share their statistics must all take part in
             # backward, so they get zeros in place of a missing gradient.
             ctx.set_materialize_grads(False)
-        if call.saved is not None:
-            call.saved.append(Saved(*saved))
         return z
 
     @staticmethod
@@ -157,8 +136,7 @@ def normalise_eagerly(passed: Passed, spec: Spec, kept: Kept | None = None) -> T
     if spec.keep == "input":
         dense_x, layout = dense(x)
         passed = passed if dense_x is x else passed._replace(x=dense_x)
-    call = NormCall(passed, layout, spec, kept, None, [] if OPEN and layout is not None else None)
-    return observed(call) if OPEN else call.run()
+    return NormCall(passed, layout, spec, kept, None).run()
 
 
 def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Sequence[Tensor | None]) -> Tensor:
@@ -166,5 +144,4 @@ def after_convolution(passed: Passed, spec: Spec, kept: Kept | None, done: Seque
 
     ``done`` holds rstd, and xhat of the kept channels or None.
     """
-    call = NormCall(passed, None, spec, kept, done, None)
-    return observed(call) if OPEN else call.run()
+    return NormCall(passed, None, spec, kept, done).run()

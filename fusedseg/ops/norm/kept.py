@@ -16,15 +16,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..._torch import FakeTensor, unset_fake_temporarily
+from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
-from ..observer import recomputing
 
 # A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
 # 2**-18 and 2**-41.
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
 # Smaller weights than this have no 1 / weight that leaves room for a sum.  kernels/norm_act_bwd.py has this number too.
 LEAST = 2.0**-112
+
+
+def recomputing() -> bool:
+    """Whether a backward pass runs in this thread.
+
+    A forward inside a backward pass is the second forward of ``torch.utils.checkpoint``.  The first one has moved the
+    running statistics already.  Under ``torch.compile`` the answer is False, because the compiler decides there what is
+    computed twice.
+    """
+    return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,18 +11,15 @@ of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept f
 
 Eager calls go through ``NormFunction`` of ``eager.py``.  Autograd cannot be registered on an op that overwrites its
 input.  So under ``torch.compile`` there is the functional op ``fusedseg::norm`` of this file, which does not change x.
-A compiler sees the stock functions of ``stock.py`` in its place.  The op itself runs for statistics of all processes,
-empty batches and older compilers.
+It keeps its output.  A norm that keeps its input is stock functions there (``stock.py``), unless its statistics are
+those of all processes.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 
-from ... import _torch
 from ...activation import TABLE, Activation
-from .. import double_backward, labels, unfused
+from .. import double_backward, unfused
 from ..layout import dense, like
 from . import stock
 from .eager import normalise_eagerly
@@ -34,7 +31,6 @@ from .spec import (
     Saved,
     Spec,
     Wanted,
-    like_parameters,
     move_running,
     of_inputs,
     statistics_count,
@@ -135,30 +131,6 @@ def _(dz, source, weight, bias, residual, slope, *rest):
     return [source.new_empty(0) if v is None else torch.empty_like(v) for v in like_each]
 
 
-@functools.cache
-def _register() -> None:
-    mode = _torch.proxy_dispatch_mode()
-    norm_op.register_torch_dispatch(mode, _traced_forward)
-    norm_backward_op.register_torch_dispatch(mode, _traced_backward)
-
-
-@unfused.assume_constant_result
-def _decompose() -> bool:
-    """Lets AOTAutograd trace the functions of ``stock.py`` in place of both ops.  It runs while the compiler traces."""
-    if labels.norms_are_stock():
-        _register()
-    return True
-
-
-def _traced_forward(mode, op, types, args, kwargs):
-    passed, slots, spec = Passed(*args[:7]), args[7], _spec_of(*args[9:])
-    if not stock.serves(passed.x, spec, slots):
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    with mode:
-        z, stats = labels.keeping(mode, passed.x, lambda: stock.forward(passed, spec))
-        return z, stats, passed.x.new_empty(0)
-
-
 def as_stock(*call):
     """The functional op as stock functions with their own backward, which keeps the input in place of the output."""
     passed, slots, spec = Passed(*call[:7]), call[7], _spec_of(*call[9:])
@@ -166,17 +138,6 @@ def as_stock(*call):
         return norm_op(*call)
     z, stats = stock.forward(passed, spec)
     return z, stats.detach(), z.new_empty(0)
-
-
-def _traced_backward(mode, op, types, args, kwargs):
-    dz, source, weight, bias, residual, _, stats, _, slots, _, *wanted = args[:12]
-    spec = _spec_of(*args[12:])
-    if not stock.serves(source, spec, slots):
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    with mode:
-        saved = Saved(source, weight, bias, residual, None, None, stats[1])
-        grads = like_parameters(stock.backward(dz, saved, spec, wanted), saved)
-        return [source.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def _op_setup_context(ctx, inputs, output):
@@ -224,15 +185,10 @@ def normalise(passed: Passed, spec: Spec, kept: Kept | None = None) -> Tensor:
     exported = spec.process_group is None and unfused.wanted()
     if not exported and not torch.compiler.is_compiling():
         return normalise_eagerly(passed, spec, kept)
-    if exported:
-        z = norm_act(passed, spec)
-    elif (spec.keep == "input" or kept is not None) and spec.process_group is None and labels.norms_are_stock():
-        labels.norm_begins()
-        z = norm_act(passed, spec)
-        labels.norm_ends()
-    else:
-        _decompose()
-        z = _functional(passed, spec.of_given(), kept)
+    # A list of kept channels changes during training, and would compile the op anew.
+    keeps_input = spec.process_group is None and (spec.keep == "input" or kept is not None)
+    stock_functions = exported or keeps_input
+    z = norm_act(passed, spec) if stock_functions else _functional(passed, spec.of_given(), kept)
     if batches is not None:
         batches.add_(1)
     return z

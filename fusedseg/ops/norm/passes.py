@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ... import _torch
 from ...activation import TABLE
 from ..layout import Layout, like
 from . import sync
@@ -100,18 +99,3 @@ def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
     """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
     alike = dz.dtype == source.dtype and dz.stride() == source.stride()
     return alike and not TABLE[spec.act.name].identity
-
-
-class Again:
-    """Rebuilds z of an op that keeps its input.  It holds neither x nor the residual; both are arguments."""
-
-    def __init__(self, saved: Saved, spec: Spec) -> None:
-        # These are copies, because an optimizer may change the parameters before backward.
-        vectors = saved.weight, saved.bias, saved.slope
-        with _torch.below_autograd():
-            self.vectors = [None if v is None else v.clone() for v in vectors]
-        self.statistics, self.spec = (saved.mean, saved.second), spec
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        weight, bias, slope = self.vectors
-        return rebuild(Saved(x, weight, bias, residual, slope, *self.statistics), self.spec)

@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import double_backward
 from ..double_backward import differentiated_once
 from ..layout import dense
-from ..observer import unwatched
 from . import conv_aten
 from .conv_aten import ConvSums
 from .conv_logits import Conv, ConvLogits, Form
@@ -33,7 +32,6 @@ def no_autocast(t: Tensor) -> Any:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-@unwatched
 def forward(call: ConvSums) -> Tensor:
     """The sums, (ROWS, N, K)."""
     with no_autocast(call.target):
@@ -126,7 +124,6 @@ def _(features, weight, bias, *form):
     return _empty_labels(Conv(features, weight, bias), _form(*of_form), dtype)
 
 
-@unwatched
 def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
     labels = _empty_labels(conv, form, dtype)
     if labels.numel():

@@ -16,7 +16,6 @@ from torch import Tensor
 from ... import _backend
 from .. import double_backward
 from ..double_backward import differentiated_once
-from ..observer import unwatched
 from . import aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits
@@ -33,7 +32,6 @@ def dense(given: Given) -> tuple[Given, Sizes]:
     return given, sizes
 
 
-@unwatched
 def forward(given: Given, spec: SumsSpec) -> Tensor:
     """The sums, (ROWS, N, K)."""
     given, sizes = dense(given)

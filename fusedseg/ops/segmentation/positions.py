@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ..check import check_input
-from ..observer import unwatched
 from . import aten, conv_aten, conv_op
 from .checks import check
 from .conv_logits import ConvLogits, Logits
@@ -85,7 +84,6 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
     return _cross_entropy(given, options)
 
 
-@unwatched
 def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
     logits = given.logits
     if not logits.numel():

@@ -1,18 +1,21 @@
-"""Which nodes of a graph of aten ops are cheap: by one rule for the compiled scope and for the compiler backend.
+"""Which nodes of a graph of aten ops are cheap: by one rule for all passes of the backend.
 
 A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
 matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .. import _torch
 from ..rules import CHEAP
+
+# Keep a result if computing it again needs a recomputed input at least this many times its size.
+LARGER = 4
+# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
+SMALL = 16
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
@@ -68,16 +71,10 @@ def is_cheap(node: fx.Node) -> bool:
         return False
     name = op._schema.name.partition("::")[2]
     if op.namespace == "fusedseg":
-        given = {arg.name: value for arg, value in zip(op._schema.arguments, node.args, strict=False)}
-        return name in OURS and OURS[name](given)
+        return name in OURS
     return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
 
 
-# The ops of this package that may run again, and for which arguments.  A norm that keeps its output has nothing to
-# rebuild, and a synchronised norm must not communicate again.
-OURS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "norm": lambda given: given["keep"] == "input" and given.get("process_group") is None,
-    "max_pool": lambda given: True,
-    "interpolate": lambda given: True,
-    "sample_norm": lambda given: True,
-}
+# The ops of this package that may run again.  A norm that keeps its output has nothing to rebuild, and a synchronised
+# norm must not communicate again.
+OURS = frozenset({"max_pool", "interpolate", "sample_norm"})

@@ -1,0 +1,665 @@
+"""``convert``: blocks of a stock model run their norms, activations and pools as lean ops, in eager mode.
+
+``convert(model)`` changes the class of *blocks*, in place, and returns the model; ``revert(model)`` undoes it.  A block
+is a module whose class says which child reads what, so that nothing has to be observed:
+
+* a container whose forward is that of ``nn.Sequential``, which many libraries subclass;
+* a class of ``LIBRARY``, a table of blocks of published libraries; each is pinned to the source that was read;
+* ``nn.MaxPool2d`` and ``nn.MaxPool3d``, which then keep one byte for each element of their output.
+
+The children stay the same stock modules.  Only the call of a *block* does their work: ``Plan`` finds the pairs of norm
+and activation once, and a call looks at a few attributes of each module before it does that module's work.  Whatever
+else calls a child, or looks at its calls, meets the stock module.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from . import _torch
+from ._module_hooks import has_global_hooks
+from ._torch import FakeTensor, FakeTensorMode
+from .activation import OF_MODULE, TABLE, Activation, is_invertible, parse_activation
+from .memory.meter import LiveBytes
+from .ops.max_pool import op as pools
+from .ops.norm.checks import check
+from .ops.norm.eager import normalise_eagerly
+from .ops.norm.kept import KeptChannels
+from .ops.norm.spec import Passed, Spec
+
+OP = "fusedseg.convert"
+Model = TypeVar("Model", bound=nn.Module)
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+POOLS: dict[type[nn.Module], int] = {nn.MaxPool2d: 2, nn.MaxPool3d: 3}
+# Activations whose backward reads their output, which the next layer keeps anyway: always, or if they are in place.
+# There a norm that keeps its input saves nothing.
+KEEP_OUTPUT = {"relu"}
+KEEP_OUTPUT_IN_PLACE = {"leaky_relu", "elu", "selu", "celu", "relu6"}
+# Autocast changes the dtype of these.
+CAST_BY_AUTOCAST = {"softplus"}
+
+
+# The library blocks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Add:
+    """The place in a block's steps where the block's own input is added to the tensor, in place.
+
+    projection: modules that the input goes through first.
+    """
+
+    projection: tuple[nn.Module, ...] = ()
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        for module in self.projection:
+            given = module(given)
+        x += given
+        return x
+
+
+Step = nn.Module | Add
+
+
+class Block(NamedTuple):
+    """What is known about a class of a library.
+
+    digests: of the sources of its ``__init__`` and ``forward`` that were read (``digest_of``).
+    steps: block -> the modules that its forward calls one after the other; None if this block does something else.
+    """
+
+    digests: tuple[str, ...]
+    steps: Callable[[Any], Sequence[Step] | None]
+
+
+def _residual(block: Any, before: Sequence[nn.Module], act: nn.Module) -> Sequence[Step] | None:
+    """The steps of nnU-Net's residual blocks, if the skip is the identity and nothing lies between norm and sum."""
+    # The constructor makes the identity itself; a module projects.
+    own = getattr(block.skip, "__qualname__", "") == f"{_stock_class(block).__qualname__}.__init__.<locals>.<lambda>"
+    if not own or block.apply_se or block.apply_stochastic_depth:
+        return None
+    return (*before, Add(), act) if isinstance(act, nn.Module) else None
+
+
+def _unet_res_block(block: Any) -> Sequence[Step] | None:
+    """MONAI's: its skip is the identity unless the block has a third convolution or norm."""
+    projection = tuple(getattr(block, name) for name in ("conv3", "norm3") if name in block._modules)
+    return block.conv1, block.norm1, block.lrelu, block.conv2, block.norm2, Add(projection), block.lrelu
+
+
+_DNA = "dynamic_network_architectures.building_blocks"
+_DYNUNET = "monai.networks.blocks.dynunet_block"
+# By the module and the name of the class, so that no library is imported.
+LIBRARY: dict[tuple[str, str], Block] = {
+    (f"{_DNA}.simple_conv_blocks", "ConvDropoutNormReLU"): Block(("f35871bdc10c906f",), lambda b: (b.all_modules,)),
+    (f"{_DNA}.residual", "BasicBlockD"): Block(
+        ("1e095a395dea0d83",), lambda b: _residual(b, (b.conv1, b.conv2), b.nonlin2)
+    ),
+    (f"{_DNA}.residual", "BottleneckD"): Block(
+        ("cbff1eccf9e39eb8",), lambda b: _residual(b, (b.conv1, b.conv2, b.conv3), b.nonlin3)
+    ),
+    (_DYNUNET, "UnetBasicBlock"): Block(
+        ("bbd7da61637874c5",), lambda b: (b.conv1, b.norm1, b.lrelu, b.conv2, b.norm2, b.lrelu)
+    ),
+    (_DYNUNET, "UnetResBlock"): Block(("b68da2459286bea6",), _unet_res_block),
+    ("monai.networks.nets.vnet", "LUConv"): Block(("f250e5d356e5f8c5",), lambda b: (b.conv_block, b.act_function)),
+}
+
+
+def digest_of(cls: type[nn.Module]) -> str:
+    """Of the source of a class's constructor and forward; "" if there is no source."""
+    try:
+        source = inspect.getsource(cls.__init__) + inspect.getsource(cls.forward)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _library_block(cls: type[nn.Module]) -> Block | None:
+    """What is known about a stock class; None for other classes, and for other versions of a known one."""
+    block = LIBRARY.get((cls.__module__, cls.__qualname__))
+    return block if block is not None and digest_of(cls) in block.digests else None
+
+
+def _stock_class(module: nn.Module) -> type[nn.Module]:
+    return module._stock if isinstance(module, Fused) else type(module)
+
+
+def _steps_of(module: nn.Module) -> Sequence[Step] | None:
+    """The modules that a call of the module calls one after the other; None if its class does not say that."""
+    # mypy sees no hash of a class of modules.
+    cls: Any = _stock_class(module)
+    if cls.__call__ is not nn.Module.__call__:
+        return None
+    if issubclass(cls, nn.Sequential):
+        plain = cls.forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__
+        children = tuple(module._modules.values())
+        return children if plain and None not in children else None  # type: ignore[return-value]
+    block = _library_block(cls)
+    return None if block is None else block.steps(module)
+
+
+# The plan of a block -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def _parsed(name: str, parameter: object) -> Activation | None:
+    try:
+        return parse_activation(OP, name, parameter)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _activation(act: Any) -> Activation | None:
+    """The activation of a stock module, as its attributes are now; None if no op has it."""
+    row = OF_MODULE[type(act)]
+    for name, value in row.fixed:
+        if getattr(act, name) != value:
+            return None
+    return _parsed(row.name, None if row.parameter is None or row.learned else getattr(act, row.parameter.attribute))
+
+
+def _is_untouched(module: nn.Module, cls: type) -> bool:
+    """Whether a module is still of its class, and nobody looks at its calls, so that other code may do its work."""
+    own = module.__dict__
+    return not (
+        module.__class__ is not cls
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or "_conv_forward" in own
+        or own.get("_compiled_call_impl") is not None
+    )
+
+
+# The dimensions of the input of each norm; any number from 2 on for ``nn.GroupNorm``.
+DIMS: dict[type, tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+    nn.InstanceNorm1d: (3,), nn.InstanceNorm2d: (4,), nn.InstanceNorm3d: (5,),
+}  # fmt: skip
+
+
+def _takes(norm: Any, x: Tensor) -> bool:
+    """Whether a stock norm takes the input, as one batch with the channels that it was made for."""
+    if isinstance(norm, nn.GroupNorm):
+        return x.layout is torch.strided and x.numel() > 0 and x.shape[1] == norm.num_channels
+    if x.layout is not torch.strided or x.dim() not in DIMS[type(norm)]:
+        return False
+    return x.numel() > 0 and x.shape[1] == norm.num_features
+
+
+IDENTITY = Activation("identity", 0.0)
+
+
+def _call_of(norm: Any, x: Tensor) -> tuple[Passed, Spec]:
+    """The tensors and the description of a stock norm's call, without its activation.
+
+    The statistics are chosen and moved as the stock norm does it, also where a checkpoint runs a second time.
+    """
+    weight, bias = norm.weight, norm.bias
+    if isinstance(norm, nn.GroupNorm):
+        return Passed(x, weight, bias), Spec("input", IDENTITY, norm.eps, kind="group", groups=norm.num_groups)
+    mean, var, training, tracked = norm.running_mean, norm.running_var, norm.training, norm.track_running_stats
+    if isinstance(norm, _InstanceNorm):
+        spec = Spec("input", IDENTITY, norm.eps, norm.momentum or 0.0, training or not tracked, "instance")
+        return Passed(x, weight, bias, None, None, mean, var), spec
+    batches = norm.num_batches_tracked if training and tracked else None
+    momentum = norm.momentum
+    if momentum is None:
+        momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+    spec = Spec("input", IDENTITY, norm.eps, momentum, training or mean is None)
+    if training and not tracked:
+        return Passed(x, weight, bias), spec
+    return Passed(x, weight, bias, None, None, mean, var, batches), spec
+
+
+@dataclass(eq=False, slots=True)
+class Pair:
+    """A norm and the activation after it.
+
+    conv: the convolution directly before the norm, or None.  adds: whether the block's input is added between norm and
+    activation.  after: the convolution directly after the activation, or None.
+    """
+
+    conv: nn.Module | None
+    norm: nn.Module
+    act: Any
+    adds: bool
+    after: nn.Module | None
+    classes: tuple[type, ...] = ()
+    kept: KeptChannels = field(default_factory=KeptChannels)
+
+    def __post_init__(self) -> None:
+        self.classes = tuple(type(module) for module in (self.norm, self.act, self.conv, self.after))
+
+    def way(self, how: Activation | None, fresh: bool) -> str:
+        """What the op keeps, "output" or "input"; "" if it would save nothing, or must not run.
+
+        ``fresh`` says that this call has just made the norm's input, and that nobody else has it.
+        """
+        if how is None:
+            return ""
+        # Who writes over the output later: nobody before the next convolution, which keeps it; else eager mode must
+        # keep the output too, as it does for an activation in place.
+        in_place = self.act.inplace if how.name in KEEP_OUTPUT_IN_PLACE else False
+        closed = in_place or (self.after is not None and _is_untouched(self.after, self.classes[3]))
+        if fresh and closed and is_invertible(how.name, how.param):
+            return "output"
+        return "" if self.adds or in_place or how.name in KEEP_OUTPUT else "input"
+
+    def saves(self) -> str:
+        """``way`` for the modules as they are now."""
+        return self.way(_activation(self.act), self.conv is not None)
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        conv, norm, act = self.conv, self.norm, self.act
+        of_norm, of_act, of_conv, _ = self.classes
+        fresh = conv is not None and _is_untouched(conv, of_conv)
+        if conv is not None:
+            x = conv(x)
+        if _is_untouched(norm, of_norm) and _is_untouched(act, of_act):
+            z = self._fused(x, given if self.adds else None, fresh)
+            if z is not None:
+                return z
+        x = norm(x)
+        if self.adds:
+            x += given
+        return act(x)
+
+    def _fused(self, x: Tensor, residual: Tensor | None, fresh: bool) -> Tensor | None:
+        """The result of one op; None, with nothing done, if the stock modules must run."""
+        norm, act = self.norm, self.act
+        how = _activation(act)
+        keep = self.way(how, fresh and not x._is_view())
+        if not keep or how is None or not _takes(norm, x):
+            return None
+        if residual is not None and residual.dtype != x.dtype:
+            return None
+        if torch.is_autocast_enabled(x.device.type) and not self._keeps_dtypes(x, how):
+            return None
+        passed, spec = _call_of(norm, x)
+        slope = act.weight if TABLE[how.name].learned else None
+        passed = passed._replace(residual=residual, slope=slope)
+        spec = spec._replace(keep=keep, act=how)
+        try:
+            check(OP, passed, spec)
+        except (TypeError, ValueError):
+            # The stock modules take what the op does not, or raise their own error.
+            return None
+        kept = None
+        if keep == "output":
+            kept = self.kept.refresh(passed.weight, passed.bias, how, x.dtype, residual is not None)
+        return normalise_eagerly(passed, spec, kept)
+
+    def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
+        """Whether autocast lets both modules return the dtype of ``x``."""
+        if isinstance(self.norm, nn.GroupNorm) or how.name in CAST_BY_AUTOCAST:
+            return False
+        return not TABLE[how.name].learned or x.dtype == torch.get_autocast_dtype(x.device.type)
+
+
+def _paired(steps: Sequence[Step]) -> Iterator[Step | Pair]:
+    """The steps, in which norms and activations that an op may serve are pairs."""
+    i = 0
+    while i < len(steps):
+        pair, count = _pair_at(steps, i)
+        if pair is not None and pair.saves():
+            yield pair
+            i += count
+        else:
+            yield steps[i]
+            i += 1
+
+
+def _pair_at(steps: Sequence[Step], i: int) -> tuple[Pair | None, int]:
+    """The pair that begins at a step, with the number of its steps."""
+    first = i
+    conv = steps[i] if type(steps[i]) in CONVS else None
+    i += conv is not None
+    norm, adds = steps[i] if i < len(steps) else None, steps[i + 1 : i + 2] == [Add()]
+    i += 1 + adds
+    act = steps[i] if i < len(steps) else None
+    if type(norm) not in NORMS or type(act) not in OF_MODULE:
+        return None, 0
+    after = steps[i + 1] if i + 1 < len(steps) and type(steps[i + 1]) in CONVS else None
+    return Pair(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
+
+
+class Container(NamedTuple):
+    """A module whose call is the calls of its children, as the plan has found it."""
+
+    module: nn.Module
+    cls: type
+    children: tuple[nn.Module | None, ...]
+    facts: tuple[object, ...]
+
+    def is_as_it_was(self) -> bool:
+        module = self.module
+        return tuple(module._modules.values()) == self.children and _facts_of(module) == self.facts
+
+
+def _facts_of(module: nn.Module) -> tuple[object, ...]:
+    """The attributes that decide what the forward of a library block does."""
+    own = module.__dict__
+    return own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
+
+
+class Plan:
+    """What a call of a block does.
+
+    steps: the modules that are called, and the pairs that ops may serve.  pairs: these pairs alone.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._containers: list[Container] = []
+        # Modules that return their input.
+        self._idle: list[tuple[Any, type, bool]] = []
+        flat = list(self._flat(block, top=True))
+        self.steps = list(_paired(flat))
+        self.pairs = [step for step in self.steps if isinstance(step, Pair)]
+
+    def _flat(self, module: nn.Module, top: bool = False) -> Iterator[Step]:
+        steps = _steps_of(module)
+        if steps is None or (not top and any(isinstance(step, Add) for step in steps)):
+            yield module
+            return
+        self._containers.append(Container(module, type(module), tuple(module._modules.values()), _facts_of(module)))
+        for step in steps:
+            if isinstance(step, Add):
+                yield step
+            elif type(step) is nn.Identity or (type(step) in DROPOUTS and step.p == 0):
+                self._idle.append((step, type(step), type(step) in DROPOUTS))
+            else:
+                yield from self._flat(step)
+
+    def fits(self) -> bool:
+        """Whether the block has the children that the plan knows."""
+        return all(container.is_as_it_was() for container in self._containers)
+
+    def is_unseen(self) -> bool:
+        """Whether nobody looks at the calls of the modules that a run leaves out."""
+        if not all(_is_untouched(module, cls) for module, cls, _, _ in self._containers[1:]):
+            return False
+        return all(_is_untouched(module, cls) and not (drops and module.p != 0) for module, cls, drops in self._idle)
+
+    def run(self, x: Tensor) -> Tensor:
+        given = x
+        for step in self.steps:
+            if isinstance(step, (Pair, Add)):
+                x = step(x, given)
+            else:
+                x = step(x)
+        return x
+
+
+# The fused classes ---------------------------------------------------------------------------------------------------
+
+
+def _is_usual(x: object) -> bool:
+    """Whether autograd records ordinary calls of eager mode, which nothing else follows."""
+    if not (type(x) is Tensor or type(x) is FakeTensor) or not torch.is_grad_enabled():
+        return False
+    if torch.jit.is_tracing() or _torch.peek_interpreter_stack() is not None or has_global_hooks():
+        return False
+    return _torch.forward_ad._current_level < 0 and (not _torch.len_torch_dispatch_stack() or _modes_are_known())
+
+
+def _modes_are_known() -> bool:
+    """Whether all dispatch modes only measure memory; others may follow each op, or change what is saved."""
+    return all(isinstance(mode, (FakeTensorMode, LiveBytes)) for mode in _torch.dispatch_modes())
+
+
+class Fused:
+    """The first base class of a fused block; the second one is the stock class of the block."""
+
+    _stock: type[Any]
+    # The name of the plan among the attributes of a block.
+    PLAN = "_fusedseg_plan"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = made
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != self.PLAN}
+        return _new, (self._stock,), state, *rest
+
+    def __prepare_scriptable__(self) -> Any:
+        """``torch.jit.script`` reads the source of forwards, so it gets the stock block, which stays stock."""
+        return _reverted(self)
+
+
+class FusedBlock(Fused):
+    def forward(self, input: Any) -> Any:  # noqa: A002  the name in ``nn.Sequential``
+        if torch.compiler.is_compiling() or not _is_usual(input):
+            return self._stock.forward(self, input)
+        plan = self.__dict__.get(self.PLAN)
+        if plan is None or not plan.fits():
+            plan = self.__dict__[self.PLAN] = Plan(self)  # type: ignore[arg-type]
+        if not plan.pairs or not plan.is_unseen():
+            return self._stock.forward(self, input)
+        return plan.run(input)
+
+
+class FusedPool(Fused):
+    def forward(self, input: Any) -> Any:  # noqa: A002  the name in the stock module
+        found = None if torch.compiler.is_compiling() or not _is_usual(input) else _pool_of(self, input)
+        return self._stock.forward(self, input) if found is None else pools.max_pool(*found)
+
+
+def _pool_of(module: Any, x: Tensor) -> tuple[Tensor, pools.Pool] | None:
+    dims = POOLS[module._stock]
+    if not x.requires_grad or x.layout is not torch.strided or x.numel() == 0 or x.dim() != dims + 2:
+        return None
+    kwargs = {"dilation": module.dilation, "ceil_mode": module.ceil_mode, "return_indices": module.return_indices}
+    return pools.of_stock(dims, x, (module.kernel_size, module.stride, module.padding), kwargs)
+
+
+@functools.cache
+def _fused_class(stock: type) -> type:
+    """The fused form of a stock class, which has its name, so that code that prints or reads names sees the same."""
+    base = FusedPool if stock in POOLS else FusedBlock
+    names = {
+        "_stock": stock,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
+    return type(stock)(stock.__name__, (base, stock), names)
+
+
+def _new(stock: type) -> Any:
+    """An empty module, for copies and pickles."""
+    return object.__new__(_fused_class(stock))
+
+
+def _reverted(module: Any) -> Any:
+    module.__class__ = module._stock
+    module.__dict__.pop(Fused.PLAN, None)
+    return module
+
+
+# The public functions ------------------------------------------------------------------------------------------------
+
+# Keywords of earlier releases, and what to write instead.
+_COMPILE = 'torch.compile(model, backend="fusedseg", options={...}) of the stock model has it as an option'
+GONE = {
+    "example_inputs": "nothing is observed any more, so leave it out",
+    "inplace": "a norm is in place only where its block says that nothing else reads its input, so leave it out",
+    "memory_format": "call model.to(memory_format=...) first",
+    "mode": "for LeakyReLU in place of ReLU, build the model with it",
+    "slope": "for LeakyReLU in place of ReLU, build the model with it",
+    "bits": _COMPILE,
+    "budget": _COMPILE,
+    "extra_flops": _COMPILE,
+}
+
+
+def convert(model: Model, *unnamed: object, **gone: object) -> Model:
+    """Lets blocks of a model run their norms, activations and max-pools as lean ops, in place, and returns the model.
+
+    What a block's call reads and in which order is known from its class: ``nn.Sequential`` and its subclasses without a
+    forward of their own, and blocks of nnU-Net and MONAI.  In such a block:
+
+    * a norm and an activation in place after a convolution become one op that writes over the convolution's output and
+      keeps this one tensor, if the activation has an inverse (LeakyReLU, ELU, SELU);
+    * any other norm and an activation that keeps its input (PReLU, SiLU, GELU ...) become one op that keeps the norm's
+      input, as the stock norm does, and drops the tensor between both.
+
+    Max-pools keep one byte for each element of their output.  All else stays stock.
+    ``print(fusedseg.conversion(model))`` shows what is served and what is left, with reasons.  A norm before ReLU is
+    left, because backward of ReLU reads its output, which the next layer keeps too: use
+    ``torch.compile(model, backend="fusedseg")`` for such networks.
+
+    Only the class of blocks and pools changes, and it keeps its name.  Norms, activations and convolutions stay the
+    same stock modules, so parameters, ``state_dict``, optimizers, hooks and code that calls or exchanges children go on
+    as before.  In each call of a block the stock forward runs where the result could differ or somebody looks: hooks of
+    a child or of all modules, a child of another class, parametrised modules, ``torch.compile``, ``torch.export``,
+    ``torch.jit``, ``torch.func``, forward-mode derivatives, dispatch modes, tensor subclasses, sparse and empty
+    tensors.  It runs without grad mode too, where there is nothing to keep.
+
+    Values are those of the stock model up to rounding; on aten, without a GPU, outputs have the same bits.  An instance
+    or group norm of an input in channels_last returns channels_last, where PyTorch's may copy it to contiguous planes.
+
+    Args:
+        model: any module; a part of a model may be converted by itself.  A second call does nothing new.
+
+    Raises:
+        TypeError: ``model`` is no module; an argument of an earlier release is given; the error says what to write.
+
+    A second derivative through a served norm raises a RuntimeError in backward; call ``revert`` first.
+    ``torch.jit.script`` reverts the model that it is given.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
+    if unnamed:
+        raise TypeError(f"{OP}: takes the model alone, got {len(unnamed)} more arguments; {GONE['example_inputs']}")
+    for name in gone:
+        raise TypeError(f"{OP}: there is no argument {name}; {GONE.get(name, 'convert takes the model alone')}")
+    for module in model.modules():
+        if isinstance(module, Fused):
+            continue
+        cls: Any = type(module)
+        if cls in POOLS or (_steps_of(module) is not None and Plan(module).pairs):
+            module.__class__ = _fused_class(cls)
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Gives every block and pool its stock class back, in place, and returns the model; nothing else has changed."""
+    for module in model.modules():
+        if isinstance(module, Fused):
+            _reverted(module)
+    return model
+
+
+class Served(NamedTuple):
+    """A norm or a pool that an op serves: its name, its class, and what the op keeps."""
+
+    name: str
+    cls: str
+    keeps: str
+
+
+class Left(NamedTuple):
+    """A norm or a pool that stays stock: its name, its class, and why."""
+
+    name: str
+    cls: str
+    why: str
+
+
+class Conversion(NamedTuple):
+    """What ``convert`` has done with the norms and the pools of a model; ``print`` shows it in a few lines."""
+
+    served: list[Served]
+    left: list[Left]
+
+    def __str__(self) -> str:
+        lines = [f"fusedseg.convert serves {len(self.served)} norms and pools, and leaves {len(self.left)}."]
+        for title, groups in (("Served", _grouped(self.served)), ("Left", _grouped(self.left))):
+            lines += [f"{title}, {of}:\n    {names}" for of, names in groups.items()]
+        if self.left:
+            lines.append('For all of a model: torch.compile(model, backend="fusedseg")')
+        return "\n".join(lines)
+
+
+# A printed line has at most this many names; the attributes have all.
+NAMES = 4
+
+
+def _grouped(rows: Sequence[Served | Left]) -> dict[str, str]:
+    """The names of the modules of equal class and text."""
+    groups: dict[str, list[str]] = {}
+    for name, cls, text in rows:
+        groups.setdefault(f"{cls}: {text}", []).append(name or "the model itself")
+    return {
+        of: ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+        for of, names in groups.items()
+    }
+
+
+WAYS = {"output": "keeps the output of its activation alone", "input": "keeps its input, not the activation's"}
+ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """Which norms and pools of a model ``convert`` serves, and which stay stock, with reasons."""
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    pairs: dict[Any, Pair] = {pair.norm: pair for block in blocks for pair in Plan(block).pairs}
+    why = _reasons(model)
+    served: list[Served] = []
+    left: list[Left] = []
+    for name, module in model.named_modules():
+        cls: str = type(module).__name__
+        if module in pairs:
+            act = type(pairs[module].act).__name__
+            served.append(Served(name, f"{cls} and {act}", WAYS[pairs[module].saves()]))
+        elif isinstance(module, FusedPool):
+            served.append(Served(name, cls, "keeps one byte for each element of its output"))
+        elif isinstance(module, (*ANY_NORM, *POOLS)):
+            left.append(Left(name, cls, why.get(module, "it is called by the model's own code")))
+    return Conversion(served, left)
+
+
+def _reasons(model: nn.Module) -> dict[Any, str]:
+    """Why norms stay stock, from the modules that hold them."""
+    why: dict[Any, str] = {}
+    for parent in model.modules():
+        steps = _steps_of(parent)
+        cls: Any = _stock_class(parent)
+        another = (cls.__module__, cls.__qualname__) in LIBRARY and _library_block(cls) is None
+        for child in parent.children():
+            if steps is None and child not in why:
+                why[child] = f"the forward of {'another version of ' if another else ''}{cls.__name__} calls it"
+        for i, step in enumerate(steps or ()):
+            if isinstance(step, ANY_NORM):
+                why[step] = _reason(step, (*steps[i + 1 :], None)[0])  # type: ignore[index]
+    return why
+
+
+def _reason(norm: nn.Module, after: object) -> str:
+    if type(norm) not in NORMS:
+        return "its class is not one of PyTorch's own norms"
+    row = OF_MODULE.get(type(after)) if isinstance(after, nn.Module) else None
+    if row is None:
+        return "no activation that an op has follows it in its block"
+    act = type(after).__name__
+    if row.name in KEEP_OUTPUT | KEEP_OUTPUT_IN_PLACE:
+        return f"{act} after it keeps its own output, which the next layer keeps too, so nothing would be saved"
+    return f"no op has {act} with these attributes"
