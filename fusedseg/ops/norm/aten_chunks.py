@@ -52,7 +52,7 @@ def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel of a ``channel_view``."""
     acc = stats_dtype(xv)
     if xv.device.type == "cpu":
-        zeros, unused = torch.zeros(2, layout.C, dtype=acc)
+        zeros, unused = torch.zeros(2, layout.C, dtype=acc, device=xv.device)
         mean, var = torch.batch_norm_update_stats(xv, zeros, unused, 0.0)
     else:
         var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
