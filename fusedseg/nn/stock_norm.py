@@ -89,8 +89,8 @@ class StockNorm(Unscriptable, nn.Module):
         text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
         if not fits or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is seven frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=7)
+        # The caller of the module is six frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=6)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

@@ -18,7 +18,7 @@ def _warn_alone() -> None:
     warnings.warn(
         "fusedseg: torch.distributed is not initialised, so the statistics of synchronised norms are those of this "
         "process alone",
-        stacklevel=10,
+        stacklevel=9,
     )
 
 

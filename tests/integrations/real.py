@@ -1,6 +1,7 @@
 """What the tests of real frameworks share: steps in float64, bytes, and a fresh process without fusedseg."""
 
 import copy
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from fusedseg.memory import Footprint
 from fusedseg.memory.meter import measure
-from tests.conversion.packages import _library
 
 MIB = 2**20
 # torchvision's wheel for GPUs does not load its binary ops beside a CPU build of PyTorch, and its import needs them.
@@ -24,6 +24,15 @@ library = torch.library.Library("torchvision", "DEF")
 for op in ("nms", "qnms"):
     library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Declares torchvision's binary ops: its wheel for GPUs does not load them beside a CPU build of PyTorch."""
+    library = torch.library.Library("torchvision", "DEF")
+    for op in ("nms", "qnms"):
+        library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def framework(name: str) -> Any:

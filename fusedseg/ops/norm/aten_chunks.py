@@ -55,7 +55,7 @@ def moments(xv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if _backend.off_cpu(xv):
         var, mean = torch.var_mean(xv.to(acc), (0, 2, 3) if layout.rows else (0, 2), correction=0)
     else:
-        zeros, unused = torch.zeros(2, layout.C, dtype=acc)
+        zeros, unused = torch.zeros(2, layout.C, dtype=acc, device=xv.device)
         mean, var = torch.batch_norm_update_stats(xv, zeros, unused, 0.0)
     return mean, var
 

@@ -176,7 +176,8 @@ class Arriving:
     """The masks of many modules on their way to the host, one after the other in one tensor."""
 
     def __init__(self, mask: Tensor) -> None:
-        self.on_cpu = torch.empty(mask.shape, dtype=torch.bool, pin_memory=True).copy_(mask, non_blocking=True)
+        host = torch.empty(mask.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+        self.on_cpu = host.copy_(mask, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(mask.device))
 
