@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,25 @@ def register() -> None:
     for name, make in {"fused_batch": _batch, "fused_instance": _instance, "fused_group": _group}.items():
         if name.upper() not in _factories.Norm.components:
             _factories.Norm.add_factory_class(name, make)
+
+
+def in_one_graph() -> None:
+    """Lets ``torch.compile`` capture ``BasicUNet``, ``BasicUNetPlusPlus`` and ``FlexibleUNet`` as one graph::
+
+        fusedseg.integrations.monai.in_one_graph()
+        net = torch.compile(BasicUNet(3, 1, 2), backend="fusedseg")
+
+    Their decoders ask ``torch.jit.isinstance`` whether there is a skip, and PyTorch's compiler ends a graph at this
+    function.  From this call on, they ask Python's ``isinstance``, which gives the same answer for tensors.  It holds
+    for all such networks of the process, with any backend.  A second call does nothing.
+    """
+    block = needed("monai", "monai", "monai.networks.nets.basic_unet").UpCat
+    stock = block.forward
+    if isinstance(stock.__globals__["torch"], SimpleNamespace):
+        return
+    jit = SimpleNamespace(**{**vars(torch.jit), "isinstance": isinstance})
+    names = {**stock.__globals__, "torch": SimpleNamespace(**{**vars(torch), "jit": jit})}
+    block.forward = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
 
 
 # MONAI passes the number of channels by the name that the signature has, as in the stock norms.

@@ -68,11 +68,40 @@ def monai(monkeypatch):
     factories.Norm, meta.MetaTensor = Factory(), MetaTensor
     package, inferers = types.ModuleType("monai"), types.ModuleType("inferers")
     inferers.Inferer = object
+    basic_unet = types.ModuleType("basic_unet")
+    basic_unet.UpCat = UpCat
     return integration(
         monkeypatch, "monai", monai=package, monai__networks=package, monai__networks__layers=package,
         monai__networks__layers__factories=factories, monai__data=package, monai__data__meta_tensor=meta,
-        monai__inferers=inferers,
+        monai__inferers=inferers, monai__networks__nets=package, monai__networks__nets__basic_unet=basic_unet,
     )  # fmt: skip
+
+
+class UpCat(nn.Module):
+    """A block that asks as MONAI's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x, skip=None):
+        if skip is not None and torch.jit.isinstance(skip, torch.Tensor):
+            x = torch.cat([x, skip], 1)[:, :3]
+        return self.conv(x)
+
+
+@pytest.mark.usefixtures("compiled_afresh")
+def test_blocks_of_monai_are_one_graph(monai, monkeypatch):
+    """The compiler ended a graph at ``torch.jit.isinstance``."""
+    monkeypatch.setattr(UpCat, "forward", UpCat.forward)
+    monai.in_one_graph()
+    forward = UpCat.forward
+    monai.in_one_graph()
+    assert UpCat.forward is forward
+    block, x, skip = UpCat(), torch.randn(1, 2, 4, 4), torch.randn(1, 2, 4, 4)
+    compiled = torch.compile(block, backend="fusedseg", options={"codegen": "aten"}, fullgraph=True)
+    assert torch.equal(compiled(x, skip), block(x, skip))
+    assert torch.equal(compiled(torch.cat([x, x], 1)[:, :3]), block(torch.cat([x, x], 1)[:, :3]))
 
 
 def test_factories_of_monai(monai):
