@@ -9,7 +9,7 @@ from torch import fx
 
 from .. import _torch
 from . import choose, forms, fused, joint, keep, order, rounded, simplify, split
-from .report import note_after
+from .report import note_after, note_unpacked
 from .settings import Settings, say_once
 
 _parts = _torch.compiler_parts()
@@ -178,6 +178,7 @@ def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings,
     else:
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)
+        note_unpacked()
     if limits is not None and not met:
         choose.warn_of(cost, limits, choices)
     return decided

@@ -51,6 +51,7 @@ class Graph:
         returned: the bytes that the graph returns.
         symbolic: whether it serves several sizes, so that its bytes are not counted.
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
+        unpacked: whether the option bits changes nothing, because the step would keep more, or peak higher, with it.
     """
 
     calls: int
@@ -63,6 +64,7 @@ class Graph:
     returned: int = 0
     symbolic: bool = False
     ends: str = ""
+    unpacked: bool = False
 
     def lines(self) -> Iterator[str]:
         if not self.trained:
@@ -81,6 +83,8 @@ class Graph:
             more = f" and {len(most) - NAMES} other ops" if len(most) > NAMES else ""
             share = f", {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
             yield f"  computed again     {names}{more}{share}"
+        if self.unpacked:
+            yield "  bits               not used: the step would keep more, or peak higher, with them"
         if self.ends:
             yield f"  ends               {self.ends}"
             yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."
@@ -264,6 +268,13 @@ def note_after(
     graph.again = dict(Counter(_readable(call) for call in calls if not keep.is_view(call)))
     graph.repeated = _repeated(*parts)
     graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
+
+
+def note_unpacked() -> None:
+    """Notes that the graph that is compiled now keeps values as they are, although the option bits is given."""
+    graph = _open.get()
+    if graph is not None:
+        graph.unpacked = True
 
 
 def _repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> float:

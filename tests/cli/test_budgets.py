@@ -42,7 +42,8 @@ def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
     options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
     compiled, eager = options["fusedseg-compile"], options["eager"]
     assert compiled["kept_bytes"] < 0.6 * eager["kept_bytes"]
-    assert options["fusedseg-compile+bits=4"]["kept_bytes"] < 0.4 * compiled["kept_bytes"]
+    # Packing would raise the peak of so small a network, so it keeps its values as they are.
+    assert options["fusedseg-compile+bits=4"]["kept_bytes"] == compiled["kept_bytes"]
     assert options["fusedseg-compile+amp"]["kept_bytes"] < 0.6 * compiled["kept_bytes"]
     capsys.readouterr()
     assert main([*argv, f"{compiled['total_bytes']}B"]) == 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg import _torch
+from fusedseg import _torch, compiler
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import compiled, kept, make
 
@@ -141,3 +141,18 @@ def test_a_skeleton_is_exact():
     for run in (net, compiled(net, bits=4)):
         found += torch.autograd.grad(run(x), [net.logits])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+
+
+def test_the_report_says_where_bits_are_not_used():
+    """The option was accepted and ignored without a word."""
+    torch.manual_seed(0)
+    for net, unused in ((Sum(), True), (plain(), False)):
+        run = compiled(net, bits=4)
+        run(torch.randn(2, 16, 32, 32)).mean().backward()
+        (graph,) = compiler.report(run).graphs
+        assert (graph.unpacked, "bits               not used" in str(compiler.report(run))) == (unused, unused)
+
+
+def plain():
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.1)) for _ in range(3)]
+    return nn.Sequential(*blocks)
