@@ -9,12 +9,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedseg import recompute
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
-from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes, measure
-from fusedseg.ops.norm import aten_input, op
+from fusedseg.ops.norm import op
+from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.spec import Spec
 from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, fused, inputs, slope_of
 from tests.tools.tensors import channels_last
@@ -54,27 +53,23 @@ def test_saved_bytes_of_a_network():
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [(2, 64, 32, 64), (1, 64, 64, 64)], ids=["samples", "one sample"])
-def test_backward_holds_one_tensor_beyond_dz(norm, shape, monkeypatch):
-    """Backward works in small parts, here a sixteenth of the tensor each; three or four parts are alive at a time."""
+def test_backward_holds_one_tensor_beyond_dz(norm, shape):
+    """Backward works in small tiles, a sixteenth of the tensor each; four or five are alive at a time."""
     x = torch.randn(shape, requires_grad=True)
     z = fused(norm, x, groups=32, activation="silu")
     dz = torch.randn_like(z)
-    monkeypatch.setattr(aten_input, "WHOLE_BYTES", x.nbytes - 1)
-    monkeypatch.setattr(aten_input, "PART_BYTES", x.nbytes // 16)
     with LiveBytes() as live:
         torch.autograd.grad(z, x, dz)
     assert live.peak <= 1.6 * x.nbytes
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
+def test_without_values_two_tiles_stand_for_all(norm, monkeypatch):
     """Gradients have the shapes of the inputs, and the peak is that of a real step."""
     shape = (2, 12, 32, 64)
-    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(aten_input, "PART_BYTES", 2 * 2**14)
-    peaks, parts = [], []
-    whole = aten_input._whole
-    monkeypatch.setattr(aten_input, "_whole", lambda *args: parts.append(1) or whole(*args))
+    peaks, tiles = [], []
+    of = norm_reference._tiles
+    monkeypatch.setattr(norm_reference, "_tiles", lambda x: tiles.append(of(x)) or tiles[-1])
     for mode in (contextlib.nullcontext(), FakeTensorMode()):
         with mode:
             x, residual = (torch.empty(shape).requires_grad_() for _ in range(2))
@@ -86,7 +81,7 @@ def test_without_values_two_parts_stand_for_all(norm, monkeypatch):
                 grads = torch.autograd.grad(z, given, dz)
         assert [g.shape for g in grads] == [t.shape for t in given]
         peaks.append(live.peak)
-    assert len(parts) > 2
+    assert [len(each) for each in tiles] == [12, 2]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.005)
 
 
@@ -174,32 +169,3 @@ def test_input_modified_by_the_user_raises():
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_under_the_scope_a_convolution_keeps_a_recipe(dtype):
-    """The network keeps one tensor for each convolution, and the gradients have the same bits."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, dtype=dtype) for _ in range(4))
-
-        def forward(self, x):
-            for conv, norm in zip(self.convs, ("batch", "instance", "group", "batch"), strict=True):
-                residual = None if x.requires_grad is False else x
-                x = fused(norm, conv(x), groups=2, activation="relu", residual=residual)
-            return x
-
-    net, x = Net(), torch.randn(2, 4, 16, 16, dtype=dtype)
-    results = []
-    for scope in (contextlib.nullcontext(), recompute()):
-        with SavedBytes(net.parameters()) as saved, scope:
-            z = net(x)
-        results.append((saved.nbytes, torch.autograd.grad(z.square().mean(), list(net.parameters()))))
-    (without, expected), (within, found) = results
-    assert all(map(torch.equal, found, expected))
-    # Kept are the input, a tensor for each convolution, and the statistics; without the scope also all outputs except
-    # the last one.
-    assert within <= 5 * x.nbytes + 1024
-    assert without >= 8 * x.nbytes
