@@ -52,15 +52,23 @@ def test_saved_bytes_of_a_network():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("shape", [(2, 64, 32, 64), (1, 64, 64, 64)], ids=["samples", "one sample"])
-def test_backward_holds_one_tensor_beyond_dz(norm, shape):
-    """Backward works in small tiles, a sixteenth of the tensor each; four or five are alive at a time."""
-    x = torch.randn(shape, requires_grad=True)
-    z = fused(norm, x, groups=32, activation="silu")
+@pytest.mark.parametrize(
+    "shape", [(2, 64, 32, 64), (1, 64, 64, 64), (1, 1, 512, 512)], ids=["samples", "one sample", "one channel"]
+)
+@pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.2), (torch.float16, 1.4)], ids=["fp32", "fp16"])
+def test_backward_holds_one_tensor_beyond_dz(norm, shape, fmt, dtype, most):
+    """That is dx.  Backward works in tiles of a sixteenth of the tensor; three are alive at a time, in fp32.
+
+    Once a tile was two channels at least, and in channels_last the whole tensor.
+    """
+    x = torch.randn(shape, dtype=dtype)
+    x = (channels_last(x) if fmt == "channels_last" else x).requires_grad_()
+    z = fused(norm, x, groups=min(32, shape[1]), activation="silu")
     dz = torch.randn_like(z)
     with LiveBytes() as live:
         torch.autograd.grad(z, x, dz)
-    assert live.peak <= 1.6 * x.nbytes
+    assert live.peak <= most * x.nbytes, live.peak / x.nbytes
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -68,9 +68,10 @@ def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
         monkeypatch.setattr(reuse, "LEAST_BYTES", least)
         return measure(lambda x: norm(x * 1) * 2, x, loss=torch.sum).peak
 
-    # Forward has three tensors at its end, and backward needs no more.  A new dx would be the fourth one.
+    # Forward has three tensors at its end, and backward does not need more.  With a new dx it has x, dz and dx, and
+    # tiles beside them.
     assert peak(1) <= 3.01 * x.nbytes
-    assert peak(NEVER) >= 3.5 * x.nbytes
+    assert peak(NEVER) >= 3.3 * x.nbytes
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

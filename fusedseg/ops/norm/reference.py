@@ -146,27 +146,19 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     drv = None if dresidual is None else _view(dresidual, spec)
     call = _Call(saved, spec, kept)
     gradient = call.from_output if spec.keep == "output" else call.from_input
-    tiles = _tiles(call.source)
-
     s1, s2 = call.rstd.new_zeros((2, *call.source.shape[:2], 1))
     dslope = None if saved.slope is None else torch.zeros_like(saved.slope, dtype=s1.dtype)
-    for tile in tiles:
+
+    # Functions, so that the temporaries of a tile are free before the next tile begins.
+    def add_to_sums(tile: Tile) -> None:
         g, xhat, dslope_of_tile = gradient(dzv[tile], tile)
         s1[tile[:2]] += g.sum(2, keepdim=True)
-        s2[tile[:2]] += (g * xhat).sum(2, keepdim=True)
+        s2[tile[:2]] += xhat.mul_(g).sum(2, keepdim=True)
         if dslope is not None and dslope_of_tile is not None:
             (dslope if len(dslope) == 1 else dslope[tile[1]]).add_(dslope_of_tile)
-    dbias, dweight = s1.sum(0).flatten(), s2.sum(0).flatten()
-    m = call.source.numel() // saved.second.numel()
-    if wanted.exchange is None:
-        t1, t2 = (_over_statistic(call.weight * s, spec) / m for s in (s1, s2))
-    else:
-        t1, t2 = (call.weight * s.view(1, -1, 1) / m for s in wanted.exchange(dbias, dweight))
 
-    # The second sweep goes backwards, and its first tile is the one that the first sweep has left.
-    for tile in reversed(tiles):
-        if tile is not tiles[-1]:
-            g, xhat, _ = gradient(dzv[tile], tile)
+    def write(tile: Tile) -> None:
+        g, xhat, _ = gradient(dzv[tile], tile)
         if drv is not None:
             drv[tile] = g
         nc = tile[:2]
@@ -174,6 +166,19 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
         if spec.own:
             dx_of_tile.sub_(t1[nc]).sub_(xhat.mul_(t2[nc]))
         dxv[tile] = dx_of_tile.mul_(call.rstd[nc])
+
+    tiles = _tiles(call.source)
+    for tile in tiles:
+        add_to_sums(tile)
+    dbias, dweight = s1.sum(0).flatten(), s2.sum(0).flatten()
+    m = call.source.numel() // saved.second.numel()
+    if wanted.exchange is None:
+        t1, t2 = (_over_statistic(call.weight * s, spec) / m for s in (s1, s2))
+    else:
+        t1, t2 = (call.weight * s.view(1, -1, 1) / m for s in wanted.exchange(dbias, dweight))
+    # Backwards, because the last tiles are still in the cache.
+    for tile in reversed(tiles):
+        write(tile)
     grads = Gradients(dx, dweight, dbias, dresidual, dslope)
     return like_parameters(grads if wanted.affine else grads._replace(dweight=None, dbias=None), saved)
 
@@ -208,7 +213,7 @@ class _Call:
             self.scale = self.weight * self.rstd
             self.shift = torch.addcmul(self.bias, self.mean, self.scale, value=-1)
         if spec.keep == "output":
-            inverse, _ = finite_inverse(weight, bias, saved.source.dtype, saved.residual is not None)
+            inverse = finite_inverse(weight, bias, saved.source.dtype, saved.residual is not None)
             self.inverse = inverse.view(1, C, 1).expand(N, C, 1)
         if kept is not None:
             assert saved.xhat is not None

@@ -3,7 +3,7 @@
 ``norm_act`` is the op of exported programs, and in compiled code the op that keeps its input.  ``forward`` and
 ``backward`` are the op that keeps its output; AOTAutograd traces them in place of the opaque op (``op.py``).  They are
 those of PyTorch's norms, so that a compiler knows them.  ``backward`` rebuilds y = phi^-1(z) and xhat = (y - bias) /
-weight from z, as ``reference.py`` does, but without tiles: a compiler fuses both into their readers.  Channels whose
+weight from z, as ``aten_output.py`` does, but without chunks: a compiler fuses both into their readers.  Channels whose
 weight is too small for that do not come here.
 """
 
