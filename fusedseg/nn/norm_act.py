@@ -96,9 +96,9 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
             nn.BatchNorm2d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
         )
 
-    With a residual it equals ``F.leaky_relu(bn(x) + residual, 0.01)``.  Without a GPU, on aten, the results have the
-    same bits.  The ``state_dict`` has the names and shapes of ``nn.BatchNorm2d``, so its checkpoints load with
-    ``strict=True``; for prelu it also has the learned ``slope``.
+    With a residual it equals ``F.leaky_relu(bn(x) + residual, 0.01)``.  Without a GPU, on aten, outputs and running
+    statistics have the same bits.  The ``state_dict`` has the names and shapes of ``nn.BatchNorm2d``, so its
+    checkpoints load with ``strict=True``; for prelu it also has the learned ``slope``.
 
     Args:
         num_features: the number of channels.

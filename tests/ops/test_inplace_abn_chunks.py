@@ -1,16 +1,16 @@
-"""InPlaceABN on aten ops, a few channels or rows at a time: wherever a chunk ends, the results are those of float64."""
+"""InPlaceABN on aten ops, a few values at a time: wherever a tile ends, the results are those of float64."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fusedseg.functional import inplace_abn
-from fusedseg.ops.norm import aten_chunks
+from fusedseg.ops.norm import reference as norm_reference
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act, relative_error
 from tests.tools.tensors import channels_last
 
-# name -> elements of a chunk, and chunks that are still done as one
-WAYS = {"one call": (2**20, 6), "in chunks": (16, 1), "in tiny chunks": (3, 0)}
+# name -> elements of a tile
+WAYS = {"one call": 2**20, "in tiles": 16, "in tiny tiles": 3}
 SHAPES = {
     "1d": (2, 5, 9),
     "odd plane": (2, 5, 3, 7),
@@ -26,9 +26,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
 def test_results_are_those_of_float64(way, dtype, activation, monkeypatch):
-    chunk, whole = WAYS[way]
-    monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: chunk)
-    monkeypatch.setattr(aten_chunks, "WHOLE", whole)
+    monkeypatch.setattr(norm_reference, "TILE", WAYS[way])
     param = {"elu": 1.0}.get(activation, 0.2)
     for name, shape in SHAPES.items():
         for rows in (False, True)[: 1 + (len(shape) > 3)]:

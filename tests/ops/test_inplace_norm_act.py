@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
-from fusedseg.ops.norm import aten_chunks, op
+from fusedseg.ops.norm import op
+from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.kept import find
 from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
@@ -77,8 +78,7 @@ def inputs(shape, fmt, device, affine=True, residual=True, dtype=torch.float64):
 def chunking(request, monkeypatch):
     """The aten path runs in one piece, as for small tensors, or in many pieces, as for large tensors."""
     if request.param == "chunked":
-        monkeypatch.setattr(aten_chunks, "chunk_elements", lambda x: 7)
-        monkeypatch.setattr(aten_chunks, "WHOLE", 1)
+        monkeypatch.setattr(norm_reference, "TILE", 7)
 
 
 def check(groups, leaves, numerically=False, fast=False, **options):

@@ -147,6 +147,8 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(KeptChannels, "_may_lag", staticmethod(lambda weight, bias: bias is not None))
     monkeypatch.setattr(kept, "Arriving", Arrival)
     monkeypatch.setattr(kept, "_trackers", weakref.WeakSet())
+    # A test that compiled a module before has made every step refresh all modules.
+    monkeypatch.setattr(kept, "_compiled", False)
     monkeypatch.setattr(Arrival, "made", [])
     return Arrival.made
 

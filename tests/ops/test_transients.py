@@ -14,7 +14,6 @@ from fusedseg.functional import Interpolated
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops import reuse
-from fusedseg.ops.norm import aten_chunks, aten_input
 
 NEVER = 2**60
 
@@ -23,8 +22,6 @@ NEVER = 2**60
 def every_size(monkeypatch):
     """Small tensors are treated as large ones."""
     monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
-    monkeypatch.setattr(aten_chunks, "WHOLE", 0)
-    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 0)
 
 
 NORMS = {
@@ -52,14 +49,6 @@ def gradients(norm, x):
     return torch.autograd.grad((norm(x * 1) * 3).square().sum(), [x, *norm.parameters()])
 
 
-@pytest.fixture
-def in_one_piece(monkeypatch):
-    """Tensors of tests are not divided into parts."""
-    monkeypatch.setattr(aten_chunks, "WHOLE", 1)
-    monkeypatch.setattr(aten_input, "WHOLE_BYTES", 2**20)
-
-
-@pytest.mark.usefixtures("in_one_piece")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.selected_by is None])
 def test_g_over_dz_has_the_same_bits(name, dtype, memory_format, monkeypatch):
@@ -70,7 +59,6 @@ def test_g_over_dz_has_the_same_bits(name, dtype, memory_format, monkeypatch):
         assert_same_bits(partial(gradients, norm, x), monkeypatch)
 
 
-@pytest.mark.usefixtures("in_one_piece")
 def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
     """A converted network peaked one tensor higher than the same network in the scope, whose stock ReLU frees dz."""
     x = torch.randn(2, 4, 64, 64, requires_grad=True)
@@ -80,7 +68,10 @@ def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
         monkeypatch.setattr(reuse, "LEAST_BYTES", least)
         return measure(lambda x: norm(x * 1) * 2, x, loss=torch.sum).peak
 
-    assert peak(NEVER) - peak(1) == x.nbytes
+    # Forward has three tensors at its end, and backward does not need more.  With a new dx it has x, dz and dx, and
+    # tiles beside them.
+    assert peak(1) <= 3.01 * x.nbytes
+    assert peak(NEVER) >= 3.3 * x.nbytes
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

@@ -20,9 +20,9 @@ from .. import unfused
 from ..layout import dense, layout_of
 from ..norm import eager
 from ..norm import op as norm_op
-from ..norm.aten_chunks import activate
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
+from ..norm.reference import activate
 from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
 from ..norm.stock import norm_act
 from . import choice, join_conv

@@ -84,15 +84,15 @@ def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype,
     return bias.detach().to(wide).abs().clamp(min=floor) > weight.detach().to(wide).abs() * KAPPA[dtype]
 
 
-def finite_inverse(weight: Tensor, bias: Tensor, dtype: torch.dtype, residual: bool) -> tuple[Tensor, Tensor]:
-    """1 / weight and weight ** 2; 1 and weight where rounding y takes all of xhat, so that xhat counts as about 0.
+def finite_inverse(weight: Tensor, bias: Tensor, dtype: torch.dtype, residual: bool) -> Tensor:
+    """1 / weight; 1 where rounding y takes all of xhat, so that xhat counts as about 0.
 
     Such channels are kept.  Only a list that is older than the parameters may lack them: parameters may change through
     ``.data``, which no version counts.
     """
     eps = torch.finfo(dtype).eps
     lost = weight.abs() < bias.abs().clamp_(min=1.0 if residual else LEAST / eps).mul_(eps)
-    return weight.masked_fill(lost, 1.0).reciprocal_(), torch.where(lost, weight, weight.square())
+    return weight.masked_fill(lost, 1.0).reciprocal_()
 
 
 def slots_of(mask: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def rebuild(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
     if saved.residual is not None:
         saved = saved._replace(residual=like(saved.residual, x))
     saved = saved if adjacent(saved.weight, saved.bias) else _adjacent(saved)
-    return backend_of(x, spec.act).rebuild(saved, spec, out)
+    return backend_of(x, spec.act).recompute(saved, spec, out)
 
 
 def _adjacent(saved: Saved) -> Saved:
