@@ -1,4 +1,4 @@
-"""With the option "bits" a step keeps no more than without it, and its measured peak is no higher."""
+"""With the option "bits" a step keeps no more than without it, and its measured peak is no higher with aten."""
 
 import pytest
 import torch
@@ -107,16 +107,18 @@ def bytes_of(net, x, codegen, **options):
     return nbytes, allocator_peak(step)
 
 
-def check(name, codegen):
+def check(name, codegen, most, higher=1.001):
+    """Keeps no more than exact mode, or the share ``most`` of it, and peaks at no more than ``higher`` times as much.
+
+    Vectors, such as statistics in another form, are a few hundred bytes, so ``higher`` is above 1.
+    """
     torch.manual_seed(0)
-    build, most = NETWORKS[name]
-    net, x = build(), torch.randn(2, 3, 64, 64)
+    net, x = NETWORKS[name][0](), torch.randn(2, 3, 64, 64)
     exact = bytes_of(net, x, codegen)
     for bits in (8, 4):
         nbytes, peak = bytes_of(net, x, codegen, bits=bits)
         assert nbytes <= exact[0]
-        # Vectors, such as statistics in another form, are a few hundred bytes.
-        assert peak <= 1.001 * exact[1]
+        assert peak <= higher * exact[1]
         assert most is None or nbytes <= most * exact[0]
 
 
@@ -124,14 +126,35 @@ def check(name, codegen):
 def test_aten(name):
     """A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of
     its values was kept, and the values that the questions compare lived until the end of forward."""
-    check(name, "aten")
+    check(name, "aten", NETWORKS[name][1])
+
+
+# Of each network with Inductor on a CPU: the share that bits keep at most, and the most that the peak may be, in peaks
+# of exact mode.
+WITH_INDUCTOR = {
+    "skeleton": (None, 1.001),
+    "U-Net": (0.5, 1.001),
+    "residual": (None, 1.001),
+    # Its exact plan keeps less than that of aten.  Measured: 0.65 of it, and 0.46 of the peak.
+    "skeleton behind a U-Net": (0.7, 1.001),
+    # The claim fails for the other two.  Measured: 1.0034 and 1.0863.
+    "concatenations": (0.5, 1.005),
+    "group norms": (None, 1.09),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
-def test_inductor():
-    """The measured peak of other networks may be some percent higher, because Inductor orders its kernels itself."""
-    check("skeleton", "inductor")
+@pytest.mark.parametrize("name", WITH_INDUCTOR)
+def test_inductor(name):
+    """The peak is counted kernel by kernel, and Inductor's code for a CPU is not like that.
+
+    It puts all kernels between two convolutions into one function, allocates all results of them before the function
+    runs, and lets go of their inputs after it.  A buffer that a later kernel reuses stays alive in between.  So the
+    measured peak of two networks is higher with bits than without.
+    """
+    most, higher = WITH_INDUCTOR[name]
+    check(name, "inductor", most, higher)
 
 
 def test_a_skeleton_is_exact():
