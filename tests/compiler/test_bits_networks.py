@@ -57,7 +57,7 @@ CASES = {
     "3D small": Case(lambda: unet3d_small(**UNET3D), VOLUME, {8: (821, 1806), 4: (421, 1559)}),
     "3D small, named": Case(named, VOLUME, {4: (421, 1559)}),
     "two encoders": Case(lambda: lidar_optical_unet(**UNET2D), IMAGES, {8: (626, 1008), 4: (322, 768)}),
-    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1505, 1641), 4: (814, 1267)}),
+    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (801, 1267)}),
 }
 FUSED = {
     "3D large": Case(unet3d_large, VOLUME, {8: (778, 1411), 4: (400, 1043)}),
