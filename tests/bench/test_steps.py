@@ -153,7 +153,9 @@ def test_the_important_ways_come_first():
     pairs = pairs_of(CASES)
     first = [way in steps.FIRST for _, way in pairs]
     assert first == sorted(first, reverse=True)
-    assert [way for case, way in pairs if case is CASES[0]][:2] == ["eager", "compiled"]
+    # The packages of some networks may be absent.
+    here = next(case for case in CASES if case.is_here())
+    assert [way for case, way in pairs if case is here][:2] == ["eager", "compiled"]
     assert len({str(case) for case in CASES}) == len(CASES)
     assert {way for case in CASES for way in case.ways} == set(steps.WAYS)
 
