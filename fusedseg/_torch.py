@@ -195,11 +195,6 @@ def _memory_format(t: torch.Tensor) -> torch.memory_format:
 suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
 
 
-def in_forward_ad() -> bool:
-    """Whether a level of forward-mode differentiation is entered; True if that cannot be found out."""
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
-
-
 # Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
 is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
 

@@ -23,7 +23,7 @@ GRAPH = "a target in a graph of PyTorch"
 # File -> {the first argument: why it is asked}.
 ALLOWED = {
     "fusedseg/_torch.py": {
-        "found": VERSIONS, "torch.autograd.forward_ad": VERSIONS, "torch.compiler": VERSIONS,
+        "found": VERSIONS, "torch.compiler": VERSIONS,
         "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
         "compiled": USERS, "target": USERS, "module": GRAPH, "compiler": USERS, "handler": VERSIONS,
         "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS,

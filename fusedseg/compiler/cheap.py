@@ -52,13 +52,6 @@ def has_flops(node: fx.Node) -> bool:
     return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
 
 
-def is_product(node: fx.Node) -> bool:
-    """Whether the node has much arithmetic, or is an op of another package, which may have much arithmetic."""
-    if not isinstance(node.target, _torch.OpOverload):
-        return False
-    return has_flops(node) or (node.target.namespace not in ("aten", "prims") and not is_cheap(node))
-
-
 def is_cheap(node: fx.Node) -> bool:
     """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
     op = node.target

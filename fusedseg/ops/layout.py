@@ -50,11 +50,6 @@ class Layout(NamedTuple):
         return self._replace(N=N, I=samples, D=self.C // groups)
 
 
-def starts_at(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at the same place of the same memory; tensors without values have no address."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-
-
 def suggests_channels_last(x: Tensor) -> bool:
     """Whether aten treats ``x``, (N, C, *spatial), as channels_last.
 
