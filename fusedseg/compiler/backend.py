@@ -26,7 +26,7 @@ def backend(
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
     if settings.memory_format is not None:
-        layouts.rewrite(module, settings.memory_format, fuses=settings.codegen == "inductor")
+        layouts.rewrite(module, settings.memory_format)
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -55,7 +55,7 @@ def chosen(settings: Settings) -> Settings:
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     if mode not in (None, "default"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's, and codegen='aten' has no modes")
-    from . import captured
+    from . import captured, norms
     from .emit import emit
     from .partition import Partition
 
@@ -63,15 +63,18 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     compiler = parts.aot_autograd(
         fw_compiler=emit, bw_compiler=emit, partition_fn=Partition(settings), keep_inference_input_mutations=True
     )
-    return compiler(captured.rewrite(module), example_inputs)
+    how = norms.How(keeps_rows=settings.memory_format is not None, whole=settings.bits is None)
+    return compiler(captured.rewrite(module, how), example_inputs)
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import captured, enlarged
+    from . import captured, enlarged, norms
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
     captured.unfold(module)
+    keeps_rows, whole = settings.memory_format is not None, settings.bits is None
+    norms.rewrite(module.graph, norms.How(fuses=True, keeps_rows=keeps_rows, whole=whole))
     enlarged.rewrite(module)
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}

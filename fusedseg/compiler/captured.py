@@ -2,7 +2,7 @@
 
 Here a call of a function is one node still.  With the codegen "aten", an interpolation becomes an op that the tracer
 does not take apart (``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each
-result in place of int64 positions and of its input.
+result in place of int64 positions and of its input.  Norms are found here too (``norms.py``), for both codegens.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
-from ..ops.norm import op as norms
+from . import norms
 from .joint import node_at
 
 
@@ -45,14 +45,10 @@ JOINING = (F.interpolate, torch.cat)
 
 
 def unfold(module: fx.GraphModule) -> None:
-    """Writes modules of this package as stock functions: what they keep elsewhere is decided by the backend here.
+    """Writes the concatenation of a ``JoinConv`` into the graph, in place of a checkpoint of it.
 
-    A norm that keeps its output has stock functions, and the concatenation of a ``JoinConv`` is in the graph itself, in
-    place of a checkpoint of it.
+    What is kept is decided by the backend.
     """
-    for node in module.graph.nodes:
-        if node.target is norms.norm_op._opoverload:
-            node.target = norms.as_stock
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
         wrapped = module.get_submodule(str(node_at(node, 0).target))
         assert isinstance(wrapped, fx.GraphModule)
@@ -70,9 +66,10 @@ def unfold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def rewrite(module: fx.GraphModule) -> fx.GraphModule:
+def rewrite(module: fx.GraphModule, how: norms.How = norms.How()) -> fx.GraphModule:  # noqa: B008  it is frozen
     """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
     unfold(module)
+    norms.rewrite(module.graph, how)
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]

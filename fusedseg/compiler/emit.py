@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import _torch
+from .. import _backend, _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
-from ..ops.norm import sample_norm
-from . import in_turn, joined, order, reinplace, triton_ops
-from .joint import is_gradient, is_op, is_tensor, last_readers, outputs_of
+from ..ops.norm import graph as norms
+from . import in_turn, joined, reinplace
+from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 
 aten = torch.ops.aten
 SAME = (
@@ -37,8 +37,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
-    torch.ops.fusedseg.sample_norm.default: sample_norm.forward,
-    torch.ops.fusedseg.sample_norm_backward.default: sample_norm.backward,
+    norms.norm_act: norms.forward,
+    norms.norm_act_backward: norms.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
@@ -137,6 +137,12 @@ def _function(source: Source) -> Any:
     return names["run"]
 
 
+def _has_kernels(graph: fx.Graph) -> bool:
+    """Whether Triton kernels compute norms of a graph."""
+    found = (node_at(node, 0) for node in graph.nodes if node.target is norms.norm_act)
+    return any(_backend.takes_triton(value_of(x).device) for x in found)
+
+
 def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The function that runs a graph.
 
@@ -147,12 +153,9 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     reinplace.statistics(module.graph)
-    if triton_ops.rewrite(module.graph):
-        # Values are those of eager mode up to rounding from here on.
-        if gradients:
-            order.again(module)
-        else:
-            joined.sums(module.graph)
+    if not gradients and _has_kernels(module.graph):
+        # Values are those of eager mode up to rounding anyway.
+        joined.sums(module.graph)
     joined.rewrite(module.graph)
     reinplace.results(module.graph)
     in_turn.rewrite(module.graph)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fusedseg import _torch
-from fusedseg.compiler import captured
+from fusedseg.compiler import captured, norms
 from fusedseg.compiler.emit import emit
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import Settings
@@ -42,7 +42,8 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module), given))
+            how = norms.How(whole=options.get("bits") is None)
+            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module, how), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.compiler import chains, forms, norm_calls
-from fusedseg.compiler.joint import is_tensor, value_of
 from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.norm import passes
 from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
@@ -111,13 +109,7 @@ def _backward(dz, saved, spec, layout, kept, wanted):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
-
-    def is_served(x):
-        return is_tensor(x) and value_of(x).is_floating_point() and norm_calls.is_planes_or_rows(value_of(x))
-
-    for module in (chains, forms, norm_calls):
-        monkeypatch.setattr(module, "is_served", is_served)
+    """Norms allocate what the Triton kernels do."""
     for of in (_statistics, _forward, _rebuild, _backward):
         monkeypatch.setattr(passes, of.__name__[1:], of)
 

@@ -131,9 +131,14 @@ def _(dz, source, weight, bias, residual, slope, *rest):
     return [source.new_empty(0) if v is None else torch.empty_like(v) for v in like_each]
 
 
+def parts_of(call: tuple) -> tuple[Passed, Tensor | None, Spec]:
+    """The tensors of a call of the functional op, the slots of kept channels, and what the op computes."""
+    return Passed(*call[:7]), call[7], _spec_of(*call[9:])
+
+
 def as_stock(*call):
     """The functional op as stock functions with their own backward, which keeps the input in place of the output."""
-    passed, slots, spec = Passed(*call[:7]), call[7], _spec_of(*call[9:])
+    passed, slots, spec = parts_of(call)
     if not stock.serves(passed.x, spec, slots):
         return norm_op(*call)
     z, stats = stock.forward(passed, spec)
