@@ -191,10 +191,12 @@ def form_of(node: fx.Node) -> Form | None:
 
 
 def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormAct:
-    running = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
-    statistics = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
-    tensors: list[Any] = [given[name] for name in ("input", "weight", "bias", "residual")]
-    return NormAct(*tensors, *running, *statistics, spec=made.args[8:], own=given["own"])
+    running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
+    mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
+    x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
+    return NormAct(
+        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
+    )
 
 
 def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
