@@ -16,7 +16,7 @@ from .. import _backend, _torch
 from ..ops import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import graph as norms
-from . import in_turn, joined, reinplace
+from . import in_turn, joined, parted, reinplace
 from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 
 aten = torch.ops.aten
@@ -152,6 +152,8 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
+    if not gradients:
+        parted.rewrite(module.graph)
     reinplace.statistics(module.graph)
     if not gradients and _has_kernels(module.graph):
         # Values are those of eager mode up to rounding anyway.

@@ -59,7 +59,7 @@ OVERWRITING: dict[Any, Any] = {
 # and the form that moves them where they are.
 MOVING: dict[Any, tuple[int, Any]] = {
     _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
-    **{op: (4, moving) for op, moving in norms.MOVING.items()},
+    **norms.MOVING,
 }
 
 

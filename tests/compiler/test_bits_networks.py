@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedseg import _backend
 from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.norm import passes
 from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
@@ -55,7 +56,8 @@ CASES = {
     "3D small": Case(lambda: unet3d_small(**UNET3D), VOLUME, {8: (821, 1806), 4: (421, 1559)}),
     "3D small, named": Case(named, VOLUME, {4: (421, 1559)}),
     "two encoders": Case(lambda: lidar_optical_unet(**UNET2D), IMAGES, {8: (626, 1008), 4: (322, 768)}),
-    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (801, 1267)}),
+    # Its statistics, which are fp32, are five kilobytes above 801.
+    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (802, 1267)}),
 }
 FUSED = {
     "3D large": Case(unet3d_large, VOLUME, {8: (778, 1411), 4: (400, 1043)}),
@@ -109,7 +111,8 @@ def _backward(dz, saved, spec, layout, kept, wanted):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Norms allocate what the Triton kernels do."""
+    """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
+    monkeypatch.setattr(_backend, "takes_triton", lambda device: True)
     for of in (_statistics, _forward, _rebuild, _backward):
         monkeypatch.setattr(passes, of.__name__[1:], of)
 

@@ -173,6 +173,22 @@ def test_bits_keep_the_inputs_of_norms():
     assert moved.stored("low_bit_unpack_kernel") == nbytes * moved.launches.count("low_bit_unpack_kernel")
 
 
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+def test_bits_leave_norms_in_place(name, dtype, sources):
+    """The packing of its input kept a norm from writing over it."""
+    norm, act = CASES[name]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), act, nn.Conv2d(4, 4, 3), norm(), act, nn.Conv2d(4, 2, 1)).to(dtype)
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 36, 36, dtype=dtype)
+    found, wanted = results(net, compiled(net, bits=8), [x]), results(twin, twin, [x.double()])
+    assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_forward_over") == 2
+    assert calls(sources).count("backward") == 2
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3
+
+
 def test_one_graph_for_all_sizes():
     net, twin = pair("instance")
     run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"}, dynamic=True)

@@ -105,6 +105,21 @@ def forward_moving_over(*call: Any) -> tuple[Tensor, ...]:
     return _results(*call, over=True, moving=True)
 
 
+def statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *flat_spec: Any, moving: bool = False
+) -> tuple[Tensor, ...]:
+    """The results of ``forward`` of a batch norm but z, in whose place there is an empty tensor."""
+    source, layout = dense(x)
+    running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
+    mean, rstd = passes.statistics(source, _spec_of(*flat_spec), layout, *running)
+    return source.new_empty(0), mean, rstd, *(source.new_empty(0) if v is None or moving else v for v in running)
+
+
+def statistics_moving(*call: Any) -> tuple[Tensor, ...]:
+    """``statistics``, which moves the running statistics where they are."""
+    return statistics(*call, moving=True)
+
+
 def _saved(x: Tensor, weight: Any, bias: Any, residual: Any, mean: Tensor, second: Tensor) -> Saved:
     mean, second = (v.flatten().to(stats_dtype(x)) for v in (mean, second))
     return Saved(x, weight, bias, residual, None, mean, second)
@@ -115,7 +130,7 @@ def _gradients(dz: Tensor, x: Tensor, *call: Any, over: bool = False) -> tuple[T
     spec = _spec_of(*flat_spec)
     source, layout = dense(x)
     saved = _saved(source, weight, bias, residual, mean, second)
-    into = dz if over and passes.fits(dz, source, spec) else None
+    into = dz if over and dz.dtype == source.dtype and dz.stride() == source.stride() else None
     wanted = Wanted(affine, of_residual, into)
     dx, *others, _ = passes.backward(dz, saved, spec, spec.layout(source, layout), None, wanted)
     asked = affine and weight is not None, affine and bias is not None, of_residual
@@ -159,8 +174,9 @@ _define(
 )
 norm_act = torch.ops.fusedseg.norm_act.default
 norm_act_backward = torch.ops.fusedseg.norm_act_backward.default
-# The forms of the calls that write over an argument, and that which moves running statistics.
-MOVING: dict[Any, Callable[..., Any]] = {norm_act: forward_moving}
+# The forms of the calls that move running statistics, each with the place of the first of them among the arguments.
+MOVING: dict[Any, tuple[int, Callable[..., Any]]] = {norm_act: (4, forward_moving), statistics: (1, statistics_moving)}
+# The forms that write over the first argument.
 OVER: dict[Any, Callable[..., Any]] = {
     norm_act: forward_over,
     forward_moving: forward_moving_over,
