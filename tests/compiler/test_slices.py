@@ -1,6 +1,7 @@
 """Concatenations in channels_last and their gradients, for the codegen "aten"; the interpreter runs the kernels."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.compiler import slices
+from fusedseg import _backend
+from fusedseg.compiler import slices, split
+from fusedseg.nn import JoinConv2d
+from fusedseg.ops.conv import sources
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
 from tests.tools.traffic import traffic
@@ -117,3 +121,36 @@ def test_the_backend_decides(monkeypatch):
         monkeypatch.setattr(fusedseg, "backend", backend)
         module = traced(backward, dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1))
         assert slices.rewrite(module.graph) == count
+
+
+SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget": "peak 1GiB"}, 1)}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
+    """Source by source, backward of such a convolution took 2 ms where the concatenation takes .5."""
+    found, rewrite = [], split.rewrite
+    monkeypatch.setattr(split, "rewrite", lambda graph: found.append(rewrite(graph)))
+    monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
+    options, count = SPLITS[name]
+    net, twin, x = pair("transposed")
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    for a, b in zip(results(net, compiled(net, **options), [x]), results(twin, twin, [x.double()]), strict=True):
+        close(a.double(), b)
+    assert len(found) == count
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_compiled_joins_on_a_gpu_form_the_concatenation(on_gpu, monkeypatch):
+    monkeypatch.setattr(sources, "FORMED_BYTES", 0)
+    monkeypatch.setattr(_backend, "off_cpu", lambda t: on_gpu)
+    net, seen = JoinConv2d(5, 4, 3), []
+
+    def look(module, example_inputs):
+        seen.append(sum(node.target is torch.convolution for node in module.graph.nodes))
+        return module
+
+    given = torch.randn(2, 2, 6, 6), torch.randn(2, 3, 6, 6)
+    out = torch.compile(net, backend=look)(given)
+    torch.testing.assert_close(out, net(given))
+    assert seen == [1 if on_gpu else 2]
