@@ -42,19 +42,25 @@ class _Given(NamedTuple):
     momentum: object = None
 
 
+def _arguments_of(norm: fx.Node) -> dict[str, Any]:
+    """The arguments of a function of PyTorch by their names, with defaults."""
+    function: Any = norm.target
+    return getcallargs(function, *norm.args, **norm.kwargs)
+
+
 def _batch_norm(node: fx.Node) -> _Given | None:
-    given = getcallargs(F.batch_norm, *node.args, **node.kwargs)
+    given = _arguments_of(node)
     return _Given(given["input"], given["running_mean"], given["momentum"]) if given["training"] is True else None
 
 
 def _instance_norm(node: fx.Node) -> _Given | None:
-    given = getcallargs(F.instance_norm, *node.args, **node.kwargs)
+    given = _arguments_of(node)
     own = given["use_input_stats"] is True
     return _Given(given["input"], given["running_mean"], given["momentum"]) if own else None
 
 
 def _group_norm(node: fx.Node) -> _Given | None:
-    given = getcallargs(F.group_norm, *node.args, **node.kwargs)
+    given = _arguments_of(node)
     x = given["input"]
     alone = isinstance(x, fx.Node) and _value_of(x).shape[1] == given["num_groups"]
     return _Given(x) if alone else None

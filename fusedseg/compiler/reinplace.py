@@ -187,10 +187,11 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         if not isinstance(added, fx.Node) or added.target is not aten.add.Tensor or set(added.users) != {copy}:
             continue
         new, more = added.args
-        of_norm = isinstance(new, fx.Node) and new.target is operator.getitem and set(new.users) == {added}
+        if not isinstance(new, fx.Node) or new.target is not operator.getitem or set(new.users) != {added}:
+            continue
         # At the end of the graph another buffer may have its next value already.
         still = isinstance(more, fx.Node) and roots[more] not in changed
-        if of_norm and still and node_at(new, 0).target is _torch.functional_batch_norm:
+        if still and node_at(new, 0).target is _torch.functional_batch_norm:
             copy.update_arg(1, new)
             added.update_arg(0, more)
             taken.append((buffer, added))
