@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch, rules
-from .joint import calls_view, is_alike, is_op, items_of, node_at, outputs_of, roots_of, value_of
+from .joint import calls_view, has_same_form, is_alike, is_op, items_of, outputs_of, roots_of, value_of
 from .norm_calls import Backward, Forward, Rebuild
 
 aten = torch.ops.aten
@@ -191,7 +191,7 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             continue
         # At the end of the graph another buffer may have its next value already.
         still = isinstance(more, fx.Node) and roots[more] not in changed
-        if still and node_at(new, 0).target is _torch.functional_batch_norm:
+        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):  # type: ignore[arg-type]
             copy.update_arg(1, new)
             added.update_arg(0, more)
             taken.append((buffer, added))

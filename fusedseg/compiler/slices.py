@@ -5,32 +5,28 @@ The ops of this file need memory without gaps, and would copy a slice themselves
 values one by one.  So they get a copy by the kernel of ``ops/concat.py``.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from .. import _backend
 from ..ops.concat import dense, pitch_of
 from ..ops.layout import FORMATS, suggests_channels_last
-from .joint import has_symbols, is_tensor, name_of, op_of, value_of
-from .norm_calls import Backward
+from .joint import has_symbols, is_op, is_tensor, name_of, op_of, value_of
 
-aten = torch.ops.aten
-# Ops whose first argument is a gradient that they need without gaps.
+# Ops, and functions of ``norm_calls.py``, whose first argument is a gradient that they need without gaps.
 READERS = {
-    aten.convolution_backward.default,
-    aten.native_batch_norm_backward.default,
-    aten.native_group_norm_backward.default,
-    torch.ops.fusedseg.sample_norm_backward.default,
-    torch.ops.fusedseg.max_pool_backward.default,
-}
+    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward", "sample_norm_backward",
+    "max_pool_backward", "norm_act_backward",
+}  # fmt: skip
 
 
 def rewrite(graph: fx.Graph) -> int:
     """Gives these ops their copies, and returns how many."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        reads = op_of(node) in READERS or isinstance(node.target, Backward)
-        source = node.args[0] if reads else None
+        source = node.args[0] if _called(node) in READERS else None
         if not isinstance(source, fx.Node) or not _is_slice(source):
             continue
         if source not in copies:
@@ -40,6 +36,14 @@ def rewrite(graph: fx.Graph) -> int:
             copies[source].meta["val"] = torch.empty_like(value, memory_format=FORMATS[value.dim()])
         node.update_arg(0, copies[source])
     return len(copies)
+
+
+def _called(node: fx.Node) -> str:
+    """The name of the op or the function that a node calls, without a namespace and an overload."""
+    if node.op != "call_function":
+        return ""
+    function: Any = node.target
+    return op_of(node)._schema.name.rpartition("::")[2] if is_op(node) else function.__name__
 
 
 def _is_slice(node: fx.Node) -> bool:
