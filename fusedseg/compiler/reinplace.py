@@ -175,7 +175,7 @@ def statistics(graph: fx.Graph) -> int:
 
 
 def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """What ``dead_bias.move`` adds to a new running mean is to be added where the mean is, after all else.
+    """What ``dead_bias.move_mean`` adds to a new running mean is to be added where the mean is, after all else.
 
     The norm's own new mean is copied to the buffer in place of the sum.  Returns the buffers and the sums, which nobody
     reads any more.
