@@ -191,7 +191,7 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             continue
         # At the end of the graph another buffer may have its next value already.
         still = isinstance(more, fx.Node) and roots[more] not in changed
-        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):  # type: ignore[arg-type]
+        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):
             copy.update_arg(1, new)
             added.update_arg(0, more)
             taken.append((buffer, added))
