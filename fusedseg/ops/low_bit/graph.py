@@ -222,4 +222,5 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         return numel * (2 if bits == 1 else 3)
     if target not in (round_op._opoverload, unpack_op._opoverload) or _backend.use_triton(value, "low_bit"):
         return 0
-    return reference.workspace(numel, value.dtype, value.device)
+    needed = reference.pack_workspace if target is round_op._opoverload else reference.unpack_workspace
+    return needed(numel, value.dtype, value.device)
