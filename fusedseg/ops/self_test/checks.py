@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ... import _backend
 from ..check import HALF
 from ..layout import layout_of
-from ..low_bit import aten as low_bit_aten
+from ..low_bit import reference as low_bit_reference
 from ..low_bit.spec import lines_of
 from ..segmentation.spec import SumsSpec, sizes_of
 
@@ -250,7 +250,7 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         lines, flat = lines_of(x, SHAPE[1]), x.as_strided((x.numel(),), (1,))
         found, expected = torch.empty_like(flat), torch.empty_like(flat)
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
-        low_bit_aten.unpack(low_bit_aten.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
+        low_bit_reference.unpack(low_bit_reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
         yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
 
 
