@@ -97,6 +97,9 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
     _or(f"torch.nn.modules.module._global_{name}_hooks", {})
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
+# A context in which writes to a tensor are no changes to autograd.  Without it, backward raises PyTorch's error of a
+# saved tensor that was modified in place.
+preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter", lambda t: nullcontext())
 # Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None

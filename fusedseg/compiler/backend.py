@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import layouts
+from . import dead_bias, layouts
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -25,6 +25,8 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
+    # Before other passes replace the norms.
+    dead_bias.rewrite(module, settings)
     if settings.memory_format is not None:
         layouts.rewrite(module, settings.memory_format, fuses=settings.codegen == "inductor")
     limits = settings.limits

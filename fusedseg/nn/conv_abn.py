@@ -186,7 +186,7 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
         device, dtype: the device and dtype of parameters and buffers.
 
     In training the gradient of a convolution's bias is exactly zero, because the norm subtracts the mean, which
-    contains the bias; in compiled code it is zero up to rounding.
+    contains the bias; in compiled code it is zero up to rounding, unless the backend "fusedseg" leaves the bias out.
 
     Kept for backward: the input, the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and for channels
     with a tiny weight the tensors that ``InPlaceABN`` keeps.  Under autocast the weight itself is kept, and backward

@@ -15,6 +15,9 @@ call ``forward`` and ``backward`` of ``passes.py``.  A norm that keeps its input
 ``torch.compile`` (``stock.py``), unless its statistics are those of all processes.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -145,6 +148,11 @@ def _norm_of(keep, activation, activation_param, eps, own, kind, groups, process
     """Builds a norm from the arguments that ``flat`` lists."""
     act = Activation(activation, activation_param)
     return Norm(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
+
+
+def spec_of_call(call: Sequence[Any]) -> Spec:
+    """The spec of a call of ``norm_op``, from all its arguments."""
+    return _spec_of(*call[9:])
 
 
 def _kept_of(slots: Tensor | None, count: int) -> Kept | None:

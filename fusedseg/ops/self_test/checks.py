@@ -2,7 +2,8 @@
 
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
-norm, the convolution in training and in eval mode, the sums of losses of few and of many classes, and packing.
+norm, the convolution in training and in eval mode, the sums of losses of few and of many classes, packing, and
+concatenation.
 
 The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
 """
@@ -254,9 +255,24 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
 
 
+def _concat(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.concat import concat
+
+    # Five sources take two launches.
+    wide = _random((2, 40, 16, 16), dtype, device, "channels_last", 0)
+    for what, channels in (("aligned", (8, 16, 8)), ("odd channels", (3, 8, 1, 4, 5))):
+        sources = wide[:, 8 : 8 + sum(channels)].split(channels, dim=1)
+        y = _random((2, sum(channels), 16, 16), dtype, device, "channels_last", 1)
+        concat(sources, [40] * len(channels), y, y.shape[1])
+        # A concatenation copies.
+        yield Compared(f"y ({what})", y, torch.cat([x.double() for x in sources], 1), 0.0)
+
+
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
-CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums, "low_bit": _low_bit}
+CHECKS: dict[str, Check] = {
+    "norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums, "low_bit": _low_bit, "concat": _concat,
+}  # fmt: skip
 DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
 
 
