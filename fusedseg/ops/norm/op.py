@@ -150,9 +150,9 @@ def _norm_of(keep, activation, activation_param, eps, own, kind, groups, process
     return Norm(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
 
 
-def spec_of_call(call: Sequence[Any]) -> Spec:
-    """The spec of a call of ``norm_op``, from all its arguments."""
-    return _spec_of(*call[9:])
+def norm_of_call(call: Sequence[Any]) -> Norm:
+    """The norm of a call of ``norm_op``, from all its arguments."""
+    return _norm_of(*call[9:])
 
 
 def _kept_of(slots: Tensor | None, count: int) -> Kept | None:
