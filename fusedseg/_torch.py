@@ -293,6 +293,22 @@ def compiler_parts() -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
+_CUDA_GRAPHS = {
+    "cudagraphify_impl": "torch._inductor.cudagraph_trees.cudagraphify_impl",
+    "get_manager": "torch._inductor.cudagraph_trees.get_manager",
+    "reset": "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
+    "get_placeholder_info": "torch._inductor.cudagraph_utils.get_placeholder_info",
+    "find_input_mutations": "torch._dynamo.backends.cudagraphs.find_input_mutations",
+    "TracingContext": "torch._guards.TracingContext",
+}
+
+
+def cuda_graph_parts() -> SimpleNamespace:
+    """The parts of PyTorch's trees of CUDA graphs that record and replay the codegen "aten"."""
+    feature = 'torch.compile(backend="fusedseg", options={"cudagraphs": True})'
+    return SimpleNamespace(**{name: later(path, feature) for name, path in _CUDA_GRAPHS.items()})
+
+
 def inductor_problem() -> str:
     """The reason why the backend cannot hand graphs to Inductor, or ""."""
     missing = [_BACKEND[name] for name in _FOR_INDUCTOR if _find(_BACKEND[name]) is _ABSENT]

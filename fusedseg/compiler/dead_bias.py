@@ -68,8 +68,8 @@ def _group_norm(node: fx.Node) -> _Given | None:
 
 def _own_norm(node: fx.Node) -> _Given | None:
     """The norm of a module of this package; the graph moves its running mean by the statistics that it returns."""
-    spec = norms.spec_of_call(node.args)
-    return _Given(node.args[0]) if spec.own and spec.kind != "group" and spec.process_group is None else None
+    norm = norms.norm_of_call(node.args)
+    return _Given(node.args[0]) if norm.own and norm.kind != "group" and norm.process_group is None else None
 
 
 # What each of these functions is given, if it removes a constant that is added to a channel.

@@ -97,7 +97,7 @@ class Interpolated:
 
     def formed(self) -> Tensor:
         size, mode, align_corners = self.enlarge
-        return F.interpolate(self.x, size=size, mode=mode, align_corners=align_corners)
+        return interpolate.eager(self.x, size, None, mode, align_corners)
 
     def channels(self, start: int, stop: int) -> "Interpolated":
         return Interpolated(self.x[:, start:stop], *self.enlarge)
