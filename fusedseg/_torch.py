@@ -299,6 +299,7 @@ _CUDA_GRAPHS = {
     "reset": "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
     "get_placeholder_info": "torch._inductor.cudagraph_utils.get_placeholder_info",
     "find_input_mutations": "torch._dynamo.backends.cudagraphs.find_input_mutations",
+    "get_stack_traces": "torch._dynamo.backends.cudagraphs.get_stack_traces",
     "TracingContext": "torch._guards.TracingContext",
 }
 
