@@ -28,7 +28,7 @@ class Conv(NamedTuple):
         return Conv(self.features.detach(), self.weight.detach(), bias)
 
 
-class Form(NamedTuple):
+class ConvForm(NamedTuple):
     """The description of the convolution.
 
     size: the spatial size to which the logits are interpolated, or None.  align_corners: as in ``interpolate``.
@@ -101,8 +101,8 @@ class ConvLogits:
         return Conv(self.features, self.weight, self.bias)
 
     @property
-    def form(self) -> Form:
-        return Form(self.size, self.align_corners, self.dtype)
+    def form(self) -> ConvForm:
+        return ConvForm(self.size, self.align_corners, self.dtype)
 
     @property
     def shape(self) -> torch.Size:
