@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._torch import FakeTensor
+from ..check import has_values
 from ..layout import dense
 from . import reference
 from .conv_logits import Conv, ConvForm
@@ -141,11 +141,6 @@ class Wide(NamedTuple):
                 into.view(into.shape[0], -1)[:, where] = dh[0]
 
 
-def _is_fake(t: Tensor) -> bool:
-    """Whether a tensor has no values; then a few tiles show the bytes of all."""
-    return isinstance(t, FakeTensor) or t.is_meta
-
-
 def _grid(conv: Conv, form: ConvForm) -> tuple[int, ...]:
     """The axes of positions of the logits to which the slices of ``tiles`` belong."""
     if form.size is None:
@@ -177,7 +172,8 @@ def _tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iterator[tuple[Te
                 if dh is not None:
                     assert grads.features is not None
                     grads.features.view(N, C, S)[where[0], :, where[1]] = dh
-            if _is_fake(features):
+            if not has_values(features):
+                # One tile shows the bytes of all.
                 return
 
 
@@ -215,7 +211,7 @@ def _interpolated_tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iter
                 if dz is not None:
                     dz[:, :, near] += torch.matmul(torch.matmul(of_rows[r:stop, near].mT, x), of_columns)
                 del x
-                if _is_fake(features):
+                if not has_values(features):
                     break
             if grads is not None and dz is not None:
                 if planes.n_in > 1:
@@ -228,7 +224,7 @@ def _interpolated_tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iter
                 later = dz[:, done:]
                 into = None if grads.features is None else _as_volume(grads.features)[n, :, used.start : first]
                 wide.backward_of(dz[:, :done], part[:, :done], grads, into)
-            if _is_fake(features) and d > 0:
+            if not has_values(features) and d > 0:
                 break
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import double_backward
-from ..double_backward import differentiated_once
+from ..double_backward import differentiated_once, refuse_in_graphs
 from ..layout import dense
 from . import conv_aten
 from .conv_aten import ConvSums
@@ -149,12 +148,8 @@ def _op_backward(ctx, dsums):
     return *grads, *(None,) * (2 + len(ctx.rest))
 
 
-def _backward_twice(ctx, *ddx):
-    raise RuntimeError(double_backward.message(OP))
-
-
 conv_sums_op.register_autograd(_op_backward, setup_context=_setup_context)
-conv_sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
+refuse_in_graphs(conv_sums_backward_op, OP)
 
 
 def sums(given: Given, spec: SumsSpec) -> Tensor:
