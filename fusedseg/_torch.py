@@ -159,7 +159,6 @@ def _overlaps(x: torch.Tensor) -> int:
 debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 
 # oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
-get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # The dispatch modes of this thread.
 dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
