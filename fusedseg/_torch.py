@@ -97,6 +97,9 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
     _or(f"torch.nn.modules.module._global_{name}_hooks", {})
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
+# A context in which writes to a tensor are no changes to autograd.  Without it, backward raises PyTorch's error of a
+# saved tensor that was modified in place.
+preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter", lambda t: nullcontext())
 # Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
@@ -288,6 +291,22 @@ def compiler_parts() -> SimpleNamespace:
         if found[base] is _ABSENT:
             found[base] = object
     return SimpleNamespace(**found)
+
+
+_CUDA_GRAPHS = {
+    "cudagraphify_impl": "torch._inductor.cudagraph_trees.cudagraphify_impl",
+    "get_manager": "torch._inductor.cudagraph_trees.get_manager",
+    "reset": "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
+    "get_placeholder_info": "torch._inductor.cudagraph_utils.get_placeholder_info",
+    "find_input_mutations": "torch._dynamo.backends.cudagraphs.find_input_mutations",
+    "TracingContext": "torch._guards.TracingContext",
+}
+
+
+def cuda_graph_parts() -> SimpleNamespace:
+    """The parts of PyTorch's trees of CUDA graphs that record and replay the codegen "aten"."""
+    feature = 'torch.compile(backend="fusedseg", options={"cudagraphs": True})'
+    return SimpleNamespace(**{name: later(path, feature) for name, path in _CUDA_GRAPHS.items()})
 
 
 def inductor_problem() -> str:

@@ -30,10 +30,10 @@ from ._torch import FakeTensor, FakeTensorMode
 from .activation import OF_MODULE, TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
 from .ops.max_pool import op as pools
+from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
-from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.spec import Passed, Spec
+from .ops.norm.op import normalise_eagerly
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
@@ -207,26 +207,26 @@ def _takes(norm: Any, x: Tensor) -> bool:
 IDENTITY = Activation("identity", 0.0)
 
 
-def _call_of(norm: Any, x: Tensor) -> tuple[Passed, Spec]:
+def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
     """The tensors and the description of a stock norm's call, without its activation.
 
     The statistics are chosen and moved as the stock norm does it, also where a checkpoint runs a second time.
     """
-    weight, bias = norm.weight, norm.bias
-    if isinstance(norm, nn.GroupNorm):
-        return Passed(x, weight, bias), Spec("input", IDENTITY, norm.eps, kind="group", groups=norm.num_groups)
-    mean, var, training, tracked = norm.running_mean, norm.running_var, norm.training, norm.track_running_stats
-    if isinstance(norm, _InstanceNorm):
-        spec = Spec("input", IDENTITY, norm.eps, norm.momentum or 0.0, training or not tracked, "instance")
-        return Passed(x, weight, bias, None, None, mean, var), spec
-    batches = norm.num_batches_tracked if training and tracked else None
-    momentum = norm.momentum
+    weight, bias = module.weight, module.bias
+    if isinstance(module, nn.GroupNorm):
+        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, kind="group", groups=module.num_groups)
+    mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
+    if isinstance(module, _InstanceNorm):
+        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, "instance")
+        return Operands(x, weight, bias, None, None, mean, var), norm
+    batches = module.num_batches_tracked if training and tracked else None
+    momentum = module.momentum
     if momentum is None:
         momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-    spec = Spec("input", IDENTITY, norm.eps, momentum, training or mean is None)
+    norm = Norm("input", IDENTITY, module.eps, momentum, training or mean is None)
     if training and not tracked:
-        return Passed(x, weight, bias), spec
-    return Passed(x, weight, bias, None, None, mean, var, batches), spec
+        return Operands(x, weight, bias), norm
+    return Operands(x, weight, bias, None, None, mean, var, batches), norm
 
 
 @dataclass(eq=False, slots=True)
@@ -293,19 +293,19 @@ class Pair:
             return None
         if torch.is_autocast_enabled(x.device.type) and not self._keeps_dtypes(x, how):
             return None
-        passed, spec = _call_of(norm, x)
+        given, of_call = _call_of(norm, x)
         slope = act.weight if TABLE[how.name].learned else None
-        passed = passed._replace(residual=residual, slope=slope)
-        spec = spec._replace(keep=keep, act=how)
+        given = given._replace(residual=residual, slope=slope)
+        of_call = of_call._replace(keep=keep, act=how)
         try:
-            check(OP, passed, spec)
+            check(OP, given, of_call)
         except (TypeError, ValueError):
             # The stock modules take what the op does not, or raise their own error.
             return None
         kept = None
         if keep == "output":
-            kept = self.kept.refresh(passed.weight, passed.bias, how, x.dtype, residual is not None)
-        return normalise_eagerly(passed, spec, kept)
+            kept = self.kept.refresh(given.weight, given.bias, how, x.dtype, residual is not None)
+        return normalise_eagerly(given, of_call, kept)
 
     def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
         """Whether autocast lets both modules return the dtype of ``x``."""

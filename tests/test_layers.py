@@ -31,10 +31,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_torch"}, {"torch"}),
+    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
+    "ops/upsample": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/norm": (
         {"_backend", "_torch", "activation", "kernels"} | SHARED,

@@ -45,7 +45,6 @@ ALLOWED = {
     "fusedseg/ops/conv/choice.py": {"backends.cudnn": VERSIONS},
     "fusedseg/ops/conv/join_conv.py": {"node.next_functions[0][0]": NODE},
     "fusedseg/ops/conv/sources.py": {"aten": NAMED, "t": "the dtype or the device of a tensor"},
-    "fusedseg/ops/max_pool/aten.py": {"aten": NAMED},
     "fusedseg/ops/norm/sync.py": {"distributed": VERSIONS},
     "kernels/launcher.py": {"enter": VERSIONS, "leave": VERSIONS},
     "kernels/triton_names.py": {"triton": VERSIONS},

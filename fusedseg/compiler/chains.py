@@ -13,7 +13,7 @@ from .. import rules
 from ..activation import TABLE, Activation
 from ..ops.low_bit.graph import unpack_op
 from ..ops.norm import sample_norm
-from ..ops.norm.spec import Spec
+from ..ops.norm.call import Norm as Spec
 from .joint import arguments_of, is_alike, is_op, is_tensor, items_of, name_of, node_at, value_of
 from .norm_calls import is_served
 
@@ -80,7 +80,7 @@ def norm_of(node: fx.Node) -> Norm | None:
         )
     if name_of(node) == "sample_norm":
         known = given["mean"], given["rstd"]
-        spec = sample_norm.spec_of(value_of(x).shape[1], given["group"], given["eps"])
+        spec = sample_norm.norm_of(value_of(x).shape[1], given["group"], given["eps"])
         return Norm(node, x, weight, bias, *known, spec, rebuilt=known[0] is not None)
     spec = Spec("input", IDENTITY, given["eps"], given["momentum"] or 0.0, given.get("training", False))
     if spec.own or not isinstance(var, fx.Node) or name_of(var) != "full_like":

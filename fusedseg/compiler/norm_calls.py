@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import _backend
 from ..ops.check import ACTIVATION_DTYPES
 from ..ops.layout import FORMATS, dense, like
-from ..ops.norm import passes
-from ..ops.norm.spec import Passed, Saved, Spec, Wanted, stats_dtype
+from ..ops.norm import call, passes
+from ..ops.norm.call import Norm, Operands, stats_dtype
 from .joint import is_tensor, value_of
 
 
@@ -35,12 +35,12 @@ def is_planes_or_rows(value: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Forward:
-    """z, mean, rstd (the running variance if the norm uses running statistics), and new running statistics.
+    """z, mean, rstd, and new running statistics.
 
     writes_running: whether running statistics are moved where they are; otherwise copies of them are.
     """
 
-    spec: Spec
+    spec: Norm
     in_place: bool = False
     writes_running: bool = True
     __name__ = "norm_act"
@@ -49,49 +49,52 @@ class Forward:
         weight, bias, residual, *running = vectors
         if not self.writes_running:
             running = [None if v is None else v.clone() for v in running]
-        source, layout = dense(x)
+        source, _ = dense(x)
         laid = None if residual is None else like(residual, source)
-        passed = Passed(source, weight, bias, laid, None, *running)
-        out = source if self.in_place else None
-        z, mean, second, *_ = passes.forward(passed, self.spec, self.spec.layout(source, layout), None, out)
+        given = Operands(source, weight, bias, laid, None, *running)
+        z, (mean, rstd, *_) = passes.forward(given, self.spec, None, source if self.in_place else None)
         if self.spec.kind != "batch" and mean is not None:
-            mean, second = (v.view(x.shape[0], -1) for v in (mean, second))
-        return z, mean, second, *running
+            mean, rstd = (v.view(x.shape[0], -1) for v in (mean, rstd))
+        return z, mean, rstd, *running
 
 
-def _saved(x: Tensor, *tensors: Tensor | None) -> Saved:
-    """aten keeps the statistics of some norms in half precision."""
+def _found(x: Tensor, spec: Norm, tensors: tuple[Tensor | None, ...]) -> tuple[Operands, call.Statistics]:
+    """What forward was given and has found.
+
+    The last of the tensors is rstd, or the running variance if the norm uses running statistics.  aten keeps the
+    statistics of some norms in half precision.
+    """
     weight, bias, residual, *statistics = tensors
     mean, second = (v.flatten().to(stats_dtype(x)) for v in statistics if v is not None)
-    return Saved(dense(x)[0], weight, bias, residual, None, mean, second)
+    rstd = second if spec.own else (second + spec.eps).rsqrt()
+    return Operands(dense(x)[0], weight, bias, residual), call.Statistics(mean, rstd)
 
 
 @dataclass(frozen=True)
 class Rebuild:
     """z from x and its statistics."""
 
-    spec: Spec
+    spec: Norm
     in_place: bool = False
     __name__ = "norm_act_rebuild"
 
     def __call__(self, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        saved = _saved(x, *tensors)
-        return passes.rebuild(saved, self.spec, saved.source if self.in_place else None)
+        given, stats = _found(x, self.spec, tensors)
+        return passes.recompute(given, stats, self.spec, given.x if self.in_place else None)
 
 
 @dataclass(frozen=True)
 class Statistics:
     """The results of ``Forward`` but z, of a batch norm."""
 
-    spec: Spec
+    spec: Norm
     writes_running: bool
     __name__ = "norm_statistics"
 
     def __call__(self, x: Tensor, *running: Tensor | None) -> tuple[Tensor | None, ...]:
         if not self.writes_running:
             running = tuple(None if v is None else v.clone() for v in running)
-        source, layout = dense(x)
-        mean, rstd = passes.statistics(source, self.spec, layout, *running)
+        mean, rstd = passes.statistics(dense(x)[0], self.spec, *running)
         return None, mean, rstd, *running
 
 
@@ -99,14 +102,13 @@ class Statistics:
 class Backward:
     """The gradients of x, weight, bias and residual."""
 
-    spec: Spec
+    spec: Norm
     affine: bool
     in_place: bool = False
     __name__ = "norm_act_backward"
 
     def __call__(self, dz: Tensor, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = _saved(x, *tensors)
-        layout = self.spec.layout(*dense(saved.source))
-        into = dz if self.in_place and dz.stride() == saved.source.stride() else None
-        wanted = Wanted(self.affine, saved.residual is not None, into)
-        return passes.backward(dz, saved, self.spec, layout, None, wanted)[:4]
+        given, stats = _found(x, self.spec, tensors)
+        into = dz if self.in_place and dz.stride() == given.x.stride() else None
+        needs = (True, self.affine, self.affine, given.residual is not None, False)
+        return passes.backward(dz, given, stats, self.spec, None, needs, into)[:4]

@@ -13,12 +13,12 @@ from torch import Tensor
 from ...activation import Activation
 from ..layout import dense
 from . import passes
-from .spec import Passed, Saved, Spec, Wanted, stats_dtype
+from .call import Norm, Operands, Statistics, stats_dtype
 
 
-def spec_of(channels: int, groups: int, eps: float) -> Spec:
+def norm_of(channels: int, groups: int, eps: float) -> Norm:
     kind = "instance" if groups == channels else "group"
-    return Spec("input", Activation("identity", 0.0), eps, kind=kind, groups=groups)
+    return Norm("input", Activation("identity", 0.0), eps, kind=kind, groups=groups)
 
 
 def forward(
@@ -30,28 +30,25 @@ def forward(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    source, layout = dense(x)
-    spec = spec_of(x.shape[1], groups, eps)
+    given = Operands(dense(x)[0], weight, bias)
+    norm = norm_of(x.shape[1], groups, eps)
     if mean is not None and rstd is not None:
-        saved = Saved(source, weight, bias, None, None, mean.flatten(), rstd.flatten())
         unused = mean.new_empty(0)
-        return passes.rebuild(saved, spec), unused, unused.clone()
-    z, means, second, *_ = passes.forward(Passed(source, weight, bias), spec, spec.layout(source, layout), None, None)
-    assert means is not None
+        return passes.recompute(given, Statistics(mean.flatten(), rstd.flatten()), norm), unused, unused.clone()
+    z, stats = passes.forward(given, norm, None, None)
+    assert stats.mean is not None
     # Results of an op must not share memory.
-    return z, means.view(-1, groups), second.view(-1, groups).clone()
+    return z, stats.mean.view(-1, groups), stats.rstd.view(-1, groups).clone()
 
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, eps, affine = call
-    source, layout = dense(x)
-    spec = spec_of(x.shape[1], groups, eps)
-    saved = Saved(source, weight, bias, None, None, mean.flatten(), rstd.flatten())
-    dx, dweight, dbias, *_ = passes.backward(
-        grad, saved, spec, spec.layout(source, layout), None, Wanted(affine, residual=False)
-    )
+    given = Operands(dense(x)[0], weight, bias)
+    stats = Statistics(mean.flatten(), rstd.flatten())
+    needs = (True, affine, affine, False, False)
+    dx, dweight, dbias, *_ = passes.backward(grad, given, stats, norm_of(x.shape[1], groups, eps), None, needs)
     dweight, dbias = (mean.new_empty(0) if v is None or not affine else v for v in (dweight, dbias))
     return dx, dweight, dbias
 

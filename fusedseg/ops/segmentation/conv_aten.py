@@ -20,14 +20,13 @@ from torch.nn import functional as F
 
 from ..._torch import FakeTensor
 from ..layout import dense
-from . import aten
+from . import reference
 from .conv_logits import Conv, Form
+from .reference import Tile, add_sums, tile_of, write_grad
 from .spec import ROWS, SumsSpec, sums_dtype, wide_dtype
-from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile on a GPU.  The tile has 16 MiB in fp32, beside three or four copies.
 DEVICE_TILE = 1 << 22
-AXES = Axes(1, 2)
 
 Where = tuple[slice, ...]
 
@@ -120,7 +119,7 @@ class Wide(NamedTuple):
     def chunks(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Positions of (C, *spatial), and the features of these, (1, C, s)."""
         flat = features.reshape(1, features.shape[0], -1)
-        step = max(1, aten.tile_size(features, DEVICE_TILE) // max(self.weight.shape))
+        step = max(1, reference.tile_size(features, DEVICE_TILE) // max(self.weight.shape))
         for s in range(0, flat.shape[2], step):
             where = slice(s, s + step)
             yield where, self.features(flat[:, :, where])
@@ -165,7 +164,7 @@ def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[
 def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, (N, C) = Wide.of(conv, form), conv.features.shape[:2]
     features = conv.features.reshape(N, C, -1)
-    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), aten.tile_size(features, DEVICE_TILE)
+    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), reference.tile_size(features, DEVICE_TILE)
     samples, positions = max(1, tile // (widest * S)), max(1, tile // widest)
     for start in range(0, N, samples):
         for s in range(0, S, positions):
@@ -188,7 +187,7 @@ def _as_volume(t: Tensor) -> Tensor:
 
 def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, features = Wide.of(conv, form), _as_volume(conv.features)
-    K, tile = conv.weight.shape[0], aten.tile_size(features, DEVICE_TILE)
+    K, tile = conv.weight.shape[0], reference.tile_size(features, DEVICE_TILE)
     axes = [axis_of(n, m, form.align_corners) for n, m in zip(features.shape[2:], _grid(conv, form), strict=True)]
     planes, rows, columns = axes
     of_planes, of_rows, of_columns = (axis.matrix(wide.weight) for axis in axes)
@@ -233,9 +232,9 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 break
 
 
-def _tile(x: Tensor, where: Where, target: Tensor, mask: Tensor | None) -> Tile:
+def _tile(x: Tensor, where: Where, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
     at, shape = (where[0], slice(None), *where[1:]), (x.shape[0], -1, x.shape[2])
-    return Tile(x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape).to(x.dtype))
+    return tile_of(x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape), spec)
 
 
 def _on_grid(call: ConvSums) -> tuple[Tensor, Tensor | None]:
@@ -250,12 +249,12 @@ def forward(call: ConvSums) -> Tensor:
     """The sums, (ROWS, N, K)."""
     conv, spec = call.conv, call.spec
     shape = ROWS, conv.features.shape[0], conv.weight.shape[0]
-    # As in ``aten.py``, sums of tiles are added in float64.
+    # As in ``reference.py``, sums of tiles are added in float64.
     sums = torch.zeros(shape, dtype=torch.float64, device=conv.features.device)
     if conv.features.numel():
         target, mask = _on_grid(call)
         for x, where in tiles(conv, call.form):
-            tile_sums(_tile(x, where, target, mask), spec, AXES, sums[:, where[0]])
+            add_sums(_tile(x, where, target, mask, spec), spec, sums[:, where[0]])
     return sums.to(sums_dtype(conv.features, spec))
 
 
@@ -275,7 +274,7 @@ def backward(dsums: Tensor, call: ConvSums, needs: tuple[bool, bool, bool]) -> t
         target, mask = _on_grid(call)
         dsums = dsums.to(dtype).unsqueeze(3)
         for x, where in tiles(conv, call.form, grads):
-            tile_grad(_tile(x, where, target, mask), call.spec, AXES, dsums[:, where[0]], x)
+            write_grad(_tile(x, where, target, mask, call.spec), call.spec, dsums[:, where[0]], x)
     dweight = None if grads.weight is None else grads.weight.to(conv.weight.dtype).view(conv.weight.shape)
     return grads.features, dweight, None if grads.bias is None else grads.bias.to(conv.weight.dtype)
 
@@ -295,4 +294,4 @@ def argmax(conv: Conv, form: Form, labels: Tensor) -> None:
     on_grid = labels.view(labels.shape[0], *_grid(conv, form))
     for x, where in tiles(conv, form):
         part = on_grid[where]
-        part.copy_(x.argmax(AXES.classes).view(part.shape))
+        part.copy_(x.argmax(1).view(part.shape))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import _backend
 from .. import double_backward
 from ..double_backward import differentiated_once
-from . import aten, conv_op
+from . import conv_op, reference
 from .checks import check
 from .conv_logits import ConvLogits
 from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
@@ -38,7 +38,7 @@ def forward(given: Given, spec: SumsSpec) -> Tensor:
     if given.logits.numel() == 0:
         return given.logits.new_zeros((ROWS, sizes.N, sizes.K), dtype=sums_dtype(given.logits, spec))
     if not _backend.use_triton(given.logits, "sums"):
-        return aten.forward(given, sizes, spec)
+        return reference.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
     with _backend.launching(given.logits):
@@ -53,7 +53,7 @@ def backward(dsums: Tensor, given: Given, spec: SumsSpec) -> Tensor:
         return dx
     dsums = dsums.contiguous()
     if not _backend.use_triton(given.logits, "sums"):
-        aten.backward(dsums, given, sizes, spec, dx)
+        reference.backward(dsums, given, sizes, spec, dx)
         return dx
     from ...kernels.segmentation_sums import segmentation_sums_bwd
 
