@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
+    "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
     "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
