@@ -82,8 +82,6 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The transforms of torch.func, and their wrapped tensors.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 get_unwrapped = _or("torch._C._functorch.get_unwrapped", lambda t: t)
-# The number of the newest node of autograd's graph, which the memory profiler reads.
-get_sequence_nr = _needed("torch.autograd._get_sequence_nr", "the memory profiler")
 # The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..._sizes import parse_bytes
 from ...convert import convert
-from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.search import largest
+from ...memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from ...memory.tables import gib, table, wrapped
+from ...planning.ways import largest
 from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
@@ -213,7 +213,7 @@ def _total(planned: Configuration, fused: bool, shape: tuple[int, ...]) -> int:
         kind = torch.bool if planned.regions else torch.int16
         targets = [torch.empty((shape[0], channels, *size), dtype=kind) for size in sizes]
         inputs = fake_inputs(shape, torch.float32)
-        return profile_fake(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
+        return eager_step(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
 
 
 def _json(path: Path) -> dict:
