@@ -82,8 +82,6 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The transforms of torch.func, and their wrapped tensors.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 get_unwrapped = _or("torch._C._functorch.get_unwrapped", lambda t: t)
-# The number of the newest node of autograd's graph, which the memory profiler reads.
-get_sequence_nr = _needed("torch.autograd._get_sequence_nr", "the memory profiler")
 # The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -159,7 +157,6 @@ def _overlaps(x: torch.Tensor) -> int:
 debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 
 # oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
-get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # The dispatch modes of this thread.
 dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
@@ -299,6 +296,7 @@ _CUDA_GRAPHS = {
     "reset": "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
     "get_placeholder_info": "torch._inductor.cudagraph_utils.get_placeholder_info",
     "find_input_mutations": "torch._dynamo.backends.cudagraphs.find_input_mutations",
+    "get_stack_traces": "torch._dynamo.backends.cudagraphs.get_stack_traces",
     "TracingContext": "torch._guards.TracingContext",
 }
 

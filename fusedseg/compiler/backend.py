@@ -76,11 +76,12 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import captured, enlarged
+    from . import captured, convolve_first, enlarged
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
     captured.unfold(module)
+    convolve_first.rewrite(module, everywhere=True)
     enlarged.rewrite(module)
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}

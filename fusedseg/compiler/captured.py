@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import op as norms
+from . import convolve_first
 from .joint import node_at
 
 
@@ -73,6 +74,7 @@ def unfold(module: fx.GraphModule) -> None:
 def rewrite(module: fx.GraphModule) -> fx.GraphModule:
     """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
     unfold(module)
+    convolve_first.rewrite(module, everywhere=False)
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]

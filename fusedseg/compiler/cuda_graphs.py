@@ -54,7 +54,7 @@ def _recorded(
         for node in module.graph.nodes
         if node.op == "get_attr" and isinstance(value := getattr(module, str(node.target)), Tensor)
     )
-    places = parts.get_placeholder_info(module.graph)
+    places, traces = parts.get_placeholder_info(module.graph), parts.get_stack_traces(module)
     gpus = [device for device in devices_of(module) if device.type == "cuda"]
     run = emit(module, inputs)
     if reason:
@@ -67,6 +67,8 @@ def _recorded(
         device_index=gpus[0].index,
         is_backward=backward,
         is_inference=inference,
+        # Where an output was made, for the error of a reader that comes after the next replay.
+        stack_traces=traces,
         placeholders=places,
         constants=constants,
         mutated_input_idxs=tuple(sorted(mutated)),

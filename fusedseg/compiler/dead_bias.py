@@ -101,7 +101,7 @@ def without_effect(x: Tensor, bias: Tensor) -> Tensor:
     return _NoEffect.apply(x, bias) if torch.is_grad_enabled() and bias.requires_grad else x
 
 
-def move(running_mean: Tensor, bias: Tensor, momentum: float) -> None:
+def move_mean(running_mean: Tensor, bias: Tensor, momentum: float) -> None:
     """Moves a running mean by the part of the bias in the mean of the batch."""
     # Autograd keeps the running mean for the backward of the norm, which does not read it in training.
     with torch.no_grad(), _torch.preserve_version_counter(running_mean):
@@ -113,6 +113,19 @@ def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
     mean, *others = stats.unbind()
     shift = bias.detach().to(stats.dtype).repeat(mean.shape[0] // bias.shape[0])
     return torch.stack([mean + shift, *others])
+
+
+def _op(schema: str, function: Callable[..., Any]) -> Any:
+    """The function as an op of the graph: AOTAutograd's cache takes no other functions.  The tracer looks into it."""
+    name = f"fusedseg::{function.__name__}"
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CompositeImplicitAutograd", function)
+    return getattr(torch.ops.fusedseg, function.__name__).default
+
+
+without_effect_op = _op("(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect)
+move_op = _op("(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean)
+with_bias_op = _op("(Tensor stats, Tensor bias) -> Tensor", with_bias)
 
 
 class _Dead(NamedTuple):
@@ -178,12 +191,12 @@ def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
         conv.update_kwarg("bias", None)
     with graph.inserting_before(norm):
         x: Any = given.x
-        norm.replace_input_with(x, graph.call_function(without_effect, (x, bias)))
+        norm.replace_input_with(x, graph.call_function(without_effect_op, (x, bias)))
     if isinstance(given.running_mean, fx.Node):
         with graph.inserting_after(norm):
-            graph.call_function(move, (given.running_mean, bias, float(given.momentum)))  # type: ignore[arg-type]
+            graph.call_function(move_op, (given.running_mean, bias, float(given.momentum)))  # type: ignore[arg-type]
     if norm.target is norms.norm_op._opoverload and 1 in items_of(norm):
         stats = items_of(norm)[1]
         with graph.inserting_after(stats):
-            whole = graph.call_function(with_bias, (stats, bias))
+            whole = graph.call_function(with_bias_op, (stats, bias))
         stats.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)

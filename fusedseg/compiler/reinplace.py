@@ -175,7 +175,7 @@ def statistics(graph: fx.Graph) -> int:
 
 
 def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """What ``dead_bias.move`` adds to a new running mean is to be added where the mean is, after all else.
+    """What ``dead_bias.move_mean`` adds to a new running mean is to be added where the mean is, after all else.
 
     The norm's own new mean is copied to the buffer in place of the sum.  Returns the buffers and the sums, which nobody
     reads any more.
@@ -191,7 +191,7 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             continue
         # At the end of the graph another buffer may have its next value already.
         still = isinstance(more, fx.Node) and roots[more] not in changed
-        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):  # type: ignore[arg-type]
+        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):
             copy.update_arg(1, new)
             added.update_arg(0, more)
             taken.append((buffer, added))

@@ -94,9 +94,10 @@ def _axes(small: tuple[int, ...], linear: Linear) -> tuple[Axis, ...]:
 def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
     """Whether the kernels serve an interpolation of ``t``, or the gradient ``t`` of one."""
     dims = t.dim() - 2
-    if dims not in MODES or len(linear.size) != dims or t.dtype not in ACTIVATION_DTYPES or t.numel() == 0:
+    # A question about the symbolic sizes of a tensor without values would become a guard.
+    if type(t) not in (Tensor, torch.nn.Parameter) or t.numel() == 0 or min(*small, *linear.size) < 1:
         return False
-    if type(t) not in (Tensor, torch.nn.Parameter) or min(*small, *linear.size) < 1:
+    if dims not in MODES or len(linear.size) != dims or t.dtype not in ACTIVATION_DTYPES:
         return False
     if any(factor <= 0 for factor in linear.factors or ()):
         return False

@@ -53,7 +53,7 @@ def test_plan_has_a_row_for_the_stock_trainer_and_for_ours(monkeypatch):
             return out.square().mean()
 
     build = partial(PlainConvUNet, widths=(8,))
-    planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
+    planned = plan.Configuration("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
     found = plan.plan("nnUNetPlans.json", "16MiB")
     stock, ours = (fit.total for fit in found.fits.values())
     assert stock > ours

@@ -1,15 +1,27 @@
 """Compares norm_act on Triton's kernels with the stock functions."""
 
+import inspect
+
 import pytest
 import torch
 
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.ops.norm import op, passes
+from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
 from tests import reference
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, fused, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+
+@pytest.mark.parametrize("name", ["forward", "recompute", "backward", "moments"])
+def test_both_implementations_have_one_signature(name):
+    mine, other = (inspect.signature(getattr(of, name)) for of in (norm_triton, norm_reference))
+    assert mine == other
+    of_protocol = inspect.signature(getattr(passes.Implementation, name)).parameters
+    assert list(of_protocol)[1:] == list(mine.parameters)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def unpack_workspace(numel: int, dtype: torch.dtype, device: torch.device) -> in
     return min(numel, _part_size(device)) * (2 * wide_dtype(dtype).itemsize + 2)
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A range of samples, and a range of positions that consists of groups of one length."""
 
     samples: slice
@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return codes.view(lines.I, 1, -1)[self.samples, :, self.positions.start // per : -(-self.positions.stop // per)]
 
 
-def _parts(lines: Lines, device: torch.device) -> Iterator[Part]:
+def _parts(lines: Lines, device: torch.device) -> Iterator[Piece]:
     """Whole samples, or groups of one sample; the shorter groups at the end of channels are parts of their own."""
     I, S, C = lines
     most, whole = _part_size(device), S // GROUP * GROUP
@@ -71,7 +71,7 @@ def _parts(lines: Lines, device: torch.device) -> Iterator[Part]:
         samples, positions = max(1, most // ((end - first) * C)), max(1, most // (GROUP * C)) * GROUP
         for i in range(0, I, samples):
             for s in range(first, end, positions):
-                yield Part(slice(i, min(i + samples, I)), slice(s, min(s + positions, end)))
+                yield Piece(slice(i, min(i + samples, I)), slice(s, min(s + positions, end)))
 
 
 def hashes(indices: Tensor, key: int) -> Tensor:
@@ -92,7 +92,7 @@ class Noise:
         h = hashes(groups, key).view(lines.I, lines.groups, lines.C)
         self.factors, self.summands = (h | 1).to(torch.int16), (h >> 16).to(torch.int16)
 
-    def of(self, part: Part) -> Tensor:
+    def of(self, part: Piece) -> Tensor:
         """int16 with FRACTION_BITS random bits, from -2**(FRACTION_BITS - 1) on."""
         length = part.positions.stop - part.positions.start
         h = self.of_places[:length] * part.of_groups(self.factors)
@@ -171,7 +171,7 @@ def _decoded(codes: Tensor, grid: Grid, kink: Tensor | None, dtype: torch.dtype)
 
 
 def _to_bytes(codes: Tensor, lines: Lines, bits: int) -> Tensor:
-    """Codes (samples, positions, channels) in the rows of ``Part.rows``; the first code of a byte has its low bits."""
+    """Codes (samples, positions, channels) in the rows of ``Piece.rows``; the first code of a byte has its low bits."""
     if lines.C == 1:
         codes = codes.view(codes.shape[0], 1, -1)
     per = 8 // bits

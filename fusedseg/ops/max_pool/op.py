@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
-from ..._torch import FakeTensor
 from .. import unfused
-from ..check import HALF, check_dtype, check_input
+from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.convolution import per_dimension
 from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
@@ -44,7 +43,7 @@ def _rows(x: Tensor) -> bool:
 
 def _has_no_values(t: Tensor) -> bool:
     """Whether there is nothing to compute.  Thousands of pieces of a fake tensor would take seconds."""
-    return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
+    return not has_values(t) or t.numel() == 0
 
 
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:

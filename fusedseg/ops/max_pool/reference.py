@@ -37,27 +37,37 @@ def _parts(rows: bool, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(t.split(samples) for t in views), strict=True)
 
 
+def _pooled(x: Tensor, z: Tensor, pool: Pool) -> Tensor:
+    """Writes z, and returns the index in x of the maximum of each window."""
+    op = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
+    if _backend.off_cpu(x):
+        found, index = op.default(x, *pool)
+        z.copy_(found)
+        return index
+    index = torch.empty_like(z, dtype=torch.int64)
+    op.out(x, *pool, out=z, indices=index)
+    return index
+
+
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
-    op = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
-    least = (0,) * (x.dim() - 2)
-    if codes is not None and not rows_told_apart(tuple(x.shape[2:]), pool):
-        least = pool.padding
-        x, pool = _padded(x, tuple(z.shape[2:]), pool)
     if codes is None:
         for x_part, z_part in _parts(rows, x, z):
-            z_part.copy_(op.default(x_part, *pool)[0])
+            _pooled(x_part, z_part, pool)
         return
+    least = (0,) * (x.dim() - 2)
+    if not rows_told_apart(tuple(x.shape[2:]), pool):
+        least = pool.padding
+        x, pool = _padded(x, tuple(z.shape[2:]), pool)
     size, count = tuple(x.shape[2:]), tuple(z.shape[2:])
     code_of, _ = _tables(size, pool, x.device)
     first = first_positions(size, count, pool, x.device)
     first_of_x = first_positions(size, count, pool, x.device, least)
     for x_part, z_part, codes_part in _parts(rows, x, z, codes):
-        found, index = op.default(x_part, *pool)
-        z_part.copy_(found)
+        index = _pooled(x_part, z_part, pool)
         # If all values of a window are -inf, aten's index may lie in the padding or before the window.
         torch.maximum(index, first_of_x, out=index)
-        codes_part.copy_(torch.take(code_of, index.sub_(first)))
+        torch.take(code_of, index.sub_(first), out=codes_part)
 
 
 def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:

@@ -136,7 +136,7 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
 
 def _prepared(given: Operands) -> Operands:
     """The operands with a residual that has the strides of x, and with weight and bias that lie adjacent in memory."""
-    if given.residual is not None:
+    if given.residual is not None and given.residual.stride() != given.x.stride():
         given = given._replace(residual=like(given.residual, given.x))
     if adjacent(given.weight, given.bias):
         return given

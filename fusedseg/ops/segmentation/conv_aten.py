@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._torch import FakeTensor
+from ..check import has_values
 from ..layout import dense
 from . import reference
-from .conv_logits import Conv, Form
+from .conv_logits import Conv, ConvForm
 from .reference import Tile, add_sums, tile_of, write_grad
 from .spec import ROWS, SumsSpec, sums_dtype, wide_dtype
 
@@ -31,7 +31,7 @@ DEVICE_TILE = 1 << 22
 Where = tuple[slice, ...]
 
 
-class Axis(NamedTuple):
+class LinearAxis(NamedTuple):
     """Linear interpolation along one axis as a matrix, of which a tile uses a part.
 
     Output position i is (1 - second[i]) times input position first[i], plus second[i] times the next one.
@@ -58,7 +58,7 @@ class Axis(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def axis_of(n_in: int, n_out: int, align_corners: bool) -> Axis:
+def axis_of(n_in: int, n_out: int, align_corners: bool) -> LinearAxis:
     """The positions and weights of ``torch.nn.functional.interpolate`` with mode "linear"."""
     if align_corners:
         scale = (n_in - 1) / (n_out - 1) if n_out > 1 else 0.0
@@ -66,14 +66,14 @@ def axis_of(n_in: int, n_out: int, align_corners: bool) -> Axis:
     else:
         source = [max(0.0, n_in / n_out * (i + 0.5) - 0.5) for i in range(n_out)]
     first = [min(int(x), n_in - 1) for x in source]
-    return Axis(n_in, tuple(first), tuple(min(x - i, 1.0) for x, i in zip(source, first, strict=True)))
+    return LinearAxis(n_in, tuple(first), tuple(min(x - i, 1.0) for x, i in zip(source, first, strict=True)))
 
 
 class ConvSums(NamedTuple):
     """One call: the convolution, and what the sums are taken of."""
 
     conv: Conv
-    form: Form
+    form: ConvForm
     target: Tensor
     mask: Tensor | None
     spec: SumsSpec
@@ -92,10 +92,10 @@ class Wide(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    form: Form
+    form: ConvForm
 
     @classmethod
-    def of(cls, conv: Conv, form: Form) -> "Wide":
+    def of(cls, conv: Conv, form: ConvForm) -> "Wide":
         dtype = wide_dtype(conv.features)
         weight = conv.weight.reshape(conv.weight.shape[:2]).to(form.dtype).to(dtype)
         return cls(weight, None if conv.bias is None else conv.bias.to(form.dtype).to(dtype).view(1, -1, 1), form)
@@ -141,19 +141,14 @@ class Wide(NamedTuple):
                 into.view(into.shape[0], -1)[:, where] = dh[0]
 
 
-def _is_fake(t: Tensor) -> bool:
-    """Whether a tensor has no values; then a few tiles show the bytes of all."""
-    return isinstance(t, FakeTensor) or t.is_meta
-
-
-def _grid(conv: Conv, form: Form) -> tuple[int, ...]:
+def _grid(conv: Conv, form: ConvForm) -> tuple[int, ...]:
     """The axes of positions of the logits to which the slices of ``tiles`` belong."""
     if form.size is None:
         return (math.prod(conv.features.shape[2:]),)
     return (1,) * (3 - len(form.size)) + form.size
 
 
-def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[Tensor, Where]]:
+def tiles(conv: Conv, form: ConvForm, grads: Grads | None = None) -> Iterator[tuple[Tensor, Where]]:
     """The logits (n, K, s) of each tile, and the slices of samples and of each axis of the grid that they belong to.
 
     If there are ``grads``, the consumer of a tile replaces its logits by their gradient.
@@ -161,7 +156,7 @@ def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[
     return _tiles(conv, form, grads) if form.size is None else _interpolated_tiles(conv, form, grads)
 
 
-def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
+def _tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, (N, C) = Wide.of(conv, form), conv.features.shape[:2]
     features = conv.features.reshape(N, C, -1)
     S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), reference.tile_size(features, DEVICE_TILE)
@@ -177,7 +172,8 @@ def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor
                 if dh is not None:
                     assert grads.features is not None
                     grads.features.view(N, C, S)[where[0], :, where[1]] = dh
-            if _is_fake(features):
+            if not has_values(features):
+                # One tile shows the bytes of all.
                 return
 
 
@@ -185,7 +181,7 @@ def _as_volume(t: Tensor) -> Tensor:
     return t.view(*t.shape[:2], *(1,) * (5 - t.dim()), *t.shape[2:])
 
 
-def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
+def _interpolated_tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, features = Wide.of(conv, form), _as_volume(conv.features)
     K, tile = conv.weight.shape[0], reference.tile_size(features, DEVICE_TILE)
     axes = [axis_of(n, m, form.align_corners) for n, m in zip(features.shape[2:], _grid(conv, form), strict=True)]
@@ -215,7 +211,7 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 if dz is not None:
                     dz[:, :, near] += torch.matmul(torch.matmul(of_rows[r:stop, near].mT, x), of_columns)
                 del x
-                if _is_fake(features):
+                if not has_values(features):
                     break
             if grads is not None and dz is not None:
                 if planes.n_in > 1:
@@ -228,7 +224,7 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 later = dz[:, done:]
                 into = None if grads.features is None else _as_volume(grads.features)[n, :, used.start : first]
                 wide.backward_of(dz[:, :done], part[:, :done], grads, into)
-            if _is_fake(features) and d > 0:
+            if not has_values(features) and d > 0:
                 break
 
 
@@ -279,7 +275,7 @@ def backward(dsums: Tensor, call: ConvSums, needs: tuple[bool, bool, bool]) -> t
     return grads.features, dweight, None if grads.bias is None else grads.bias.to(conv.weight.dtype)
 
 
-def cross_entropy(conv: Conv, form: Form, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+def cross_entropy(conv: Conv, form: ConvForm, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
     """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
     N, grid = labels.shape[0], _grid(conv, form)
     values, on_grid = labels.new_empty(N, *grid, dtype=wide_dtype(conv.features)), labels.reshape(N, *grid)
@@ -289,7 +285,7 @@ def cross_entropy(conv: Conv, form: Form, labels: Tensor, options: Mapping[str, 
     return values.view(N, -1)
 
 
-def argmax(conv: Conv, form: Form, labels: Tensor) -> None:
+def argmax(conv: Conv, form: ConvForm, labels: Tensor) -> None:
     """Writes the first class with the largest logit of each position into ``labels``, (N, *spatial)."""
     on_grid = labels.view(labels.shape[0], *_grid(conv, form))
     for x, where in tiles(conv, form):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import FakeTensor
+from ..check import has_values
 from .spec import (
     NLL,
     OP,
@@ -251,11 +252,10 @@ def _tiles(logits: Tensor, sizes: Sizes) -> Iterator[Where]:
     N, K, S, _ = sizes
     tile = tile_size(logits)
     samples, positions = max(1, tile // (K * S)), max(1, tile // K)
-    fake = isinstance(logits, FakeTensor) or logits.is_meta
     for n in range(0, N, samples):
         for s in range(0, S, positions):
             yield slice(n, n + samples), slice(s, s + positions)
-            if fake:
+            if not has_values(logits):
                 return
 
 

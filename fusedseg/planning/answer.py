@@ -1,60 +1,62 @@
-"""``Plan``, the result of ``fusedseg.memory.plan``: what each way to run a step needs, and the ways worth choosing."""
+"""``Plan``, the answer of ``fusedseg.plan``: what each way to run a step needs, and the ways worth choosing."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from .strategy import Strategy
-from .tables import gib, table, wrapped
+from ..memory.tables import gib, table, wrapped
+from .ways import BACKEND, Way
 
 NOISE = "With noise in the gradient"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One combination of strategies, and the memory that it needs.
+    """One way to run a step, and the memory that it needs.
 
     Attributes:
-        strategy: the combination.
+        way: the way.
         batch: the wanted batch; without one, the largest batch that fits, or 0 if none fits.
-        total: bytes at the batch ``smallest``.
+        total: bytes of the whole step at the batch ``smallest``, with the estimated workspaces.
         smallest: equals ``batch``, or the smallest batch that was tried if none fits.
         fits: whether ``total`` is within the budget.
         kept: bytes of ``total`` that are kept for backward at the end of forward.
+        workspaces: bytes of ``total`` that are the estimated workspaces of convolutions.
         repeated: the arithmetic that backward repeats, as a share of the forward's.
         code: the lines of Python that make a model run in this way, without autocast; "" if there is nothing to do.
     """
 
-    strategy: Strategy
+    way: Way
     batch: int
     total: int
     smallest: int
     fits: bool
     kept: int
+    workspaces: int
     repeated: float
     code: str = ""
 
     @property
     def label(self) -> str:
         """Its name, such as "fusedseg+amp"."""
-        return self.strategy.label
+        return self.way.label
 
     @property
     def noisy(self) -> bool:
         """Whether activations are kept in fewer bits, which adds noise to the gradient."""
-        return self.strategy.bits is not None
+        return self.way.noisy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The combinations that fit in a budget, and those that are worth choosing.
+    """The ways that fit in a budget, and those that are worth choosing.
 
     Attributes:
         model: the class of the model.
-        options: all combinations that can run.
+        options: all ways that can run.
         budget: bytes of the budget.
         usable: bytes of the budget without the reserve.
         batch: the wanted batch, or None.
-        left_out: the label of each combination that cannot run, and the reason.
+        left_out: the label of each way that cannot run, and the reason.
     """
 
     model: str
@@ -66,7 +68,7 @@ class Plan:
 
     @property
     def cheapest(self) -> Option:
-        """The combination that fits with the least repeated arithmetic; noisy ones come after all others.
+        """The way that fits with the least repeated arithmetic; noisy ones come after all others.
 
         Ties are decided by the largest batch, then the fewest measures, then the fewest bytes.
         """
@@ -74,7 +76,7 @@ class Plan:
 
     @property
     def choices(self) -> list[Option]:
-        """The cheapest combination, and each further one whose repeated arithmetic buys a larger batch."""
+        """The cheapest way, and each further one whose repeated arithmetic buys a larger batch."""
         chosen: list[Option] = []
         for option in sorted((option for option in self.options if option.fits), key=_cost):
             if not chosen or (option.batch > chosen[-1].batch and option.noisy == chosen[0].noisy):
@@ -83,12 +85,12 @@ class Plan:
 
     @property
     def exact(self) -> Option | None:
-        """The cheapest combination without autocast, which rounds, and without noise; None if none fits."""
-        exact = [option for option in self.options if option.fits and not option.strategy.amp and not option.noisy]
+        """The cheapest way without autocast, which rounds, and without noise; None if none fits."""
+        exact = [option for option in self.options if option.fits and not option.way.amp and not option.noisy]
         return min(exact, key=_cost, default=None)
 
     def table(self) -> str:
-        """A line for each combination: its batch, its bytes, and the arithmetic that it repeats."""
+        """A line for each way: its batch, its bytes, and the arithmetic that it repeats."""
         head = "largest batch" if self.batch is None else f"fits batch {self.batch}"
         lines = []
         for option in self.options:
@@ -101,9 +103,9 @@ class Plan:
         return table(("", head, "kept", "peak", "repeated", ""), lines)
 
     def _useless(self, option: Option) -> str:
-        """A remark if another combination with fewer measures and no more arithmetic is as good; otherwise ""."""
-        for other in sorted(self.options, key=lambda other: other.strategy.measures):
-            simpler = other.strategy.is_part_of(option.strategy) and _cost(other)[:2] <= _cost(option)[:2]
+        """A remark if another way with fewer measures and no more arithmetic is as good; otherwise ""."""
+        for other in sorted(self.options, key=lambda other: other.way.measures):
+            simpler = other.way.is_part_of(option.way) and _cost(other)[:2] <= _cost(option)[:2]
             no_gain = other.total <= option.total if self.batch is not None else other.batch >= option.batch
             if simpler and no_gain and other.fits:
                 return f"no gain over {other.label}"
@@ -116,11 +118,12 @@ class Plan:
                 "label": option.label,
                 "batch": option.batch,
                 "kept_bytes": option.kept,
+                "workspace_bytes": option.workspaces,
                 "total_bytes": option.total,
                 "fits": option.fits,
                 "repeated": option.repeated,
-                "budget": option.strategy.budget,
-                "bits": option.strategy.bits,
+                "budget": option.way.options.get("budget"),
+                "bits": option.way.options.get("bits"),
                 "code": option.code,
             }
             for option in self.options
@@ -143,11 +146,12 @@ class Plan:
         for label, reason in self.left_out.items():
             reasons.setdefault(reason, []).append(label)
         note = (
-            "One training step, estimated on tensors without values. Peak: with parameters, optimizer state and "
-            "inputs. Repeated: the arithmetic that backward runs again, as a share of the forward's."
+            "One training step, estimated on tensors without values. Peak: with parameters, optimizer state, inputs, "
+            "and an estimate of the workspaces of convolutions. Repeated: the arithmetic that backward runs again, as "
+            "a share of the forward's."
         )
-        if any(option.strategy.compiled for option in self.options):
-            note += " The bytes of compiled models are counted on the graphs that the compiler captures."
+        if any(option.way.kind == BACKEND for option in self.options):
+            note += " The bytes of the backend fusedseg are counted on the graphs that the compiler captures."
         named, lines = self._wanted() if self.batch is not None else self._largest()
         lines += [f"Left out: {', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
         text = wrapped("\n".join([*lines, note]))
@@ -166,7 +170,7 @@ class Plan:
             text = f"{exact.label}, {gib(exact.total)}, {_price(exact)}"
             lines.append(f"Without autocast, which rounds to half precision: {text}.")
         if not best.noisy and named[-1].repeated:
-            noisy = [option for option in self._noisy() if option.strategy.amp == named[-1].strategy.amp][:1]
+            noisy = [option for option in self._noisy() if option.way.amp == named[-1].way.amp][:1]
             lines += [f"{NOISE}: {option.label}, {gib(option.total)}, {_price(option)}." for option in noisy]
         return named, lines
 
@@ -174,8 +178,8 @@ class Plan:
         first, *more = self.choices
         named = [first]
         lines = [f"Largest batch {_price(first)}: {first.batch}, with {first.label}."]
-        if first.strategy.amp:
-            exact = [option for option in self.options if option.fits and not option.strategy.amp]
+        if first.way.amp:
+            exact = [option for option in self.options if option.fits and not option.way.amp]
             same = [option for option in exact if option.noisy == first.noisy and _rounded(option) <= _rounded(first)]
             if same:
                 best = min(same, key=_cost)
@@ -187,7 +191,7 @@ class Plan:
         if not more and any(option.repeated for option in self.options):
             lines.append("More arithmetic buys no larger batch.")
         if not first.noisy:
-            noisy = [option for option in self._noisy() if option.strategy.amp == first.strategy.amp]
+            noisy = [option for option in self._noisy() if option.way.amp == first.way.amp]
             lines += [f"{NOISE}: {option.batch}, with {option.label}." for option in noisy]
         return [*named, *more], lines
 
@@ -203,8 +207,8 @@ def _rounded(option: Option) -> float:
 
 def _cost(option: Option) -> tuple[int, float, int, int, int]:
     # Fewer bits are noisier.
-    noise = 0 if option.strategy.bits is None else 64 - option.strategy.bits
-    return noise, _rounded(option), -option.batch, option.strategy.measures, option.total
+    noise = 64 - option.way.options["bits"] if option.way.noisy else 0
+    return noise, _rounded(option), -option.batch, option.way.measures, option.total
 
 
 def _share(option: Option) -> str:
