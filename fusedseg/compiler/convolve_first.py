@@ -126,8 +126,9 @@ def _tensors(node: fx.Node) -> Sequence[object]:
 
 def _swap(graph: fx.Graph, pair: Pair) -> None:
     node, made, x = pair
-    value = _value(node)
+    value, convolution = _value(node), node.target
     assert value is not None
+    assert callable(convolution)
 
     def reading(of: fx.Node, source: fx.Node) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
         """The arguments of a call that reads ``source`` in the place of its input."""
@@ -136,7 +137,7 @@ def _swap(graph: fx.Graph, pair: Pair) -> None:
         return (), {**of.kwargs, "input": source}
 
     with graph.inserting_before(node):
-        small = graph.call_function(node.target, *reading(node, x))
+        small = graph.call_function(convolution, *reading(node, x))
         large = graph.call_function(F.interpolate, *reading(made, small))
     x_value = _value(x)
     assert x_value is not None

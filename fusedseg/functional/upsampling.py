@@ -1,6 +1,7 @@
 """The functional form of linear upsampling."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -9,6 +10,14 @@ from ..ops.check import check_dtype, check_tensor
 from ..ops.upsample import MODES
 
 OP = "fusedseg.upsample"
+Number = TypeVar("Number", int, float)
+
+
+def _per_axis(name: str, given: Number | Sequence[Number], dims: int) -> list[Number]:
+    values = list(given) if isinstance(given, Sequence) else [given] * dims
+    if len(values) != dims or min(values) <= 0:
+        raise ValueError(f"{OP}: {name} must be positive, one number or {dims}, got {given!r}")
+    return values
 
 
 def upsample(
@@ -49,9 +58,9 @@ def upsample(
         )
     if (size is None) == (scale_factor is None):
         raise ValueError(f"{OP}: one of size and scale_factor must be given, got {size!r} and {scale_factor!r}")
-    name, given = ("size", size) if scale_factor is None else ("scale_factor", scale_factor)
-    values = list(given) if isinstance(given, Sequence) else [given] * dims
-    if len(values) != dims or min(values) <= 0:
-        raise ValueError(f"{OP}: {name} must be positive, one number or {dims}, got {given!r}")
-    sizes, factors = (values, None) if scale_factor is None else (None, [float(value) for value in values])
-    return interpolate.eager(x, sizes, factors, MODES[dims], align_corners)
+    mode = MODES[dims]
+    if size is not None:
+        return interpolate.eager(x, _per_axis("size", size, dims), None, mode, align_corners)
+    assert scale_factor is not None
+    factors = [float(factor) for factor in _per_axis("scale_factor", scale_factor, dims)]
+    return interpolate.eager(x, None, factors, mode, align_corners)

@@ -236,6 +236,20 @@ def test_captured_and_fused_ops_take_the_kernels(backend, device, monkeypatch):
     assert set(calls) == set(wanted)
 
 
+@pytest.mark.parametrize("fit", ["resize", "pad"])
+def test_the_decoder_of_our_u_nets_takes_the_kernels(fit, device, monkeypatch, needs_interpreter):
+    import fusedseg
+    from fusedseg.unet import Up
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    calls, plain = [], op.backward
+    monkeypatch.setattr(op, "backward", lambda *a: calls.append(a) or plain(*a))
+    up = Up(4, 2, 2, fit=fit).to(device)
+    x = torch.randn(1, 4, 2, 2, device=device, requires_grad=True)
+    up(x, torch.randn(1, 2, 5, 5, device=device)).sum().backward()
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "text", "x", "given"),
     [
