@@ -115,17 +115,18 @@ def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
     return torch.stack([mean + shift, *others])
 
 
-def _op(schema: str, function: Callable[..., Any]) -> Any:
-    """The function as an op of the graph: AOTAutograd's cache takes no other functions.  The tracer looks into it."""
-    name = f"fusedseg::{function.__name__}"
+def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
+    """Makes an op of a function: AOTAutograd's cache takes no other functions.  The tracer looks into the op."""
     torch.library.define(name, schema)
     torch.library.impl(name, "CompositeImplicitAutograd", function)
-    return getattr(torch.ops.fusedseg, function.__name__).default
 
 
-without_effect_op = _op("(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect)
-move_op = _op("(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean)
-with_bias_op = _op("(Tensor stats, Tensor bias) -> Tensor", with_bias)
+_define("fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect)
+_define("fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean)
+_define("fusedseg::with_bias", "(Tensor stats, Tensor bias) -> Tensor", with_bias)
+without_effect_op = torch.ops.fusedseg.without_effect.default
+move_op = torch.ops.fusedseg.move_mean.default
+with_bias_op = torch.ops.fusedseg.with_bias.default
 
 
 class _Dead(NamedTuple):
