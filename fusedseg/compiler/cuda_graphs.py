@@ -11,7 +11,8 @@ is the peak of a step.  What they must be told of each graph:
 A graph that cannot be recorded runs as without the option, and a warning says why.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from .emit import emit
 from .joint import is_gradient, is_tensor, value_of
 from .settings import say_once
 
-Run = Callable[[list[Any]], Any]
+# A function of a list of arguments, with the attributes that ``emit`` gives it.
+Run = Any
 
 
 def devices_of(module: fx.GraphModule) -> set[torch.device]:
@@ -49,14 +51,11 @@ def _recorded(
     # Emitted code hides what it writes: our calls have no schema.
     mutated = set(parts.find_input_mutations(module.graph))
     reason = why_not(module, static, mutated)
-    constants = tuple(
-        value
-        for node in module.graph.nodes
-        if node.op == "get_attr" and isinstance(value := getattr(module, str(node.target)), Tensor)
-    )
+    attributes = [operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr"]
+    constants = tuple(value for value in attributes if isinstance(value, Tensor))
     places, traces = parts.get_placeholder_info(module.graph), parts.get_stack_traces(module)
     gpus = [device for device in devices_of(module) if device.type == "cuda"]
-    run = emit(module, inputs)
+    run: Run = emit(module, inputs)
     if reason:
         say_once(f": option cudagraphs has no effect on a graph of the model, because {reason}")
         return _after_a_recording(run, gpus[0], parts) if backward and gpus else run

@@ -98,8 +98,9 @@ def test_two_steps(device, name, codegen):
     exact = copy.deepcopy(net).double()
     wanted = two_steps(exact, exact, x.double())
 
-    # On a GPU, Inductor keeps the image in channels_last, and another image a second time.
-    fmt = torch.channels_last if way.half or "bits" in way.options else torch.contiguous_format
+    fmt = torch.channels_last if way.half else torch.contiguous_format
+    # On a GPU, Inductor copies an image to channels_last, and keeps the copy for the gradient of the first weight.
+    copied = x.nbytes if codegen == "inductor" and device.type == "cuda" and not way.half else 0
     net, x = net.to(device, memory_format=fmt), x.to(device, memory_format=fmt)
     begin = copy.deepcopy(net.state_dict())
     run = compiled(net, codegen, **way.options)
@@ -118,4 +119,4 @@ def test_two_steps(device, name, codegen):
         )
     with torch.autocast(device.type, torch.bfloat16, enabled=way.half):
         assert run(x).stride() == net(x).stride()
-        assert kept(net, run, [x]) <= way.most * kept(net, net, [x])
+        assert kept(net, run, [x]) <= way.most * kept(net, net, [x]) + copied
