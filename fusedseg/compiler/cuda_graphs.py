@@ -86,9 +86,10 @@ def _after_a_recording(run: Run, device: torch.device, parts: Any) -> Run:
             manager.set_to_running_backward()
         return run(arguments)
 
-    unrecorded._boxed_call = True
-    unrecorded.source = run.source
-    return unrecorded
+    found: Run = unrecorded
+    found._boxed_call = True
+    found.source = run.source
+    return found
 
 
 def forward(module: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Run:
