@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _VersionWrapper, checkpoint, create_selective_checkpoint_contexts
 
 from fusedseg.memory import checkpoint_blocks
-from fusedseg.memory.strategy import _blocks
+from fusedseg.memory.checkpoint import _blocks
 
 from .contenders import Compiled
 from .harness import Timing, count_bytes, interleave

@@ -27,7 +27,6 @@ MODELS = {**NETWORKS, **MORE}
 BUDGET = 0.3
 # The columns, and the options of the backend.
 WAYS: dict[str, dict[str, Any]] = {"exact": {}, "budget": {"budget": BUDGET}, "8": {"bits": 8}, "4": {"bits": 4}}
-HEADS = {"exact": "exact", "budget": f"budget {BUDGET}", "8": "8 bits", "4": "4 bits"}
 # The most that the exact backend should keep, as a share of eager mode's bytes.
 GOAL = 0.5
 # Steps of training whose losses are compared with eager mode's.
@@ -112,51 +111,61 @@ def exports(network: Network) -> bool:
 
 
 def table() -> str:
-    """The table of the page, and the sentences that say what misses its goal."""
+    """The tables of the page, one figure a cell, and the sentences that name the exceptions."""
     rows = json.loads(FILE.read_text())
-    heads = ["model, input", "package", *HEADS.values(), "graphs", "exports", f"losses of {STEPS} steps"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for name, found in rows.items():
-        cells = [", ".join(f"{share:.2f}" for share in found[way][:2]) + again(found[way][2]) for way in WAYS]
-        title = f"{name}, {'×'.join(map(str, found['input']))}"
-        rest = [str(found["graphs"]), "yes" if found["exports"] else "no"]
-        rest.append(f"differ by `{found['losses']:.0e}`" if found["losses"] else "same bits")
-        lines.append("| " + " | ".join([title, found["package"] or "this repository", *cells, *rest]) + " |")
-    parts = ["\n".join(lines)]
-    for title, lines in remarks(rows).items():
-        parts.append(title + "\n\n" + ("\n".join(f"* {line}" for line in lines) or "* none"))
+    exact = [[title(name, found), *shares(found["exact"]), again(found["exact"])] for name, found in rows.items()]
+    parts = [lines_of(["model, input", "kept", "peak", "repeated"], exact)]
+    options = [
+        [name, *shares(found["budget"]), again(found["budget"]), *shares(found["8"]), *shares(found["4"])]
+        for name, found in rows.items()
+    ]
+    heads = [f"budget {BUDGET}: kept", "its peak", "repeated", "8 bits: kept", "its peak", "4 bits: kept", "its peak"]
+    parts.append(lines_of(["model", *heads], options))
+    parts.append("\n".join(f"* {line}" for line in remarks(rows)))
     absent = [name for name in MODELS if name not in rows]
     if absent:
         parts.append(f"Not measured yet: {', '.join(absent)}.")
     return "\n\n".join(parts) + "\n"
 
 
-def remarks(rows: dict[str, Any]) -> dict[str, list[str]]:
-    """What the rows say plainly: titles, and the models below them."""
-    kept = {name: {way: found[way][0] for way in WAYS} for name, found in rows.items()}
-    return {
-        "Models that miss the goal for what the exact backend keeps:": [
-            f"{name} keeps {share['exact']:.3f}; the goal is {GOALS.get(name, GOAL)}."
-            for name, share in kept.items()
-            if share["exact"] > GOALS.get(name, GOAL)
-        ],
-        "Models that keep more than the budget:": [
-            f"{name} keeps {share['budget']:.3f}." for name, share in kept.items() if share["budget"] > BUDGET
-        ],
-        "Models in which 4 bits keep hardly less than the exact backend:": [
-            f"{name} keeps {share['4']:.3f} with 4 bits, and {share['exact']:.3f} without."
-            for name, share in kept.items()
-            if share["4"] > LITTLE * share["exact"]
-        ],
-        f"Models whose exact peak is above {LITTLE} of eager mode's, so that little is gained:": [
-            f"{name} peaks at {found['exact'][1]:.3f}." for name, found in rows.items() if found["exact"][1] > LITTLE
-        ],
-    }
+def title(name: str, found: dict[str, Any]) -> str:
+    origin = f" ({found['package']})" if found["package"] else ""
+    return f"{name}{origin}, {'×'.join(map(str, found['input']))}"
 
 
-def again(share: float) -> str:
-    # no-break spaces, so that a narrow cell does not part a number and its sign
-    return f", {share:.1%}".replace("%", "\u00a0%") if share else ""
+def shares(figures: list[float]) -> list[str]:
+    """The kept bytes and the peak, as shares of eager mode's."""
+    return [f"{share:.2f}" for share in figures[:2]]
+
+
+def again(figures: list[float]) -> str:
+    """The repeated share of forward's arithmetic; no-break spaces, so that no line parts a number and its sign."""
+    return f"{figures[2]:.1%}".replace("%", "\u00a0%") if figures[2] else "0"
+
+
+def lines_of(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
+
+
+def remarks(rows: dict[str, Any]) -> Iterable[str]:
+    """A sentence for each model that is no single graph, is not exported, has other losses, or misses a goal."""
+    for name, found in rows.items():
+        if found["graphs"] != 1:
+            yield f"{name} is {found['graphs']} graphs; the others are one."
+        if not found["exports"]:
+            yield f"`torch.export` does not take the stock {name}."
+        if found["losses"]:
+            share = f"{found['losses']:.0e}"
+            yield f"The losses of {STEPS} steps of {name} differ by {share}; those of the others have the same bits."
+        exact, goal = found["exact"], GOALS.get(name, GOAL)
+        if exact[0] > goal:
+            yield f"{name} keeps {exact[0]:.3f} without options; the goal is {goal}."
+        if found["budget"][0] > BUDGET:
+            yield f"{name} keeps {found['budget'][0]:.3f} with a budget of {BUDGET}."
+        if found["4"][0] > LITTLE * exact[0]:
+            yield f"{name} keeps {found['4'][0]:.3f} with 4 bits, which is hardly less than without."
+        if exact[1] > LITTLE:
+            yield f"{name} peaks at {exact[1]:.3f} without options, so that little is gained."
 
 
 def page() -> str:

@@ -33,9 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 import fusedseg.compiler
-from fusedseg.compiler import partitions
+from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.memory.fake import fake_model
-from fusedseg.memory.strategy import Partition
 from tests.resnet import ResNet50
 
 from .contenders import Compiled
@@ -208,7 +207,7 @@ def counted(network: Network, way: str, device: torch.device) -> Result:
 
 
 @cache
-def of_compiler(name: str) -> dict[float, Partition]:
+def of_compiler(name: str) -> dict[float, fusedseg.compiler.Report]:
     """What the compiler's own budgets repeat."""
     network = here(name)
     with FakeTensorMode() as mode:
@@ -216,7 +215,7 @@ def of_compiler(name: str) -> dict[float, Partition]:
         if name == "SwinUNETR":
             # Its check of the input calls NumPy, which would end the compiler's graph.
             net._check_input_size = lambda spatial_shape: None
-        return dict(zip(SHARES, partitions(net, [torch.empty(network.shape)], SHARES), strict=True))
+        return dict(zip(SHARES, estimate_ways(net, [torch.empty(network.shape)], SHARES), strict=True))
 
 
 def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:

@@ -9,7 +9,6 @@ Every picture is written to docs/pictures, and each must stay below 150 KB.
 import argparse
 import contextlib
 import io
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,14 +23,27 @@ from torch import nn
 from examples.demo import __main__ as demo
 from fusedseg import __main__ as commands
 from fusedseg import memory, unet
-from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from fusedseg.memory.plot import WIDTHS, curves
+from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
+from fusedseg.planning.picture import PHASES, points
 
 FOLDER = Path(__file__).parent / "pictures"
 LARGEST_FILE = 150_000
 GIBIBYTE = 2**30
 FUSED = "fusedseg"
 NAMES = {"eager": "eager PyTorch", "checkpoint": "checkpoints", FUSED: "blocks of fusedseg"}
+# Checkpoints run each convolution of forward again, beside the two of its gradients.
+AGAIN = {"eager": "", "checkpoint": "\n+33% arithmetic", FUSED: ""}
+
+
+class Drawn(NamedTuple):
+    """A training step: the bytes that are there before it, and what the meter has counted."""
+
+    before: int
+    step: memory.Footprint
+
+    @property
+    def total(self) -> int:
+        return self.before + self.step.peak
 
 
 class Theme(NamedTuple):
@@ -55,13 +67,15 @@ class Network(NamedTuple):
     make: Callable[..., nn.Module]
     shapes: list[tuple[int, ...]]
 
-    def report(self, way: str) -> memory.MemoryReport:
+    def report(self, way: str) -> Drawn:
         """One training step in fp16, on tensors without values."""
         with fake_mode() as mode:
             model = fake_model(partial(self.make, plain=way != FUSED), mode, torch.float16)
             if way == "checkpoint":
                 memory.checkpoint_blocks(model)
-            return profile_fake(model, fake_inputs(self.shapes, torch.float16), label=way)
+            inputs = fake_inputs(self.shapes, torch.float16)
+            before = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *inputs))
+            return Drawn(before, memory.measure(model, *inputs))
 
 
 NETWORKS = [
@@ -75,30 +89,25 @@ NETWORKS = [
 ]
 
 
-def draw_step(theme: Theme, reports: dict[str, memory.MemoryReport]) -> Figure:
+def draw_step(theme: Theme, reports: dict[str, Drawn]) -> Figure:
     """The README's picture: a line for each way."""
     figure, ax = new_figure(theme, (8, 4.2))
     for way, report in reports.items():
-        xs, ys = curves(report)
-        total = [sum(values) / 1024 for values in zip(*ys.values(), strict=True)]
+        xs, ys = points(report.step.course)
+        total = [(report.before + nbytes) / GIBIBYTE for nbytes in ys]
         color = theme.ways[way]
         ax.fill_between(xs, total, step="post", color=color, alpha=0.10, linewidth=0)
         ax.plot(xs, total, color=color, linewidth=1.8, drawstyle="steps-post")
         peak = max(total)
         at = xs[total.index(peak)]
         ax.plot(at, peak, "o", color=color, markersize=6)
-        again = f"\n{report.recomputed:+.0%} arithmetic" if report.recomputed else ""
-        text = f"{NAMES[way]}: peak {peak:.1f} GiB{again}"
+        text = f"{NAMES[way]}: peak {peak:.1f} GiB{AGAIN[way]}"
         style = {"color": color, "fontsize": 12.5, "fontweight": "bold", "va": "bottom"}
         ax.annotate(text, (at, peak), (14, 1), textcoords="offset points", **style).set_in_layout(False)
-    phases = list(next(iter(reports.values())).marks)
-    left = 0.0
-    for phase in phases:
-        ax.text(left + WIDTHS[phase] / 2, -0.16, phase, ha="center", va="top", color=theme.text, fontsize=12)
-        left += WIDTHS[phase]
-        if phase != phases[-1]:
-            ax.axvline(left, color=theme.text, linewidth=0.8, linestyle=":", alpha=0.6)
-    ax.set_xlim(0, left)
+    for number, phase in enumerate(PHASES):
+        ax.text(number + 0.5, -0.16, phase, ha="center", va="top", color=theme.text, fontsize=12)
+    ax.axvline(1, color=theme.text, linewidth=0.8, linestyle=":", alpha=0.6)
+    ax.set_xlim(0, len(PHASES))
     ax.set_ylim(0, 5.1)
     ax.set_xticks([])
     ax.set_ylabel("memory in use, GiB", fontsize=12)
@@ -106,12 +115,12 @@ def draw_step(theme: Theme, reports: dict[str, memory.MemoryReport]) -> Figure:
     return figure
 
 
-def draw_kept(theme: Theme, reports: dict[str, dict[str, memory.MemoryReport]]) -> Figure:
+def draw_kept(theme: Theme, reports: dict[str, dict[str, Drawn]]) -> Figure:
     """Bytes kept for backward, and the peak, of several networks, of stock modules and of fused blocks."""
     figure, ax = new_figure(theme, (8, 4.8))
     for row, ways in enumerate(reports.values()):
         for offset, way in zip((-0.2, 0.2), ways, strict=True):
-            kept, peak = ways[way].saved / GIBIBYTE, ways[way].peak / GIBIBYTE
+            kept, peak = ways[way].step.saved / GIBIBYTE, ways[way].step.peak / GIBIBYTE
             y, color = row + offset, theme.ways[way]
             ax.barh(y, kept, 0.36, color=color, label=NAMES[way] if row == 0 else None)
             ax.plot([peak, peak], [y - 0.18, y + 0.18], color=theme.text, linewidth=2, solid_capstyle="butt")
@@ -121,31 +130,6 @@ def draw_kept(theme: Theme, reports: dict[str, dict[str, memory.MemoryReport]]) 
     ax.margins(x=0.1)
     ax.set_xlabel("GiB, fp16; bar: kept for backward; mark: peak of the step", fontsize=11)
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=11, labelcolor=theme.text)
-    return figure
-
-
-def draw_plan(theme: Theme) -> Figure:
-    """The largest batch that fits, for each way, as the command prints it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        network = ["unet3d_small", "--input", "1,320,150,26", "--dtype", "fp16"]
-        run("plan", *network, "--budget", "16GiB", "--json", str(path))
-        options = json.loads(path.read_text())["options"]
-    # autocast changes nothing where the parameters are in half precision already; rounding has a page of its own
-    options = [option for option in options if "amp" not in option["label"] and option["bits"] is None]
-    options.sort(key=lambda option: ("fusedseg" in option["label"], option["repeated"]))
-    figure, ax = new_figure(theme, (8, 4.2))
-    for row, option in enumerate(options):
-        way = next(way for way in (FUSED, "checkpoint", "eager") if way in option["label"])
-        again = f", {option['repeated']:.1%} of forward again".replace(".0%", "%") if option["repeated"] else ""
-        ax.barh(row, option["batch"], 0.62, color=theme.ways[way])
-        ax.text(option["batch"] + 0.15, row, f"{option['batch']}{again}", va="center", color=theme.text, fontsize=12)
-    ax.set_yticks(range(len(options)), [option["label"].replace("+", " + ") for option in options], fontsize=12)
-    ax.invert_yaxis()
-    ax.set_xlim(0, 1.75 * max(option["batch"] for option in options))
-    ax.set_xlabel("samples of 1×320×150×26 in a batch", fontsize=11)
-    title = "Largest batch within 16 GiB: 3D U-Net, 14 M parameters, fp16, AdamW"
-    figure.suptitle(title, fontsize=12, color=theme.text)
     return figure
 
 
@@ -173,10 +157,8 @@ def draw_memory() -> None:
     light = THEMES["light"]
     kept = {network.title: {way: network.report(way) for way in ("eager", FUSED)} for network in NETWORKS}
     save(draw_kept(light, kept), "kept.png")
-    save(draw_plan(light), "plan.png")
-    shape = ["--input", "2,1,320,150,26", "--dtype", "fp16", "--overwrite", "--plot"]
+    shape = ["--input", "2,1,320,150,26", "--dtype", "fp16", "--codegen", "aten", "--overwrite", "--plot"]
     run("profile", "unet3d_small", *shape, str(FOLDER / "profile.png"))
-    run("profile", "unet3d_small", *shape, str(FOLDER / "compare.png"), "--compare", "eager,fusedseg,checkpoint")
 
 
 def draw_demos() -> None:

@@ -32,6 +32,7 @@ try:
         MaxPool3d,
         convert_sync,
     )
+    from .planning import plan, profile
 finally:
     if _collects:
         gc.enable()
@@ -62,6 +63,8 @@ __all__ = [
     "functional",
     "losses",
     "memory",
+    "plan",
+    "profile",
     "revert",
     "sliding_window_labels",
     "unet",

@@ -58,7 +58,7 @@ def parser() -> Parser:
         "command.",
         epilog="examples:\n"
         "  fusedseg doctor\n"
-        "  fusedseg profile unet3d_small --input 2,1,64,64,64 --compare eager,fusedseg\n"
+        "  fusedseg profile unet3d_small --input 2,1,64,64,64\n"
         "  fusedseg COMMAND --help",
     )
     top.add_argument("--version", action="version", version=f"fusedseg {__version__}")

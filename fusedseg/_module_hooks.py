@@ -4,39 +4,15 @@ A module of this package that does the work of others does not call them, or giv
 whether anybody would notice.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from . import _torch
 
-# The numbers of this package's own global hooks, which only look at modules.
-_ours: set[int] = set()
-
-
-@contextmanager
-def looking_on(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
-    """A context in which ``before(module, args)`` and ``after(module, args, out)`` run at each call of a module.
-
-    ``after`` also runs if a forward raises.  Modules run as they do without hooks.
-    """
-    handles = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
-    _ours.update(handle.id for handle in handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-            _ours.discard(handle.id)
-
 
 def has_global_hooks() -> bool:
-    """Whether other code has registered hooks of all modules."""
-    hooks = _torch.global_module_hooks
-    return any(hooks) and not all(map(_ours.issuperset, hooks))
+    """Whether code has registered hooks of all modules."""
+    return any(_torch.global_module_hooks)
 
 
 # The compiler runs this once, while it traces (``unfused.assume_constant_result`` in ops).

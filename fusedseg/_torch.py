@@ -82,8 +82,6 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The transforms of torch.func, and their wrapped tensors.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 get_unwrapped = _or("torch._C._functorch.get_unwrapped", lambda t: t)
-# The number of the newest node of autograd's graph, which the memory profiler reads.
-get_sequence_nr = _needed("torch.autograd._get_sequence_nr", "the memory profiler")
 # The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -97,6 +95,9 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
     _or(f"torch.nn.modules.module._global_{name}_hooks", {})
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 )
+# A context in which writes to a tensor are no changes to autograd.  Without it, backward raises PyTorch's error of a
+# saved tensor that was modified in place.
+preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter", lambda t: nullcontext())
 # Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
@@ -156,7 +157,6 @@ def _overlaps(x: torch.Tensor) -> int:
 debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 
 # oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
-get_mkldnn_enabled = _or("torch._C._get_mkldnn_enabled", lambda: False)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # The dispatch modes of this thread.
 dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
@@ -288,6 +288,23 @@ def compiler_parts() -> SimpleNamespace:
         if found[base] is _ABSENT:
             found[base] = object
     return SimpleNamespace(**found)
+
+
+_CUDA_GRAPHS = {
+    "cudagraphify_impl": "torch._inductor.cudagraph_trees.cudagraphify_impl",
+    "get_manager": "torch._inductor.cudagraph_trees.get_manager",
+    "reset": "torch._inductor.cudagraph_trees.reset_cudagraph_trees",
+    "get_placeholder_info": "torch._inductor.cudagraph_utils.get_placeholder_info",
+    "find_input_mutations": "torch._dynamo.backends.cudagraphs.find_input_mutations",
+    "get_stack_traces": "torch._dynamo.backends.cudagraphs.get_stack_traces",
+    "TracingContext": "torch._guards.TracingContext",
+}
+
+
+def cuda_graph_parts() -> SimpleNamespace:
+    """The parts of PyTorch's trees of CUDA graphs that record and replay the codegen "aten"."""
+    feature = 'torch.compile(backend="fusedseg", options={"cudagraphs": True})'
+    return SimpleNamespace(**{name: later(path, feature) for name, path in _CUDA_GRAPHS.items()})
 
 
 def inductor_problem() -> str:

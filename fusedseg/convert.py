@@ -7,9 +7,9 @@ is a module whose class says which child reads what, so that nothing has to be o
 * a class of ``LIBRARY``, a table of blocks of published libraries; each is pinned to the source that was read;
 * ``nn.MaxPool2d`` and ``nn.MaxPool3d``, which then keep one byte for each element of their output.
 
-The children stay the same stock modules.  Only the call of a *block* does their work: ``Plan`` finds the pairs of norm
-and activation once, and a call looks at a few attributes of each module before it does that module's work.  Whatever
-else calls a child, or looks at its calls, meets the stock module.
+The children stay the same stock modules.  Only the call of a *block* does their work: ``BlockPlan`` finds the pairs of
+norm and activation once, and a call looks at a few attributes of each module before it does that module's work.
+Whatever else calls a child, or looks at its calls, meets the stock module.
 """
 
 import functools
@@ -30,10 +30,10 @@ from ._torch import FakeTensor, FakeTensorMode
 from .activation import OF_MODULE, TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
 from .ops.max_pool import op as pools
+from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
-from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.spec import Passed, Spec
+from .ops.norm.op import normalise_eagerly
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
@@ -136,7 +136,7 @@ def _library_block(cls: type[nn.Module]) -> Block | None:
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:
-    return module._stock if isinstance(module, Fused) else type(module)
+    return module._stock if isinstance(module, FusedStock) else type(module)
 
 
 def _steps_of(module: nn.Module) -> Sequence[Step] | None:
@@ -207,26 +207,26 @@ def _takes(norm: Any, x: Tensor) -> bool:
 IDENTITY = Activation("identity", 0.0)
 
 
-def _call_of(norm: Any, x: Tensor) -> tuple[Passed, Spec]:
+def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
     """The tensors and the description of a stock norm's call, without its activation.
 
     The statistics are chosen and moved as the stock norm does it, also where a checkpoint runs a second time.
     """
-    weight, bias = norm.weight, norm.bias
-    if isinstance(norm, nn.GroupNorm):
-        return Passed(x, weight, bias), Spec("input", IDENTITY, norm.eps, kind="group", groups=norm.num_groups)
-    mean, var, training, tracked = norm.running_mean, norm.running_var, norm.training, norm.track_running_stats
-    if isinstance(norm, _InstanceNorm):
-        spec = Spec("input", IDENTITY, norm.eps, norm.momentum or 0.0, training or not tracked, "instance")
-        return Passed(x, weight, bias, None, None, mean, var), spec
-    batches = norm.num_batches_tracked if training and tracked else None
-    momentum = norm.momentum
+    weight, bias = module.weight, module.bias
+    if isinstance(module, nn.GroupNorm):
+        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, kind="group", groups=module.num_groups)
+    mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
+    if isinstance(module, _InstanceNorm):
+        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, "instance")
+        return Operands(x, weight, bias, None, None, mean, var), norm
+    batches = module.num_batches_tracked if training and tracked else None
+    momentum = module.momentum
     if momentum is None:
         momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-    spec = Spec("input", IDENTITY, norm.eps, momentum, training or mean is None)
+    norm = Norm("input", IDENTITY, module.eps, momentum, training or mean is None)
     if training and not tracked:
-        return Passed(x, weight, bias), spec
-    return Passed(x, weight, bias, None, None, mean, var, batches), spec
+        return Operands(x, weight, bias), norm
+    return Operands(x, weight, bias, None, None, mean, var, batches), norm
 
 
 @dataclass(eq=False, slots=True)
@@ -293,19 +293,19 @@ class Pair:
             return None
         if torch.is_autocast_enabled(x.device.type) and not self._keeps_dtypes(x, how):
             return None
-        passed, spec = _call_of(norm, x)
+        given, of_call = _call_of(norm, x)
         slope = act.weight if TABLE[how.name].learned else None
-        passed = passed._replace(residual=residual, slope=slope)
-        spec = spec._replace(keep=keep, act=how)
+        given = given._replace(residual=residual, slope=slope)
+        of_call = of_call._replace(keep=keep, act=how)
         try:
-            check(OP, passed, spec)
+            check(OP, given, of_call)
         except (TypeError, ValueError):
             # The stock modules take what the op does not, or raise their own error.
             return None
         kept = None
         if keep == "output":
-            kept = self.kept.refresh(passed.weight, passed.bias, how, x.dtype, residual is not None)
-        return normalise_eagerly(passed, spec, kept)
+            kept = self.kept.refresh(given.weight, given.bias, how, x.dtype, residual is not None)
+        return normalise_eagerly(given, of_call, kept)
 
     def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
         """Whether autocast lets both modules return the dtype of ``x``."""
@@ -360,7 +360,7 @@ def _facts_of(module: nn.Module) -> tuple[object, ...]:
     return own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
 
 
-class Plan:
+class BlockPlan:
     """What a call of a block does.
 
     steps: the modules that are called, and the pairs that ops may serve.  pairs: these pairs alone.
@@ -425,7 +425,7 @@ def _modes_are_known() -> bool:
     return all(isinstance(mode, (FakeTensorMode, LiveBytes)) for mode in _torch.dispatch_modes())
 
 
-class Fused:
+class FusedStock:
     """The first base class of a fused block; the second one is the stock class of the block."""
 
     _stock: type[Any]
@@ -444,19 +444,19 @@ class Fused:
         return _reverted(self)
 
 
-class FusedBlock(Fused):
+class FusedBlock(FusedStock):
     def forward(self, input: Any) -> Any:  # noqa: A002  the name in ``nn.Sequential``
         if torch.compiler.is_compiling() or not _is_usual(input):
             return self._stock.forward(self, input)
         plan = self.__dict__.get(self.PLAN)
         if plan is None or not plan.fits():
-            plan = self.__dict__[self.PLAN] = Plan(self)  # type: ignore[arg-type]
+            plan = self.__dict__[self.PLAN] = BlockPlan(self)  # type: ignore[arg-type]
         if not plan.pairs or not plan.is_unseen():
             return self._stock.forward(self, input)
         return plan.run(input)
 
 
-class FusedPool(Fused):
+class FusedPool(FusedStock):
     def forward(self, input: Any) -> Any:  # noqa: A002  the name in the stock module
         found = None if torch.compiler.is_compiling() or not _is_usual(input) else _pool_of(self, input)
         return self._stock.forward(self, input) if found is None else pools.max_pool(*found)
@@ -490,7 +490,7 @@ def _new(stock: type) -> Any:
 
 def _reverted(module: Any) -> Any:
     module.__class__ = module._stock
-    module.__dict__.pop(Fused.PLAN, None)
+    module.__dict__.pop(FusedStock.PLAN, None)
     return module
 
 
@@ -552,10 +552,10 @@ def convert(model: Model, *unnamed: object, **gone: object) -> Model:
     for name in gone:
         raise TypeError(f"{OP}: there is no argument {name}; {GONE.get(name, 'convert takes the model alone')}")
     for module in model.modules():
-        if isinstance(module, Fused):
+        if isinstance(module, FusedStock):
             continue
         cls: Any = type(module)
-        if cls in POOLS or (_steps_of(module) is not None and Plan(module).pairs):
+        if cls in POOLS or (_steps_of(module) is not None and BlockPlan(module).pairs):
             module.__class__ = _fused_class(cls)
     return model
 
@@ -563,7 +563,7 @@ def convert(model: Model, *unnamed: object, **gone: object) -> Model:
 def revert(model: Model) -> Model:
     """Gives every block and pool its stock class back, in place, and returns the model; nothing else has changed."""
     for module in model.modules():
-        if isinstance(module, Fused):
+        if isinstance(module, FusedStock):
             _reverted(module)
     return model
 
@@ -621,7 +621,7 @@ ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 def conversion(model: nn.Module) -> Conversion:
     """Which norms and pools of a model ``convert`` serves, and which stay stock, with reasons."""
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
-    pairs: dict[Any, Pair] = {pair.norm: pair for block in blocks for pair in Plan(block).pairs}
+    pairs: dict[Any, Pair] = {pair.norm: pair for block in blocks for pair in BlockPlan(block).pairs}
     why = _reasons(model)
     served: list[Served] = []
     left: list[Left] = []

@@ -38,7 +38,7 @@ FLAG = "inplace"
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class OpRow:
     """What the package knows about a function.
 
     name: the name in errors and tests.
@@ -79,9 +79,9 @@ def _flagged(*functions: Function) -> dict[Function, Any]:
     return dict.fromkeys(functions, FLAG)
 
 
-def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[Row]:
+def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[OpRow]:
     """A row for each of the ops, without calls."""
-    return [Row(op, kind, (op,), cheap=cheap) for op in ops]
+    return [OpRow(op, kind, (op,), cheap=cheap) for op in ops]
 
 
 def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | 
 
 
 _ACTIVATIONS = (
-    Row(
+    OpRow(
         "relu", LINEAR, ("relu",),
         {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_},
         kinks=(0.0,), keeps_sign=True,
@@ -99,49 +99,49 @@ _ACTIVATIONS = (
         pieces=lambda x: torch.where(x <= 0, 0.0, x),
         backward="threshold_backward", fixed=(("threshold", 0),),
     ),
-    Row(
+    OpRow(
         "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), kinks=(0.0,), keeps_sign=True,
         pieces=lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
-    Row(
+    OpRow(
         "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), kinks=(0.0,),
         pieces=lambda x, w: torch.where(x > 0, x, w * x),
     ),
-    Row(
+    OpRow(
         "hardtanh", LINEAR, ("hardtanh",), _flagged(F.hardtanh), kinks=(-1.0, 1.0),
         pieces=lambda x, low=-1.0, high=1.0: _clamp(x, low, high), backward="hardtanh_backward",
     ),
-    Row(
+    OpRow(
         "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), kinks=(0.0, 6.0), backward="hardtanh_backward",
         fixed=(("min_val", 0), ("max_val", 6)),
     ),
-    Row(
+    OpRow(
         "hardsigmoid", LINEAR, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0),
         backward="hardsigmoid_backward",
     ),
-    Row(
+    OpRow(
         "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), kinks=(-3.0, 3.0),
         backward="hardswish_backward",
     ),
-    Row(
+    OpRow(
         "elu", SMOOTH, ("elu",), _flagged(F.elu), kinks=(0.0,), backward="elu_backward", parameter="alpha",
         fixed=(("scale", 1), ("input_scale", 1)),
     ),
-    Row("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), backward="elu_backward"),
-    Row("celu", SMOOTH, ("celu",), _flagged(F.celu)),
-    Row("silu", SMOOTH, ("silu",), _flagged(F.silu), backward="silu_backward"),
-    Row("mish", SMOOTH, ("mish",), _flagged(F.mish), backward="mish_backward"),
-    Row(
+    OpRow("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), backward="elu_backward"),
+    OpRow("celu", SMOOTH, ("celu",), _flagged(F.celu)),
+    OpRow("silu", SMOOTH, ("silu",), _flagged(F.silu), backward="silu_backward"),
+    OpRow("mish", SMOOTH, ("mish",), _flagged(F.mish), backward="mish_backward"),
+    OpRow(
         "gelu", SMOOTH, ("gelu",), _alone(F.gelu), backward="gelu_backward", fixed=(("approximate", "none"),)
     ),
-    Row("gelu_tanh", SMOOTH, ("gelu",), backward="gelu_backward", fixed=(("approximate", "tanh"),)),
-    Row(
+    OpRow("gelu_tanh", SMOOTH, ("gelu",), backward="gelu_backward", fixed=(("approximate", "tanh"),)),
+    OpRow(
         "softplus", SMOOTH, ("softplus",), _alone(F.softplus), kinks=(20.0,), backward="softplus_backward",
         fixed=(("beta", 1), ("threshold", 20)),
     ),
     *(
-        Row(
+        OpRow(
             name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, backward=f"{name}_backward",
         )
         for name, function, call, over, method, overwriting in (
@@ -152,14 +152,14 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 _PRODUCTS = (
-    Row(
+    OpRow(
         "convolution", PRODUCT, ("convolution",),
         _alone(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), cheap=False,
     ),
-    Row("linear", PRODUCT, ("addmm", "mm", "bmm", "baddbmm"), _alone(F.linear), cheap=False),
-    Row("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}),
+    OpRow("linear", PRODUCT, ("addmm", "mm", "bmm", "baddbmm"), _alone(F.linear), cheap=False),
+    OpRow("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}),
     # It is linear in the numerator alone; ``branches.kind_of`` asks which argument is rounded.
-    Row("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}),
+    OpRow("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}),
     *_each(PRODUCT, ("addcmul",)),
     *_each(
         PRODUCT,
@@ -172,13 +172,13 @@ _PRODUCTS = (
 )  # fmt: skip
 
 _LINEAR = (
-    Row("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}),
-    Row("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}),
-    Row("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat)),
+    OpRow("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}),
+    OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}),
+    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat)),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
-    Row("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
-    Row("stack", LINEAR, ("stack",), _alone(torch.stack)),
-    Row(
+    OpRow("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
+    OpRow("stack", LINEAR, ("stack",), _alone(torch.stack)),
+    OpRow(
         "pad", LINEAR,
         (
             "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
@@ -186,26 +186,26 @@ _LINEAR = (
         ),
         _alone(F.pad),
     ),
-    Row(
+    OpRow(
         "reshape", LINEAR, ("clone", "_unsafe_view"),
         _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
     ),
-    Row("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
-    Row(
+    OpRow("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
+    OpRow(
         "to", LINEAR, ("_to_copy", "convert_element_type"),
         _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
     ),
-    Row(
+    OpRow(
         "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    Row(
+    OpRow(
         "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
-    Row(
+    OpRow(
         "adaptive_avg_pool", LINEAR, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
         _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
-    Row(
+    OpRow(
         "interpolate", LINEAR,
         (
             "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
@@ -215,7 +215,7 @@ _LINEAR = (
         _alone(F.interpolate),
     ),
     # Its mask is kept: nothing is drawn again.
-    Row(
+    OpRow(
         "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
@@ -234,7 +234,7 @@ _LINEAR = (
 )  # fmt: skip
 
 _EXACT = (
-    Row(
+    OpRow(
         "batch_norm", EXACT,
         (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
@@ -244,14 +244,14 @@ _EXACT = (
     ),
     # In eval mode the statistics are constants.
     *_each(LINEAR, ("_native_batch_norm_legit_no_training",)),
-    Row("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm)),
-    Row("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm)),
-    Row("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm)),
-    Row(
+    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm)),
+    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm)),
+    OpRow("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm)),
+    OpRow(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
         _alone(F.max_pool2d, torch.max_pool2d),
     ),
-    Row("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
+    OpRow("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
     *_each(EXACT, ("_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
 )  # fmt: skip
 
@@ -266,21 +266,21 @@ _WRITTEN = (
         ),
         cheap=False,
     ),
-    Row("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
-    Row("clamp", EXACT, ("clamp",), pieces=_clamp),
-    Row("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),
-    Row("clamp_max", EXACT, ("clamp_max",), pieces=lambda x, high: _clamp(x, None, high)),
-    Row("maximum", EXACT, ("maximum",), pieces=lambda a, b: torch.where(a >= b, a, b)),
-    Row("minimum", EXACT, ("minimum",), pieces=lambda a, b: torch.where(a <= b, a, b)),
-    Row(
+    OpRow("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
+    OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
+    OpRow("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),
+    OpRow("clamp_max", EXACT, ("clamp_max",), pieces=lambda x, high: _clamp(x, None, high)),
+    OpRow("maximum", EXACT, ("maximum",), pieces=lambda a, b: torch.where(a >= b, a, b)),
+    OpRow("minimum", EXACT, ("minimum",), pieces=lambda a, b: torch.where(a <= b, a, b)),
+    OpRow(
         "threshold_backward", EXACT, ("threshold_backward",), cheap=False,
         pieces=lambda g, y, t: torch.where(y <= t, 0.0, g),
     ),
-    Row(
+    OpRow(
         "leaky_relu_backward", EXACT, ("leaky_relu_backward",), cheap=False,
         pieces=lambda g, x, slope, of_result: torch.where(x > 0, g, g * slope),
     ),
-    Row(
+    OpRow(
         "_prelu_kernel_backward", EXACT, ("_prelu_kernel_backward",), cheap=False,
         pieces=lambda g, x, w: (torch.where(x > 0, g, w * g), torch.where(x > 0, 0.0, x * g)),
     ),
@@ -294,11 +294,11 @@ _WRITTEN = (
     ),
 )  # fmt: skip
 
-ROWS: tuple[Row, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITTEN)
+ROWS: tuple[OpRow, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITTEN)
 
 
-def _by_op(rows: Iterable[Row]) -> dict[str, Row]:
-    found: dict[str, Row] = {}
+def _by_op(rows: Iterable[OpRow]) -> dict[str, OpRow]:
+    found: dict[str, OpRow] = {}
     for row in rows:
         for op in row.ops:
             found.setdefault(op, row)
@@ -306,6 +306,6 @@ def _by_op(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 # For each op, the first row that has it.  Rows that share an op agree about it, but for the places of its kinks.
-OF_OP: dict[str, Row] = _by_op(ROWS)
+OF_OP: dict[str, OpRow] = _by_op(ROWS)
 # The ops that may run again in backward.  Elementwise ops and views, which PyTorch marks, may as well.
 CHEAP = frozenset(op for op, row in OF_OP.items() if row.cheap)

@@ -26,7 +26,7 @@ def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
     return d, h, w
 
 
-class Geometry(NamedTuple):
+class Window(NamedTuple):
     """Stride, padding and dilation for each spatial dimension, and groups.  Zeros pad both sides equally."""
 
     stride: tuple[int, ...]

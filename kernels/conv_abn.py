@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .conv import Geometry, conv_blocks, three
+from .conv import Window, conv_blocks, three
 from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
 from .tile import chan_merge
@@ -211,7 +211,7 @@ def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
 @plan
 def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
     """The launcher, and the number of parts of statistics that it leaves."""
-    geometry = Geometry(*geometry)
+    geometry = Window(*geometry)
     kernel, C = w_shape[2:], w_shape[1]
     N, K = out_shape[:2]
     M, groups = math.prod(out_shape) // K, geometry.groups

@@ -20,7 +20,7 @@ import math
 import triton
 import triton.language as tl
 
-from .conv import Geometry, three
+from .conv import Window, three
 from .launch import acc_dtype, row_lanes, warps_of
 from .launcher import Launcher, plan
 from .tile import tiles_of
@@ -252,7 +252,7 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
 
 @plan
 def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
-    geometry = Geometry(*geometry)
+    geometry = Window(*geometry)
     C = shape[1]
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     L = C if rows else out[2]
@@ -275,7 +275,7 @@ def max_pool_fwd(x, z, codes, rows, kernel, geometry):
 
 @plan
 def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
-    geometry = Geometry(*geometry)
+    geometry = Window(*geometry)
     N, C = shape[:2]
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     named = geometry.constants(kernel)

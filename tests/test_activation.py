@@ -49,11 +49,9 @@ def test_every_name_is_of_one_kind():
     assert set(TABLE).isdisjoint(other.name for other in OTHERS)
 
 
-@pytest.mark.parametrize(
-    ("page", "listed"), [("exact.md", NAMES), ("inplace.md", INVERTIBLE)], ids=["exact", "in place"]
-)
-def test_the_documentation_lists_them_all(page, listed):
-    text = (Path(__file__).parents[1] / "docs" / page).read_text().replace("\n", " ")
+@pytest.mark.parametrize("listed", [NAMES, INVERTIBLE], ids=["exact", "in place"])
+def test_the_documentation_lists_them_all(listed):
+    text = (Path(__file__).parents[1] / "docs" / "inplace.md").read_text().replace("\n", " ")
     assert f"one of {', '.join(listed[:-1])} and {listed[-1]}." in text
 
 

@@ -29,12 +29,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
+    "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_torch"}, {"torch"}),
+    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
+    "ops/upsample": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/low_bit": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
     "ops/norm": (
         {"_backend", "_torch", "activation", "kernels"} | SHARED,
@@ -53,21 +55,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn"}, {"torch"}),
-    "memory": ({"_backend", "_module_hooks", "_sizes", "_torch", "activation"}, {"matplotlib", "torch"}),
+    "memory": ({"_backend", "_moved", "_torch"}, {"torch"}),
     "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
-    "compiler": (BASE - {"_module_hooks"} | {"memory", "ops"}, {"torch"}),
+    "compiler": (BASE - {"_module_hooks"} | {"_moved", "memory", "ops"}, {"torch"}),
+    "planning": ({"_sizes", "_torch", "compiler", "convert", "memory"}, {"matplotlib", "torch"}),
     # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
         {"_sizes", "_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "memory"}
-        | {"nn", "ops", "progress"},
+        | {"nn", "ops", "planning", "progress"},
         {"nnunetv2", "numpy", "torch"},
     ),
     "__init__": (
-        BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "unet"},
+        BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "planning", "unet"},
         {"torch"},
     ),
     "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
-    "cli": ({"compiler", "convert", "integrations", "memory", "progress", "unet"}, {"torch"}),
+    "cli": ({"convert", "integrations", "memory", "planning", "progress", "unet"}, {"torch"}),
     "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
 }
 # These are imported only inside functions, because they need triton, or the packages of an extra.

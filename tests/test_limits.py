@@ -19,7 +19,7 @@ LONG = {
     ("inference/sliding_window.py", "sliding_window_labels"): "the arguments of MONAI's sliding_window_inference",
     ("ops/segmentation/call.py", "segmentation_sums"): "options of the sums, by keyword only",
     ("integrations/inplace_abn.py", "inplace_abn"): "the arguments of the package inplace_abn",
-    ("memory/search.py", "plan"): "options of a search, by keyword only",
+    ("planning/plan.py", "plan"): "options of a search, by keyword only",
 }
 MODULES = ("nn", "losses", "unet")
 

@@ -27,7 +27,7 @@ KINDS = (
     ("layout of convolutions", r"nchwToNhwc|nhwcToNchw|nhwcAddPadding"),
     ("upsampling", r"upsample"),
     ("pool", r"pool"),
-    ("concatenation", r"CatArray"),
+    ("concatenation", r"CatArray|concat_kernel"),
     ("bits", r"low_bit"),
     ("convolution or product", r"[fdw]prop|dgrad|wgrad|convolve|conv_abn|GemmConvolution|gemm|nvjet"),
     ("norm and activation", r"norm|cudnn::bn_|relu|clamp_scalar|threshold|RowwiseMoments|GammaBeta"),

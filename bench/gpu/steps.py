@@ -101,7 +101,7 @@ class Case(NamedTuple):
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: str
     channels_last: bool
-    ways: tuple[str, ...] = ("eager", "compiled", "aten", "ours")
+    ways: tuple[str, ...] = ("eager", "compiled", "aten", "ours", "aten, graphs")
     package: str = ""
     classes: int = 3
     # Whether there is a class for each position instead of one for each sample.
@@ -140,7 +140,9 @@ class Case(NamedTuple):
 
 SMALL, LARGE = (2, 1, 16, 16, 16), (2, 1, 128, 128, 128)
 IMAGES = (8, 3, 512, 512), (2, 3, 32, 32)
-EVERY_WAY = "eager", "compiled", "aten", "ours", "budget 0.5", "checkpoint", "aten, budget 0.3", "aten, 8 bits"
+EVERY_WAY = (
+    "eager", "compiled", "aten", "ours", "aten, graphs", "budget 0.5", "checkpoint", "aten, budget 0.3", "aten, 8 bits",
+)  # fmt: skip
 # The most important ones come first.
 CASES = [
     Case("PlainConvUNet", plain, (LARGE, SMALL), "fp16", True, (*EVERY_WAY, "ours, 8 bits"), NNUNET),
@@ -212,11 +214,12 @@ WAYS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
     "budget 0.5": budget(0.5),
     "checkpoint": checkpointed,
     "aten, budget 0.3": backend("aten", budget=0.3),
+    "aten, graphs": backend("aten", cudagraphs=True),
     "aten, 8 bits": backend("aten", bits=8),
     "ours, 8 bits": backend("inductor", bits=8),
 }
 # Every case runs these ways before any case runs another one.
-FIRST = ("eager", "compiled", "aten", "ours", "fused")
+FIRST = ("eager", "compiled", "aten", "ours", "aten, graphs", "fused")
 # On a CPU a C++ compiler takes minutes for each of these.
 OF_INDUCTOR = ("compiled", "ours", "budget 0.5", "ours, 8 bits")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fusedseg.memory.export import open_new, write_json
+from fusedseg.memory.tables import open_new, write_json
 from fusedseg.progress import Lines
 
 from . import report, training

@@ -9,7 +9,7 @@ from .arguments import (
     parse_activation,
     parse_invertible,
 )
-from .table import OF_MODULE, OTHERS, TABLE, Inverse, Row, is_invertible
+from .table import OF_MODULE, OTHERS, TABLE, ActivationRow, Inverse, is_invertible
 
 __all__ = [
     "EXACT_ONLY",
@@ -19,8 +19,8 @@ __all__ = [
     "OTHERS",
     "TABLE",
     "Activation",
+    "ActivationRow",
     "Inverse",
-    "Row",
     "check_slope_given",
     "is_invertible",
     "parse_activation",

@@ -57,7 +57,7 @@ class Inverse:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ActivationRow:
     """The properties of an activation.
 
     name: the name in ``Activation`` and in the kernels.
@@ -140,7 +140,7 @@ def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> tuple[Tens
 _APPROXIMATION = Parameter("approximation", "approximate", "none", {"none": "gelu", "tanh": "gelu_tanh"})
 
 _ROWS = (
-    Row(
+    ActivationRow(
         "leaky_relu",
         nn.LeakyReLU,
         function=F.leaky_relu,
@@ -154,7 +154,7 @@ _ROWS = (
             slope=lambda p: min(p, 1.0),
         ),
     ),
-    Row(
+    ActivationRow(
         "elu",
         nn.ELU,
         function=F.elu,
@@ -168,7 +168,7 @@ _ROWS = (
             slope=lambda p: min(p, 1.0),
         ),
     ),
-    Row(
+    ActivationRow(
         "selu",
         nn.SELU,
         function=lambda y, p: F.selu(y),
@@ -180,7 +180,7 @@ _ROWS = (
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
         ),
     ),
-    Row(
+    ActivationRow(
         "celu",
         nn.CELU,
         function=F.celu,
@@ -192,7 +192,7 @@ _ROWS = (
         node="Celu",
         parameter=Parameter("alpha", "alpha", 1.0),
     ),
-    Row(
+    ActivationRow(
         "identity",
         None,
         function=lambda y, p: y,
@@ -205,7 +205,7 @@ _ROWS = (
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
         ),
     ),
-    Row(
+    ActivationRow(
         "relu",
         nn.ReLU,
         function=lambda y, p: F.relu(y),
@@ -214,7 +214,7 @@ _ROWS = (
         node="Relu",
         idempotent=True,
     ),
-    Row(
+    ActivationRow(
         "silu",
         nn.SiLU,
         function=lambda y, p: F.silu(y),
@@ -222,7 +222,7 @@ _ROWS = (
         grad=lambda dz, y, p, out: write_gradient(aten.silu_backward, out, dz, y),
         node="Silu",
     ),
-    Row(
+    ActivationRow(
         "gelu",
         nn.GELU,
         function=lambda y, p: F.gelu(y),
@@ -231,7 +231,7 @@ _ROWS = (
         node="Gelu",
         parameter=_APPROXIMATION,
     ),
-    Row(
+    ActivationRow(
         "gelu_tanh",
         nn.GELU,
         function=lambda y, p: F.gelu(y, approximate="tanh"),
@@ -241,7 +241,7 @@ _ROWS = (
         parameter=_APPROXIMATION,
         selected_by=("gelu", "tanh"),
     ),
-    Row(
+    ActivationRow(
         "mish",
         nn.Mish,
         function=lambda y, p: F.mish(y),
@@ -249,7 +249,7 @@ _ROWS = (
         grad=lambda dz, y, p, out: aten.mish_backward.default(dz, y),
         node="Mish",
     ),
-    Row(
+    ActivationRow(
         "hardswish",
         nn.Hardswish,
         function=lambda y, p: F.hardswish(y),
@@ -257,7 +257,7 @@ _ROWS = (
         grad=lambda dz, y, p, out: aten.hardswish_backward.default(dz, y),
         node="Hardswish",
     ),
-    Row(
+    ActivationRow(
         "relu6",
         nn.ReLU6,
         function=lambda y, p: F.relu6(y),
@@ -266,7 +266,7 @@ _ROWS = (
         node="Hardtanh",
         idempotent=True,
     ),
-    Row(
+    ActivationRow(
         "softplus",
         nn.Softplus,
         function=lambda y, p: F.softplus(y),
@@ -275,7 +275,7 @@ _ROWS = (
         node="Softplus",
         fixed=(("beta", 1.0), ("threshold", 20.0)),
     ),
-    Row(
+    ActivationRow(
         "prelu",
         nn.PReLU,
         function=lambda y, slope: F.prelu(y, slope.to(y.dtype)),
@@ -285,11 +285,11 @@ _ROWS = (
         learned=True,
     ),
 )
-TABLE: dict[str, Row] = {row.name: row for row in _ROWS}
+TABLE: dict[str, ActivationRow] = {row.name: row for row in _ROWS}
 
 
 class Other(NamedTuple):
-    """A stock activation that no fused op has: its function, its module, and ``node`` as in ``Row``.
+    """A stock activation that no fused op has: its function, its module, and ``node`` as in ``ActivationRow``.
 
     ``random`` is True if it draws random numbers in training.
     """
@@ -311,7 +311,7 @@ OTHERS = (
 )
 
 # The row of each class of stock modules.  If a word selects among several rows, this is the first row.
-OF_MODULE: dict[type[nn.Module], Row] = {
+OF_MODULE: dict[type[nn.Module], ActivationRow] = {
     row.module: row for row in _ROWS if row.module is not None and row.selected_by is None
 }
 

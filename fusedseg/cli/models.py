@@ -54,7 +54,7 @@ class Shape(tuple[int, ...]):
         return torch.randn(self, dtype=dtype, device=device)
 
     def without_values(self) -> "Shape | Tensor":
-        """What ``memory.profile`` takes as the shape of this input."""
+        """What ``fusedseg.profile`` takes as the shape of this input."""
         return self if self.dtype is None else torch.empty(self, dtype=self.dtype, device="meta")
 
 
@@ -77,8 +77,8 @@ class ModelSource:
 
     @property
     def meaning(self) -> str:
-        """What "fusedseg" stands for, if not for ``fusedseg.convert``."""
-        return "" if self.code is None else "fusedseg stands for the preset's fused blocks."
+        """What "convert" stands for, if not for ``fusedseg.convert``."""
+        return "" if self.code is None else "convert stands for the preset's fused blocks."
 
 
 def parse_model(text: str) -> ModelSource:

@@ -18,7 +18,7 @@ def add_nnunet(commands) -> None:
         run=_plan,
     )
     command.add_argument("plans", metavar="PLANS", help="a plans file, with dataset.json beside it")
-    add_budget(command, needed=True)
+    add_budget(command)
     command.add_argument(
         "--configuration",
         metavar="NAME",

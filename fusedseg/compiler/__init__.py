@@ -1,12 +1,13 @@
 """A backend of ``torch.compile`` that keeps less for backward, for any stock model; see docs/compiler.md."""
 
 from .. import _torch
+from .._moved import partitions  # noqa: F401  it raises an error, for one release
 from .backend import backend
+from .estimate import NotCompiled, estimate
 from .module_errors import name_module
 from .report import Graph, Report, report
-from .unrun import partitions
 
-__all__ = ["Graph", "Report", "backend", "partitions", "report"]
+__all__ = ["Graph", "NotCompiled", "Report", "backend", "estimate", "report"]
 
 _torch.call_at_the_end(name_module)
 

@@ -3,14 +3,16 @@
 The entry point group ``torch_dynamo_backends`` names ``backend``, so that no import is needed.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from .. import _torch
-from . import layouts
+from . import dead_bias, layouts
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -25,6 +27,8 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
+    # Before other passes replace the norms.
+    dead_bias.rewrite(module, settings)
     if settings.memory_format is not None:
         layouts.rewrite(module, settings.memory_format)
     limits = settings.limits
@@ -53,33 +57,48 @@ def chosen(settings: Settings) -> Settings:
 
 
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    if mode not in (None, "default"):
-        raise ValueError(f"{OP}: mode={mode!r} is Inductor's, and codegen='aten' has no modes")
-    from . import captured, norms
+    if mode not in (None, "default", "reduce-overhead"):
+        raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
+    from . import captured, cuda_graphs, norms
     from .emit import emit
     from .partition import Partition
 
     parts = _torch.compiler_parts()
-    compiler = parts.aot_autograd(
-        fw_compiler=emit, bw_compiler=emit, partition_fn=Partition(settings), keep_inference_input_mutations=True
-    )
-    how = norms.How(keeps_rows=settings.memory_format is not None, whole=settings.bits is None)
-    return compiler(captured.rewrite(module, how), example_inputs)
+    compilers: dict[str, Callable[..., Any]] = {"fw_compiler": emit, "bw_compiler": emit}
+    if settings.cudagraphs or mode == "reduce-overhead":
+        compilers = {
+            "fw_compiler": cuda_graphs.forward,
+            "bw_compiler": cuda_graphs.backward,
+            "inference_compiler": partial(cuda_graphs.forward, inference=True),
+        }
+    compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
+    return compiler(captured.rewrite(module, norms.wanted_by(settings)), example_inputs)
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import captured, enlarged, norms
+    from . import captured, convolve_first, enlarged, norms
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
     captured.unfold(module)
-    keeps_rows, whole = settings.memory_format is not None, settings.bits is None
-    norms.rewrite(module.graph, norms.How(fuses=True, keeps_rows=keeps_rows, whole=whole))
+    convolve_first.rewrite(module, everywhere=True)
+    norms.rewrite(module.graph, norms.wanted_by(settings))
     enlarged.rewrite(module)
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}
+    if settings.cudagraphs:
+        patches["triton.cudagraphs"] = True
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     return parts.compile_fx(
         module, example_inputs, config_patches={**patches, "custom_partitioner_fn": Partition(settings)}
     )
+
+
+def _reset() -> None:
+    """``torch._dynamo.reset`` calls it: recorded graphs and their memory go."""
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        _torch.cuda_graph_parts().reset()
+
+
+backend.reset = _reset  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
-from . import norms
+from . import convolve_first, norms
 from .joint import node_at
 
 
@@ -69,6 +69,7 @@ def unfold(module: fx.GraphModule) -> None:
 def rewrite(module: fx.GraphModule, how: norms.How = norms.How()) -> fx.GraphModule:  # noqa: B008  it is frozen
     """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
     unfold(module)
+    convolve_first.rewrite(module, everywhere=False)
     norms.rewrite(module.graph, how)
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:

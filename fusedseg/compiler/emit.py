@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from .. import _backend, _torch
-from ..ops import interpolate
+from ..ops import concat, interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import graph as norms
-from . import in_turn, joined, parted, reinplace
+from . import in_turn, joined, parted, reinplace, slices
 from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 
 aten = torch.ops.aten
 SAME = (
     "convolution", "native_batch_norm", "native_group_norm", "native_layer_norm", "relu", "relu_", "mm", "addmm", "bmm",
-    "cat", "sigmoid", "tanh", "t", "detach",
+    "sigmoid", "tanh", "t", "detach",
 )  # fmt: skip
 ARITHMETIC = ("add", "sub", "mul", "div")
 # The functions that do the same as an op, with the same arguments.
@@ -30,6 +30,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name).default: getattr(torch, name) for name in SAME},
     **{getattr(aten, name).Tensor: getattr(torch, name) for name in ARITHMETIC},
     **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
+    aten.cat.default: concat.concat,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
@@ -159,6 +160,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
         # Values are those of eager mode up to rounding anyway.
         joined.sums(module.graph)
     joined.rewrite(module.graph)
+    slices.rewrite(module.graph)
     reinplace.results(module.graph)
     in_turn.rewrite(module.graph)
     source = source_of(module)

@@ -1,8 +1,10 @@
 """Packing and unpacking as arithmetic in the graph, in place of calls of ops, for the options "bits" and Inductor.
 
 Inductor fuses this arithmetic with what is before and after it.  It lays out 2D tensors as channels_last, against what
-the values of a graph say, so they are packed in that order; a group has values of one channel in both orders.  Calls
-with symbolic sizes stay.
+the values of a graph say, so they are packed in that order; a group has values of one channel in both orders.
+
+Calls with symbolic sizes stay.  So do all calls on a GPU, where the ops run this package's Triton kernels: Inductor's
+code for the arithmetic did not compile within two minutes on an H100.
 """
 
 from collections.abc import Callable
@@ -48,7 +50,8 @@ class _Fusing:
         given = arguments_of(node)
         source = node_at(node, 0)
         value = value_of(source)
-        if given.get("kink") is not None or any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride())):
+        symbolic = any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+        if value.device.type != "cpu" or symbolic or given.get("kink") is not None:
             return
         form = self.form(value)
         if node.target is ops.round_op._opoverload:

@@ -23,9 +23,11 @@ from ..ops.check import ACTIVATION_DTYPES
 from ..ops.layout import FORMATS, is_rows
 from ..ops.norm import op as module_norms
 from ..ops.norm import stock
+from ..ops.norm.call import Norm, stats_dtype
 from ..ops.norm.graph import flat, norm_act
-from ..ops.norm.spec import Spec, stats_dtype
+from .dead_bias import move_op
 from .joint import is_alike
+from .settings import Settings
 
 IDENTITY = Activation("identity", 0.0)
 
@@ -46,6 +48,11 @@ class How:
     whole: bool = True
 
 
+def wanted_by(settings: Settings) -> How:
+    """What the backend wants of norms with these options."""
+    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
+
+
 class Tensors(NamedTuple):
     """The tensors that a norm is called with."""
 
@@ -56,21 +63,21 @@ class Tensors(NamedTuple):
     running_var: Any
 
 
-def _batch_norm(given: dict[str, Any]) -> Spec:
-    return Spec("input", IDENTITY, given["eps"], given["momentum"], bool(given["training"]))
+def _batch_norm(given: dict[str, Any]) -> Norm:
+    return Norm("input", IDENTITY, given["eps"], given["momentum"], bool(given["training"]))
 
 
-def _instance_norm(given: dict[str, Any]) -> Spec:
-    spec = Spec("input", IDENTITY, given["eps"], given["momentum"], bool(given["use_input_stats"]), "instance")
+def _instance_norm(given: dict[str, Any]) -> Norm:
+    spec = Norm("input", IDENTITY, given["eps"], given["momentum"], bool(given["use_input_stats"]), "instance")
     return spec.of_given()
 
 
-def _group_norm(given: dict[str, Any]) -> Spec:
-    return Spec("input", IDENTITY, given["eps"], kind="group", groups=given["num_groups"])
+def _group_norm(given: dict[str, Any]) -> Norm:
+    return Norm("input", IDENTITY, given["eps"], kind="group", groups=given["num_groups"])
 
 
 # Each function of a norm, and what describes its call.
-NORMS: dict[Any, Callable[[dict[str, Any]], Spec]] = {
+NORMS: dict[Any, Callable[[dict[str, Any]], Norm]] = {
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
     F.group_norm: _group_norm,
@@ -88,7 +95,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
 
-def _calls() -> Iterator[tuple[Any, rules.Row]]:
+def _calls() -> Iterator[tuple[Any, rules.OpRow]]:
     """What a graph calls for each activation of the op: functions, and methods by their names."""
     rows = (row for row in rules.ROWS if row.backward and row.name in TABLE and row.name != "selu")
     for row in rows:
@@ -101,7 +108,7 @@ def _calls() -> Iterator[tuple[Any, rules.Row]]:
 
 
 # ``nn.ReLU6`` calls the function of ``nn.Hardtanh``.
-ACTIVATIONS: dict[Any, rules.Row] = dict(_calls()) | {F.hardtanh: next(r for r in rules.ROWS if r.name == "relu6")}
+ACTIVATIONS: dict[Any, rules.OpRow] = dict(_calls()) | {F.hardtanh: next(r for r in rules.ROWS if r.name == "relu6")}
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -183,8 +190,8 @@ class NormOfModule:
     __name__ = "norm_of_module"
 
     def __call__(self, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        passed, slots, spec = module_norms.parts_of(call)
-        x, weight, bias, residual, _, mean, var, _ = passed
+        given, slots, spec = module_norms.parts_of(call)
+        x, weight, bias, residual, _, mean, var, _ = given
         tensors = Tensors(x, weight, bias, mean, var)
         if not stock.serves(x, spec, slots) or not is_served(tensors, spec, self.how):
             return module_norms.as_stock(*call)
@@ -203,13 +210,13 @@ def _tensors_of(norm: dict[str, Any]) -> Tensors:
     return Tensors(norm["input"], *(norm.get(name) for name in ("weight", "bias", "running_mean", "running_var")))
 
 
-def _laid_out(x: Tensor, spec: Spec, how: How) -> Tensor:
+def _laid_out(x: Tensor, spec: Norm, how: How) -> Tensor:
     """x as PyTorch's norms of samples take it, which copy from channels_last; its group norm on a CPU does not."""
     copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
     return x.contiguous() if copies and not how.keeps_rows and is_rows(x) else x
 
 
-def is_served(tensors: Tensors, spec: Spec, how: How) -> bool:
+def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     """Whether the op computes the norm: what PyTorch's does, on a CPU with the same bits."""
     x, *vectors = tensors
     kernels = _backend.takes_triton(x.device)
@@ -230,7 +237,7 @@ def is_planes_or_rows(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
 
 
-def normalised(tensors: Tensors, spec: Spec, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def normalised(tensors: Tensors, spec: Norm, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """z, mean and rstd of the op, which moves the running statistics."""
     x, weight, bias, *running = tensors
     z, mean, rstd, *moved = norm_act(x, weight, bias, residual, *running, None, None, *flat(spec))
@@ -266,13 +273,21 @@ def rewrite(graph: fx.Graph, how: How) -> int:
             node.target = NormOfModule(how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in NORMS]
+    if how.fuses:
+        # What stays a function of PyTorch can be found in the compiler's caches.
+        norms = [node for node in norms if _may_be_served(node, how)]
     return sum(_write(graph, node, how) for node in reversed(norms))
+
+
+def _may_be_served(node: fx.Node, how: How) -> bool:
+    value = _value(node)
+    return how.keeps_rows or (how.whole and value is not None and _backend.takes_triton(value.device))
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     stock: Any = node.target
     norm = getcallargs(stock, *node.args, **node.kwargs)
-    value, x = _value(node), _value(norm["input"])
+    value, x = _value(node), _source_value(norm["input"])
     numbers = (norm[name] for name in NUMBERS if name in norm)
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
@@ -285,7 +300,11 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
             norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
         function = NormAct(stock, act, how, found.act is not None and _is_in_place(found.act))
         made = graph.call_function(function, (norm, found.residual))
-    made.meta = dict(found.last.meta)
+    # Reports speak of the module of the norm.
+    made.meta = dict(node.meta)
+    if found.sum is not None and node.next in _moves(norm.get("running_mean")):
+        # The norm moves its mean first.
+        made.append(node.next)
     # The compiler passes it on to the nodes of the joint graph.
     made.meta["source_fn_stack"] = [*made.meta.get("source_fn_stack", ())[:-1], (made.name, function)]
     found.last.replace_all_uses_with(made)
@@ -315,6 +334,19 @@ def _value(node: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _source_value(node: object) -> Tensor | None:
+    """The result of a node, or what it is computed from, where a pass has written the node without its result."""
+    while isinstance(node, fx.Node) and _value(node) is None and node.args:
+        node = node.args[0]
+    return _value(node)
+
+
+def _moves(running_mean: object) -> list[fx.Node]:
+    """The calls that move a running mean by the part of a bias (``dead_bias.py``), each right behind its norm."""
+    readers = running_mean.users if isinstance(running_mean, fx.Node) else ()
+    return [node for node in readers if node.target is move_op]
+
+
 def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
@@ -340,6 +372,9 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     running = _memory(_value(norm.running_mean), _value(norm.running_var))
     memory = _memory(*map(_value, norm))
     node = start.next
+    if node in _moves(norm.running_mean):
+        # It goes where the norm goes.
+        node = node.next
     while node is not end:
         results = node.meta.get("example_value")
         written = _memory(*(results if isinstance(results, (tuple, list)) else [results]))

@@ -11,7 +11,7 @@ from torch import fx
 from .. import _backend
 from ..ops.low_bit.graph import round_op
 from ..ops.norm import graph as norms
-from .joint import arguments_of, items_of, node_at, value_of
+from .joint import arguments_of, calls_view, items_of, node_at, value_of
 
 
 def rewrite(graph: fx.Graph) -> int:
@@ -24,6 +24,8 @@ def rewrite(graph: fx.Graph) -> int:
 
 def _is_packed(node: fx.Node) -> bool:
     given, x = arguments_of(node), node_at(node, 0)
+    while calls_view(x):
+        x = node_at(x, 0)
     finds = given["own"] and given["kind"] == "batch" and given["mean"] is None
     packs = any(user.target is round_op._opoverload for user in x.users)
     return finds and packs and {0, 1, 2} <= set(items_of(node)) and _backend.takes_triton(value_of(x).device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .. import _torch
+from .. import _backend, _torch
 from . import choose, eager, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after, note_unpacked
 from .settings import Settings, say_once
@@ -143,11 +143,23 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
 
 def _exact_choices(graph: fx.Graph, outputs: joint.Outputs, settings: Settings, stock: int) -> choose.Choices:
     """The choices without bits."""
-    if settings.codegen == "inductor" or settings.limits is not None:
+    if _splits(graph, settings):
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
     graph.eliminate_dead_code()
     return choose.Choices(joint.Joint(graph, outputs), stock, settings.codegen == "inductor")
+
+
+def _splits(graph: fx.Graph, settings: Settings) -> bool:
+    """Whether backward of a convolution of a concatenation is computed source by source.
+
+    The peak is lower then.  But on a GPU the parts take longer than the concatenation does, which is formed again, so
+    there a limit of the peak must ask for it.
+    """
+    limits, given = settings.limits, filter(joint.is_tensor, graph.find_nodes(op="placeholder"))
+    if any(_backend.on_gpu(joint.value_of(node)) for node in given):
+        return limits is not None and limits.peak is not None
+    return settings.codegen == "inductor" or limits is not None
 
 
 def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings, stock: int) -> keep.Decision:

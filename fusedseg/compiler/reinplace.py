@@ -7,6 +7,7 @@ reads.  So are a softmax and its gradient, which would be the third tensor of it
 Running statistics are written where they are, in place of a copy that is copied back.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from .. import _torch, rules
 from ..ops.norm import graph as norms
-from .joint import calls_view, is_alike, is_op, items_of, outputs_of, roots_of, value_of
+from .joint import calls_view, has_same_form, is_alike, is_op, items_of, outputs_of, roots_of, value_of
 
 aten = torch.ops.aten
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
@@ -162,6 +163,7 @@ def _overwriting(node: fx.Node) -> Any:
 
 def statistics(graph: fx.Graph) -> int:
     """Norms move their running statistics where they are, and counters are increased there."""
+    taken = _take_apart(graph)
     outputs = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
@@ -176,7 +178,40 @@ def statistics(graph: fx.Graph) -> int:
                 graph.erase_node(copy)
                 node.target = aten.add_.Tensor
                 count += 1
+    for buffer, added in taken:
+        _add_at_the_end(graph, buffer, added)
     return count
+
+
+def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """What ``dead_bias.move_mean`` adds to a new running mean is to be added where the mean is, after all else.
+
+    The norm's own new mean is copied to the buffer in place of the sum.  Returns the buffers and the sums, which nobody
+    reads any more.
+    """
+    copies, roots, taken = graph.find_nodes(op="call_function", target=aten.copy_.default), roots_of(graph), []
+    changed = {copy.args[0] for copy in copies}
+    for copy in copies:
+        buffer, added = copy.args
+        if not isinstance(added, fx.Node) or added.target is not aten.add.Tensor or set(added.users) != {copy}:
+            continue
+        new, more = added.args
+        if not isinstance(new, fx.Node) or new.target is not operator.getitem or set(new.users) != {added}:
+            continue
+        # At the end of the graph another buffer may have its next value already.
+        still = isinstance(more, fx.Node) and roots[more] not in changed
+        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):
+            copy.update_arg(1, new)
+            added.update_arg(0, more)
+            taken.append((buffer, added))
+    return taken
+
+
+def _add_at_the_end(graph: fx.Graph, buffer: fx.Node, added: fx.Node) -> None:
+    with graph.inserting_before(graph.output_node()):
+        late = graph.call_function(aten.add_.Tensor, (buffer, *added.args[1:]), dict(added.kwargs))
+    late.meta["val"] = value_of(buffer)
+    graph.erase_node(added)
 
 
 def _is_counter(buffer: object, more: Tensor) -> bool:

@@ -1,17 +1,12 @@
-"""What the backend has made of a model: ``report``, and ``counted`` for a model that has not run.
-
-All bytes are counted on the graphs, without what a kernel allocates inside itself: with the codegen "aten" on the two
-graphs as they run, and for Inductor as if it fused what it can.
-"""
+"""What the backend has made of a model: ``report``; the bytes are those of ``counting.py`` and ``in_eager_mode.py``."""
 
 import contextvars
 import json
-import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +14,14 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from .._sizes import change_text, text_of
-from ..memory.buffers import peak_if_fused, results
-from ..memory.fake import fake_mode
-from ..memory.meter import key_of, measure
-from . import keep, order
-from .joint import flops_of, following, name_of, outputs_of, value_of
+from . import counting, keep
+from .counting import MODEL, Bytes, Course, Module
+from .in_eager_mode import Captured
+from .joint import value_of
 
-# A row shows at most this many ops that are computed again.
+# A row shows at most this many classes of modules, and a report this many modules.
 NAMES = 6
-
-
-class Bytes(NamedTuple):
-    """What forward keeps for backward, and the most bytes at once, both without inputs and parameters."""
-
-    kept: int
-    peak: int
+MODULES = 8
 
 
 @dataclass
@@ -43,12 +31,15 @@ class Graph:
     Attributes:
         calls: the number of calls in it.
         trained: whether it has a backward.
-        eager: what eager mode keeps; None for a graph without a backward, and one from the compiler's cache.
-        stock: what the compiler's own partitioner keeps; None if nobody has asked for it.
-        ours: what the backend keeps; None if ``eager`` is None.
-        again: the ops that backward computes again, and how often.
+        eager: what eager mode needs; None for a graph without a backward, and one from the compiler's cache.
+        stock: what the compiler's own partitioner needs; None if nobody has asked for it.
+        ours: what the backend needs; None if ``eager`` is None.
+        eager_by, ours_by: the kept bytes of ``eager`` and ``ours`` by the module that has made them.
+        eager_course, ours_course: the bytes alive over forward and over backward.
+        again: the classes of modules of which backward computes something again, and the number of modules.
         repeated: the arithmetic of products that backward computes again, as a share of forward's.
         returned: the bytes that the graph returns.
+        gradients: the bytes of the gradients that its backward returns.
         symbolic: whether it serves several sizes, so that its bytes are not counted.
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
         unpacked: whether the option bits changes nothing, because the step would keep more, or peak higher, with it.
@@ -59,9 +50,14 @@ class Graph:
     eager: Bytes | None = None
     stock: Bytes | None = None
     ours: Bytes | None = None
+    eager_by: Mapping[Module, int] = field(default_factory=dict)
+    ours_by: Mapping[Module, int] = field(default_factory=dict)
+    eager_course: Course = field(default=((), ()), repr=False)
+    ours_course: Course = field(default=((), ()), repr=False)
     again: dict[str, int] = field(default_factory=dict)
     repeated: float = 0.0
     returned: int = 0
+    gradients: int = 0
     symbolic: bool = False
     ends: str = ""
     unpacked: bool = False
@@ -74,20 +70,39 @@ class Graph:
         elif self.eager is None or self.ours is None:
             yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
         else:
-            for label, place in (("kept for backward", 0), ("at the peak", 1)):
+            labels = ("kept for backward", "at the peak", "with workspaces")
+            for place, label in enumerate(labels):
                 stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
                 yield change_text(label, self.eager[place], self.ours[place]) + stock
         if self.again:
             most = sorted(self.again.items(), key=lambda row: -row[1])
-            names = ", ".join(f"{name} ×{count}" for name, count in most[:NAMES])
-            more = f" and {len(most) - NAMES} other ops" if len(most) > NAMES else ""
-            share = f", {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
-            yield f"  computed again     {names}{more}{share}"
+            names = ", ".join(name if name == MODEL.name else f"{count} {name}" for name, count in most[:NAMES])
+            more = f" and {len(most) - NAMES} other classes" if len(most) > NAMES else ""
+            share = f"; {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
+            yield f"  computed again     in {names}{more}{share}"
         if self.unpacked:
             yield "  bits               not used: the step would keep more, or peak higher, with them"
         if self.ends:
             yield f"  ends               {self.ends}"
             yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = dict(vars(self))
+        for name in ("eager", "stock", "ours"):
+            plain[name] = plain[name]._asdict() if plain[name] is not None else None
+        for name in ("eager_by", "ours_by"):
+            plain[name] = {module.name: nbytes for module, nbytes in plain[name].items()}
+            del plain[name.replace("by", "course")]
+        return plain
+
+
+class Kept(NamedTuple):
+    """What is kept of what one module makes: its name, its class, and the bytes in eager mode and in the backend."""
+
+    module: str
+    kind: str
+    eager: int
+    ours: int
 
 
 @dataclass
@@ -105,11 +120,50 @@ class Report:
     @property
     def kept(self) -> tuple[int, int]:
         """The bytes that all graphs keep in eager mode, and in the backend."""
-        eager = sum(graph.eager.kept for graph in self.graphs if graph.eager is not None)
-        return eager, sum(graph.ours.kept for graph in self.graphs if graph.ours is not None)
+        eager, ours = self.steps()
+        return eager.kept, ours.kept
+
+    @property
+    def repeated(self) -> float:
+        """The largest share of forward's arithmetic that the backward of a graph repeats."""
+        return max((graph.repeated for graph in self.graphs), default=0.0)
+
+    def steps(self) -> tuple[Bytes, Bytes]:
+        """What a step needs in eager mode, and in the backend, without the inputs of the graphs and the loss.
+
+        While a graph runs, what the graphs before it keep is alive, and the gradients from those after it.
+        """
+        graphs = [graph for graph in self.graphs if graph.eager is not None and graph.ours is not None]
+        gradients = [graph.gradients for graph in graphs]
+        return (
+            _in_turn([graph.eager for graph in graphs if graph.eager is not None], gradients),
+            _in_turn([graph.ours for graph in graphs if graph.ours is not None], gradients),
+        )
+
+    def stock_step(self) -> Bytes | None:
+        """What a step needs with the compiler's own partitioner; None if it was not counted."""
+        counted = [(graph.stock, graph.gradients) for graph in self.graphs if graph.stock is not None]
+        return _in_turn([of for of, _ in counted], [n for _, n in counted]) if counted else None
+
+    def courses(self) -> tuple[Course, Course]:
+        """The bytes alive over the step, in eager mode and in the backend."""
+        graphs = [graph for graph in self.graphs if graph.eager is not None and graph.ours is not None]
+        gradients = [graph.gradients for graph in graphs]
+        eager = [(graph.eager.kept, graph.eager_course) for graph in graphs if graph.eager is not None]
+        ours = [(graph.ours.kept, graph.ours_course) for graph in graphs if graph.ours is not None]
+        return _course_in_turn(eager, gradients), _course_in_turn(ours, gradients)
+
+    def modules(self) -> list[Kept]:
+        """What is kept of what each module makes, the largest in eager mode first."""
+        eager, ours = Counter[Module](), Counter[Module]()
+        for graph in self.graphs:
+            eager.update(graph.eager_by)
+            ours.update(graph.ours_by)
+        rows = [Kept(*module, eager[module], ours[module]) for module in dict.fromkeys((*eager, *ours))]
+        return sorted(rows, key=lambda row: (-row.eager, -row.ours))
 
     def to_json(self) -> str:
-        return json.dumps({"model": self.name, "graphs": [asdict(graph) for graph in self.graphs]})
+        return json.dumps({"model": self.name, "graphs": [graph.to_dict() for graph in self.graphs]})
 
     def __str__(self) -> str:
         count = len(self.graphs)
@@ -119,51 +173,45 @@ class Report:
         eager, ours = self.kept
         if count > 1 and eager:
             lines += ["", f"All graphs keep {text_of(eager)} -> {text_of(ours)} ({ours / eager:.2f})"]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._by_module()])
+
+    def _by_module(self) -> Iterator[str]:
+        """A line for each of the modules that keep the most."""
+        rows = self.modules()
+        if not rows:
+            return
+        shown, rest = rows[:MODULES], rows[MODULES:]
+        if rest:
+            shown.append(Kept(f"{len(rest)} more modules", "", sum(r.eager for r in rest), sum(r.ours for r in rest)))
+        width = max(len(f"{row.module}  {row.kind}") for row in shown)
+        yield ""
+        yield "Kept for backward, by the module that has made it"
+        for row in shown:
+            name = f"{row.module}  {row.kind}"
+            yield f"  {name:<{width}}{text_of(row.eager):>13} -> {text_of(row.ours)}"
 
 
-class Captured:
-    """A graph as Dynamo has captured it, and its inputs without values: a step of eager mode is counted on it."""
-
-    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        self._module, self._inputs = fx.GraphModule(module, graph), [_form(value) for value in example_inputs]
-        self._autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        }
-
-    def bytes(self) -> Bytes:
-        with ExitStack() as stack:
-            stack.enter_context(fake_mode())
-            for kind, dtype in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype))
-            inputs = [value() if isinstance(value, Form) else value for value in self._inputs]
-            found = measure(self._module, *inputs, owned=[x for x in inputs if isinstance(x, Tensor)])
-        return Bytes(found.saved, found.peak)
+def _in_turn(graphs: Sequence[Bytes], gradients: Sequence[int]) -> Bytes:
+    """What a step of several graphs needs."""
+    kept = peak = most = 0
+    for place, graph in enumerate(graphs):
+        held = kept + sum(gradients[place + 1 :])
+        peak, most = max(peak, held + graph.peak), max(most, held + graph.with_workspaces)
+        kept += graph.kept
+    return Bytes(kept, peak, most)
 
 
-class Form(NamedTuple):
-    """An input without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-
-    def __call__(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        made.requires_grad_(self.requires_grad)
-        return made if self.is_leaf else made.clone()
-
-
-def _form(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    shape, stride = tuple(value.shape), tuple(value.stride())
-    return Form(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)
+def _course_in_turn(graphs: Sequence[tuple[int, Course]], gradients: Sequence[int]) -> Course:
+    """The course of a step of several graphs, whose backward runs in reverse."""
+    forward: list[int] = []
+    backward: list[int] = []
+    kept = 0
+    for place, (of_graph, (first, second)) in enumerate(graphs):
+        held = kept + sum(gradients[place + 1 :])
+        forward += [kept + nbytes for nbytes in first]
+        backward = [held + nbytes for nbytes in second] + backward
+        kept += of_graph
+    return forward, backward
 
 
 class Row(NamedTuple):
@@ -222,7 +270,7 @@ def _kind(module: nn.Module) -> object:
 def counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
     for graph, captured in found:
         if graph.ours is not None and graph.eager is None:
-            graph.eager = captured.bytes()
+            graph.eager, graph.eager_by, graph.eager_course = captured.step()
     return Report(name, [graph for graph, _ in found])
 
 
@@ -233,9 +281,16 @@ def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tu
     trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
     graph, captured = Graph(calls, trained, ends=why), Captured(module, example_inputs)
+    with noting_on(graph):
+        yield graph, captured
+
+
+@contextmanager
+def noting_on(graph: Graph) -> Iterator[None]:
+    """A context in which the partitioner's notes go to ``graph``."""
     token = _open.set(graph)
     try:
-        yield graph, captured
+        yield
     finally:
         _open.reset(token)
 
@@ -251,10 +306,8 @@ def remember(run: Callable[..., object], graph: Graph, captured: Captured) -> No
         _found.append(Row(runs, weakref.ref(target), kind, graph, captured))
 
 
-def note_after(
-    decision: keep.Decision, parts: tuple[fx.GraphModule, fx.GraphModule], outputs: int, fused: bool
-) -> None:
-    """Notes what the partitioned graphs keep."""
+def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: int, fused: bool) -> None:
+    """Notes what the partitioned graphs keep; without a decision the compiler has divided them itself."""
     graph = _open.get()
     if graph is None:
         return
@@ -262,12 +315,13 @@ def note_after(
     if graph.symbolic:
         # Comparing symbolic sizes would make guards of them.
         return
-    graph.ours = Bytes(kept_of(parts[0], outputs), peak_of(parts, fused))
-    # A result of several stands for its call; a node that the graph has no longer has None as its argument.
-    calls = dict.fromkeys(keep.call_node(n) for n in decision.again if n.target is not operator.getitem or n.args[0])
-    graph.again = dict(Counter(_readable(call) for call in calls if not keep.is_view(call)))
-    graph.repeated = _repeated(*parts)
-    graph.returned = sum(_storages(outputs_of(parts[0].graph)[:outputs]).values())
+    graph.ours, graph.ours_course = counting.bytes_of(parts, outputs, fused)
+    graph.ours_by = counting.kept_by_module(parts[0], outputs)
+    graph.repeated = counting.repeated(parts)
+    graph.returned = counting.returned_bytes(parts[0], outputs)
+    graph.gradients = counting.gradient_bytes(parts[1])
+    if decision is not None:
+        graph.again = counting.computed_again(decision.again)
 
 
 def note_unpacked() -> None:
@@ -275,38 +329,3 @@ def note_unpacked() -> None:
     graph = _open.get()
     if graph is not None:
         graph.unpacked = True
-
-
-def _repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> float:
-    """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
-    again = set(backward.graph.nodes) - following(backward.graph)
-    return sum(map(flops_of, again)) / max(1, sum(map(flops_of, forward.graph.nodes)))
-
-
-def _readable(node: fx.Node) -> str:
-    name = name_of(node) or str(node.target).split(".")[-2 if "." in str(node.target) else 0]
-    for part in ("native_", "_legit_functional", "_with_offsets", "_kernel"):
-        name = name.replace(part, "")
-    return name.strip("_").replace("_", " ")
-
-
-def kept_of(forward: fx.GraphModule, outputs: int) -> int:
-    """The bytes that forward keeps for backward; its first ``outputs`` results are those of the model."""
-    return sum(_storages(outputs_of(forward.graph)[outputs:]).values())
-
-
-def peak_of(parts: tuple[fx.GraphModule, fx.GraphModule], fused: bool) -> int:
-    """The most bytes at once of two graphs; ``fused``: elementwise functions are computed inside other kernels."""
-    if fused:
-        return peak_if_fused(*parts)
-    counted = [order.Backward(part.graph) for part in parts]
-    return max(of.alive(list(of.as_it_stands(of.graph.nodes).values())).peak[0] for of in counted)
-
-
-def _storages(nodes: Sequence[object]) -> dict[int, int]:
-    """The bytes of the storages of nodes that are no inputs."""
-    made = [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
-    # A result may be a view of an input.
-    given = {key_of(t) for node in made for n in node.all_input_nodes if n.op == "placeholder" for t in results(n)}
-    sizes = {key_of(t): t.untyped_storage().nbytes() for node in made for t in results(node)}
-    return {key: n for key, n in sizes.items() if key not in given}

@@ -38,7 +38,7 @@ from .joint import (
     op_of,
     value_of,
 )
-from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, leave, sources_of
+from .keep import AGAIN, KEEP, LABEL, Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 
 # They bend at 0, and do not change signs.
 BENDS = tuple(op for op, row in rules.OF_OP.items() if row.keeps_sign)
@@ -248,6 +248,8 @@ class _Choice:
         if not isinstance(norm, forms.NormAct) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
+        while x not in self.rounded.bits and is_view(x):
+            x = node_at(x, 0)
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, kinks = value_of(x), value_of(norm.mean).numel()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import _backend
 from ..ops.layout import check_format
 from .budget import Budget
 
@@ -32,6 +33,7 @@ class Settings:
         extra_flops: the arithmetic of products that may run twice for it, as a share of the forward's.
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
+        cudagraphs: whether a GPU's kernels are recorded as CUDA graphs and replayed.
         memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which the images of a graph lie; None
             leaves every tensor as it is.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
@@ -42,6 +44,7 @@ class Settings:
     extra_flops: float | None = None
     bits: int | None = None
     seed: int = 0
+    cudagraphs: bool = False
     memory_format: torch.memory_format | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,6 +55,8 @@ class Settings:
             raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
+        if not isinstance(self.cudagraphs, bool):
+            raise TypeError(f"{OP}: option cudagraphs must be True or False, got {self.cudagraphs!r}")
         check_format(f"{OP}: option memory_format", self.memory_format)
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
@@ -64,6 +69,14 @@ class Settings:
     def limits(self) -> Budget | None:
         """What ``budget`` and ``extra_flops`` ask for; None without them.  Raises ValueError or TypeError."""
         return Budget.parse(OP, self.budget, self.extra_flops)
+
+    def may_round(self, device: torch.device) -> bool:
+        """Whether the last bits of results on a device may differ from those of eager mode.
+
+        They may where Inductor generates code, and where the Triton kernels of this package serve the device.  So a
+        rewrite that changes last bits runs on a GPU by default, and not in the code of "aten" for a CPU.
+        """
+        return self.codegen == "inductor" or _backend.takes_triton(device)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

@@ -13,7 +13,7 @@ import torch
 
 from .. import _backend, _torch
 from ..cli.command import Refused, check_new
-from ..memory.export import write_json
+from ..memory.tables import write_json
 from ..ops.self_test import first_use, verdicts
 from ..ops.self_test.checks import DTYPES
 from ..progress import Progress

@@ -7,6 +7,7 @@ from ..ops.segmentation.positions import argmax_labels
 from .convolutions import conv_abn, join_conv
 from .norms import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act, norm_act
 from .pools import max_pool
+from .upsampling import upsample
 
 __all__ = [
     "ConvLogits",
@@ -23,6 +24,7 @@ __all__ = [
     "norm_act",
     "segmentation_sums",
     "tp_fp_fn",
+    "upsample",
 ]
 
 

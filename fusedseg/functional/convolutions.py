@@ -11,8 +11,8 @@ from ..ops.conv import conv_abn as _conv_abn
 from ..ops.conv import join_conv as _join_conv
 from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.sources import Source
+from ..ops.norm.call import Norm, Operands
 from ..ops.norm.kept import find
-from ..ops.norm.spec import Passed, Spec
 
 
 def conv_abn(
@@ -67,11 +67,11 @@ def conv_abn(
     act = parse_invertible(_conv_abn.OP, activation, activation_param)
     check_conv_backend(_conv_abn.OP, conv_backend)
     call = _join_conv.parsed(_conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
-    norm = Passed(call.w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-    spec = Spec("output", act, eps=eps, momentum=momentum, own=training)
-    _conv_abn.check(call, norm, spec, conv_backend)
+    given = Operands(call.w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    norm = Norm("output", act, eps=eps, momentum=momentum, own=training)
+    _conv_abn.check(call, given, norm, conv_backend)
     kept = find(weight, bias, act, call.w.dtype) if torch.is_grad_enabled() else None
-    return _conv_abn.conv_abn(call, norm, spec, kept, conv_backend)
+    return _conv_abn.conv_abn(call, given, norm, kept, conv_backend)
 
 
 def join_conv(

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from ..activation import parse_activation, parse_invertible
 from ..ops.check import check_choice
+from ..ops.norm.call import NAMES, Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.kept import find
 from ..ops.norm.op import normalise
-from ..ops.norm.spec import NAMES, Passed, Spec
 
 
 def inplace_abn(
@@ -71,15 +71,15 @@ def inplace_abn(
     """
     op = NAMES["output"]
     act = parse_invertible(op, activation, activation_param)
-    passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    return _normalised(op, passed, Spec("output", act, eps=eps, momentum=momentum, own=training))
+    given = Operands(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
+    return _normalised(op, given, Norm("output", act, eps=eps, momentum=momentum, own=training))
 
 
-def _normalised(op: str, passed: Passed, spec: Spec) -> Tensor:
-    check(op, passed, spec)
-    in_place, residual = spec.keep == "output", passed.residual is not None
-    kept = find(passed.weight, passed.bias, spec.act, passed.x.dtype, residual) if in_place else None
-    return normalise(passed, spec, kept)
+def _normalised(op: str, given: Operands, norm: Norm) -> Tensor:
+    check(op, given, norm)
+    in_place, residual = norm.keep == "output", given.residual is not None
+    kept = find(given.weight, given.bias, norm.act, given.x.dtype, residual) if in_place else None
+    return normalise(given, norm, kept)
 
 
 def inplace_instance_norm_act(
@@ -114,9 +114,9 @@ def inplace_instance_norm_act(
     """
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
-    passed = Passed(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    spec = Spec("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance")
-    return _normalised(op, passed, spec)
+    given = Operands(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
+    norm = Norm("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance")
+    return _normalised(op, given, norm)
 
 
 def inplace_group_norm_act(
@@ -142,8 +142,8 @@ def inplace_group_norm_act(
     """
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
-    passed = Passed(x, weight=weight, bias=bias, residual=residual)
-    return _normalised(op, passed, Spec("output", act, eps=eps, kind="group", groups=num_groups))
+    given = Operands(x, weight=weight, bias=bias, residual=residual)
+    return _normalised(op, given, Norm("output", act, eps=eps, kind="group", groups=num_groups))
 
 
 def norm_act(
@@ -193,7 +193,7 @@ def norm_act(
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
     own, groups = training or norm == "group", num_groups or 0
-    spec = Spec("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
-    passed = Passed(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
+    of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
+    given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip
-    return _normalised(op, passed, spec)
+    return _normalised(op, given, of_call)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ..activation import Activation, is_invertible, parse_activation
 from ..nn import InPlaceABN as _InPlaceABN
 from ..nn.sync import SYNCHRONISED, Synchronised, group_name
+from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept, find
 from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
 
 OP = "fusedseg.integrations.inplace_abn"
 # The modules of the package.
@@ -162,13 +162,13 @@ def inplace_abn(
     It writes over ``x``, unless the activation has no inverse.  ``process_group`` is the name of a group of processes
     whose statistics count.
     """
-    given = Passed(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    given = Operands(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     keep, act = _keep(activation, activation_param)
     group = process_group if training else None
-    spec = Spec(keep, act, eps=eps, momentum=momentum, own=training, process_group=group)
-    check(spec.name, given, spec)
+    norm = Norm(keep, act, eps=eps, momentum=momentum, own=training, process_group=group)
+    check(norm.name, given, norm)
     kept = find(weight, bias, act, x.dtype, False) if keep == "output" else None
-    return normalise(given, spec, kept)
+    return normalise(given, norm, kept)
 
 
 def inplace_abn_sync(*args: Any, group: object = None, **options: Any) -> Tensor:

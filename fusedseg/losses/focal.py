@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, Given, SumsSpec
-from .monai import DiceLoss, Form, LossCall, check_not_negative, checked_reduction, class_weight
+from .monai import DiceLoss, InputForm, LossCall, check_not_negative, checked_reduction, class_weight
 
 
 class Focal(NamedTuple):
@@ -159,7 +159,7 @@ class FocalLoss(_Loss):
                 f"{name}: include_background must be True with use_softmax=True; use monai.losses.FocalLoss, or leave "
                 "the first class out of input and target"
             )
-        self.form = Form(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
+        self.form = InputForm(name, include_background, to_onehot_y, not use_softmax, False, ignore_index=ignore_index)
         self.gamma = float(gamma)
         self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction, use_softmax)
         self.register_buffer("class_weight", class_weight(name, weight))

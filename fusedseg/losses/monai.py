@@ -30,7 +30,7 @@ class LossCall(NamedTuple):
         return positions_of(self.given.logits) if self.given.mask is None else self.given.mask.sum()
 
 
-class Form(NamedTuple):
+class InputForm(NamedTuple):
     """The arguments that say how input and target are read; ``name`` is the name of the loss in errors."""
 
     name: str
@@ -159,7 +159,7 @@ class DiceLoss(_Loss):
     ) -> None:
         name = "fusedseg.DiceLoss"
         super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum", "none"))
-        self.form = Form(
+        self.form = InputForm(
             name, include_background, to_onehot_y, sigmoid, softmax, squared_pred, soft_label, ignore_index
         )
         self.form.check(other_act)
@@ -219,7 +219,7 @@ class TverskyLoss(_Loss):
     ) -> None:
         name = "fusedseg.losses.TverskyLoss"
         super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum", "none"))
-        self.form = Form(name, include_background, to_onehot_y, sigmoid, softmax, False, soft_label, ignore_index)
+        self.form = InputForm(name, include_background, to_onehot_y, sigmoid, softmax, False, soft_label, ignore_index)
         self.form.check(other_act)
         self.alpha, self.beta, self.batch = alpha, beta, batch
         self.smooth_nr, self.smooth_dr = float(smooth_nr), float(smooth_dr)

@@ -1,34 +1,14 @@
-"""Shows where the bytes of a training step go.
+"""The instruments: what a training step keeps and needs, measured on real tensors or on tensors without values.
 
-``profile`` runs a step, on real tensors or on tensors without values.  ``compare`` puts reports side by side.
-``plan`` finds the batch that fits in a budget, and ``curve`` sets bytes against repeated arithmetic.
+``fusedseg.profile`` and ``fusedseg.plan`` stand on them and on the byte model of the compiler.
 """
 
-from .compare import Comparison, compare
-from .curve import Curve, curve
-from .fake import profile
-from .meter import Footprint, SavedBytes, allocator_peak
-from .plan import Plan
-from .plot import plot
-from .report import MemoryReport
-from .search import plan
-from .strategy import checkpoint_blocks
+from .._moved import compare, curve, plan, plot, profile  # noqa: F401  they raise errors, for one release
+from .checkpoint import checkpoint_blocks
+from .fake import fake_mode
+from .meter import Footprint, SavedBytes, allocator_peak, measure
 
-__all__ = [
-    "Comparison",
-    "Curve",
-    "Footprint",
-    "MemoryReport",
-    "Plan",
-    "SavedBytes",
-    "allocator_peak",
-    "checkpoint_blocks",
-    "compare",
-    "curve",
-    "plan",
-    "plot",
-    "profile",
-]
+__all__ = ["Footprint", "SavedBytes", "allocator_peak", "checkpoint_blocks", "fake_mode", "measure"]
 
 
 def __dir__() -> list[str]:

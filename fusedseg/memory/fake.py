@@ -1,9 +1,10 @@
-"""``profile``: the report of a training step, on real tensors or on tensors without values of any size."""
+"""A model and its inputs without values, of any size, and a training step of them in eager mode."""
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._backend import EstimateMode
-from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException, tree_map
-from .report import MemoryReport
-from .step import OP, OptimizerFactory, step
+from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from .meter import mean_of, measure, tensors_of
 
+OP = "fusedseg.memory"
 Model = nn.Module | Callable[[], nn.Module]
 
 
@@ -48,90 +49,105 @@ def quiet() -> Iterator[None]:
         logger.removeFilter(no_failed_op)
 
 
-def profile(
-    model: Model,
-    *inputs: object,
-    dtype: torch.dtype | None = None,
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step in eager mode needs.
+
+    Attributes:
+        before: bytes that are there before the step: parameters, buffers, optimizer state, inputs.
+        saved, peak, with_workspaces: those of ``Footprint``, beside ``before``; inputs are not in ``saved``.
+    """
+
+    before: Mapping[str, int]
+    saved: int
+    peak: int
+    with_workspaces: int
+
+    @property
+    def total(self) -> int:
+        """The most bytes at once, with those that were there before and with the estimated workspaces."""
+        return sum(self.before.values()) + self.with_workspaces
+
+
+def eager_step(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
     loss: Callable[..., Tensor] | None = None,
     targets: object = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
-    label: str = "",
-) -> MemoryReport:
-    """Runs one training step, and reports where its bytes go.
-
-    The step is forward, loss, backward and, if given, the optimizer's step.  On real tensors it runs on their device,
-    CPU or CUDA.  Afterwards the model is as it was, even if it raises: ``.grad`` of parameters and inputs, buffers such
-    as running statistics, parameters, and the states of the random number generators are restored, and all hooks are
-    removed.  Changes that the model makes to plain Python attributes stay.
-
-    **Shapes as inputs** stand for tensors without values::
-
-        profile(UNet(3, 4), (8, 3, 512, 512), dtype=torch.float16)
-
-    Then true sizes are found within seconds, without a GPU and almost without memory.  The sizes are those of a step on
-    a GPU; on a CPU some convolutions need a copy of their input in backward, which a step on real tensors counts.
-    Autocast follows the rules of a CPU.  A module is copied without its values, hooks included.
-
-    Each storage that an op returns is counted until it is freed.  Not seen are workspaces inside an op (above all of a
-    convolution, and without values that of an ``nn.LSTM``), the allocator's rounding and fragmentation, and the memory
-    of the CUDA context; on CUDA the rows hold the allocator's own figures.  Compiled modules run
-    uncompiled here, and anomaly mode looks for no NaN.
+) -> Step:
+    """Runs a step of a model without values; must be called inside its fake mode.
 
     Args:
-        model: any module.  Shared modules, repeated and nested calls, and checkpointed regions have their own rows.
-            With shapes it may be a function that builds the model, which is called on tensors without values, so that
-            the model may be far larger than this machine.
-        inputs: the arguments of the model: real tensors, in any nesting; or a shape for each, or a tensor on the device
-            "meta", such as ``torch.empty(2, 128, dtype=torch.int64, device="meta")``.
-        dtype: with shapes, the dtype of parameters, buffers and inputs that are floating-point; float32 by default.
-        loss: a function of the model's output, and of ``targets`` if they are given, that returns a scalar.  The
-            default is the mean of all outputs.
-        targets: the second argument of ``loss``; with shapes only their own shapes and dtypes count.
-        optimizer: a function that is called with the parameters and returns an optimizer, such as
-            ``torch.optim.AdamW``.  Its state counts as present before the step, as in all steps but the first.
-        autocast: the dtype of ``torch.autocast`` around forward and loss; None keeps the caller's setting.
-        label: the report's name, which appears in its column ``exp`` and in comparisons; by default the class of the
-            model.
-
-    Returns:
-        A ``MemoryReport``, whose ``device`` is "fake" on tensors without values.
+        model: the model.
+        inputs: its arguments.
+        loss: a function of the outputs, and of ``targets`` if they are given; by default the mean of all outputs.
+        targets: the second argument of ``loss``.
+        optimizer: makes the optimizer whose state is there before the step.
+        autocast: the dtype of autocast around forward and loss.
 
     Raises:
-        TypeError: the model is no module, and builds none; the optimizer is an instance; the loss returns no tensor.
-        ValueError: there are targets without a loss; the loss returns no scalar; the tensors are on several devices;
-            there is an optimizer, and no parameter requires a gradient; ``dtype`` is given without shapes.
-        RuntimeError: on tensors without values, the model asks for a value.
-
-    Errors of the model pass through.
+        RuntimeError: the model asks for the value of a tensor.
     """
-    options = {"loss": loss, "optimizer": optimizer, "autocast": autocast, "label": label}
-    if not inputs or not all(map(_is_without_values, inputs)):
-        if dtype is not None:
-            raise ValueError(f"{OP}: dtype belongs to shapes as inputs; real tensors have their own")
-        return step(model, *inputs, targets=targets, **options)  # type: ignore[arg-type]
-    dtype = dtype or torch.float32
-    with fake_mode() as mode:
-        given = fake_inputs(inputs, dtype)
-        return profile_fake(
-            fake_model(model, mode, dtype), given, targets=tree_map(_without_values, targets), **options
-        )
 
+    def forward(*given: Tensor) -> Any:
+        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+            return model(*given)
 
-def _is_without_values(given: object) -> bool:
-    if isinstance(given, Tensor):
-        return given.is_meta
-    return isinstance(given, Sequence) and bool(given) and all(isinstance(size, int) for size in given)
+    def scalar(out: Any) -> Tensor:
+        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+            if loss is None:
+                return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
+            return loss(out) if targets is None else loss(out, targets)
 
-
-def profile_fake(model: nn.Module, inputs: Sequence[Tensor], **options: Any) -> MemoryReport:
+    own = [*model.parameters(), *model.buffers(), *inputs]
+    before = {
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "optimizer state": 0 if optimizer is None else state_bytes(model, optimizer),
+        "inputs": sum(tensor.nbytes for tensor in tensors_of((inputs, targets))),
+    }
     try:
-        return step(model, *inputs, **options)
+        found = measure(forward, *inputs, loss=scalar, owned=own)
     except DataDependentOutputException as error:
-        raise RuntimeError(
-            f"{OP}: {type(model).__name__} asks for the value of a tensor ({error}), and there are none here; pass "
-            "real tensors in place of shapes"
-        ) from error
+        name = type(model).__name__
+        raise RuntimeError(f"{OP}: {name} asks for the value of a tensor ({error}), and there are none here") from error
+    for parameter in model.parameters():
+        parameter.grad = None
+    return Step(before, found.saved, found.peak, found.with_workspaces)
+
+
+def state_bytes(model: nn.Module, optimizer: OptimizerFactory) -> int:
+    """The bytes of the state of an optimizer after its first step; the model has no values.
+
+    Raises:
+        TypeError: ``optimizer`` is an optimizer in place of a function that makes one.
+        ValueError: no parameter requires a gradient.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{OP}: optimizer must be called with the parameters, as torch.optim.{name} or a function is, got an "
+            f"instance of {name}"
+        )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{OP}: no parameter of {type(model).__name__} requires a gradient, so the optimizer has nothing to train; "
+            "leave it out (--optimizer none)"
+        )
+    steps = optimizer(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    steps.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return sum(tensor.nbytes for tensor in tensors_of(list(steps.state.values())))
 
 
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:

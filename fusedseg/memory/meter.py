@@ -11,15 +11,15 @@ under a dispatch mode; measure a compiled model with ``SavedBytes`` and ``alloca
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from .. import _torch
 from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
+from .workspaces import copies_of
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,22 @@ class Footprint:
         saved: bytes of the storages that autograd keeps at the end of forward, without parameters and buffers.
         held: bytes of all storages alive at the end of forward.
         peak: the most bytes alive at once during forward, loss and backward, gradients included.
+        with_workspaces: the most bytes at once with the estimated workspaces of convolutions (``workspaces.py``).
+        course: the bytes alive after each allocation and each release, in forward, and in loss and backward.
+        saved_by: the bytes of ``saved`` by what ``measure``'s argument ``where`` said when they were allocated; None
+            stands for storages that were there before.
     """
 
     saved: int
     held: int
     peak: int
+    with_workspaces: int = field(default=0, repr=False)
+    course: tuple[list[int], list[int]] = field(default=([], []), repr=False)
+    saved_by: Mapping[object, int] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in vars(self).items())
-
-
-class Saver(NamedTuple):
-    """The saver of a tensor: the module, if known, and autograd's number of the node."""
-
-    module: str
-    node: int
+        shown = {"saved": self.saved, "held": self.held, "peak": self.peak}
+        return ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in shown.items())
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
@@ -68,7 +69,8 @@ class SavedBytes:
 
     def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
         self._owned = {key_of(tensor) for tensor in owned}
-        self._savers: dict[int, Counter[Saver]] = {}
+        # For each storage how many saved tensors lie in it, and its bytes.
+        self._savers = Counter[int]()
         self._nbytes: dict[int, int] = {}
         # Tensors are detached, because an output that is packed with its own graph would keep itself alive.
         self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(self, tensor.detach()), lambda kept: kept.tensor)
@@ -86,43 +88,30 @@ class SavedBytes:
         return sum(self._nbytes.values())
 
     @property
-    def savers(self) -> dict[int, list[Saver]]:
-        """The savers of each storage that is kept at this moment, by the key of the storage."""
-        return {key: list(of) for key, of in self._savers.items()}
-
-    @property
     def sizes(self) -> dict[int, int]:
         """The bytes of each storage that is kept at this moment, by the key of the storage."""
         return dict(self._nbytes)
 
-    def module(self) -> str:
-        """The name of the module that runs; subclasses that know it override this."""
-        return ""
-
     def add(self, tensor: torch.Tensor) -> None:
         """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
-        self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", -1))
+        self._retain(key_of(tensor), tensor.untyped_storage().nbytes())
 
     def add_attributes(self, outputs: object) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
         for node in graph_of(outputs):
             for tensor in tensors_of(getattr(node, "__dict__", {})):
-                self._retain(key_of(tensor), tensor.untyped_storage().nbytes(), Saver("", node._sequence_nr()))
+                self._retain(key_of(tensor), tensor.untyped_storage().nbytes())
 
-    def _retain(self, key: int, nbytes: int, saver: Saver) -> None:
+    def _retain(self, key: int, nbytes: int) -> None:
         if key not in self._owned:
-            self._savers.setdefault(key, Counter())[saver] += 1
+            self._savers[key] += 1
             self._nbytes[key] = nbytes
 
-    def _release(self, key: int, saver: Saver) -> None:
-        savers = self._savers.get(key)
-        if savers is None:
-            return
-        savers[saver] -= 1
-        if savers[saver] <= 0:
-            del savers[saver]
-        if not savers:
-            del self._savers[key], self._nbytes[key]
+    def _release(self, key: int) -> None:
+        if key in self._nbytes:
+            self._savers[key] -= 1
+            if self._savers[key] <= 0:
+                del self._savers[key], self._nbytes[key]
 
 
 class _SavedTensor:
@@ -130,19 +119,18 @@ class _SavedTensor:
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        # The node that saves the tensor is the node created last.
-        key, saver = key_of(tensor), Saver(saved.module(), _torch.get_sequence_nr() - 1)
-        saved._retain(key, tensor.untyped_storage().nbytes(), saver)
-        weakref.finalize(self, saved._release, key, saver).atexit = False
+        key = key_of(tensor)
+        saved._retain(key, tensor.untyped_storage().nbytes())
+        weakref.finalize(self, saved._release, key).atexit = False
 
 
-def graph_of(outputs: object, wanted: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-    """The nodes of autograd's graph that lead to the outputs through ``wanted`` nodes alone."""
+def graph_of(outputs: object) -> Iterator[Node]:
+    """The nodes of autograd's graph that lead to the outputs."""
     seen: set[Node] = set()
     stack = [tensor.grad_fn for tensor in tensors_of(outputs)]
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen and wanted(node):
+        if node is not None and node not in seen:
             seen.add(node)
             stack.extend(parent for parent, _ in node.next_functions)
             yield node
@@ -157,22 +145,24 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         current: bytes alive now.
         peak: the most bytes alive at once so far.
+        with_workspaces: the most bytes alive at once so far, with the estimated workspaces of convolutions.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.current = 0
         self.peak = 0
+        self.with_workspaces = 0
         self._live: set[int] = set()
 
-    def track(self, tensor: torch.Tensor, func: object = None) -> None:
-        """Counts the tensor's storage, which ``func`` has made, from now until it is freed."""
+    def track(self, tensor: torch.Tensor) -> None:
+        """Counts the tensor's storage from now until it is freed."""
         storage, key = tensor.untyped_storage(), key_of(tensor)
         if key not in self._live:
             self._live.add(key)
             self.current += storage.nbytes()
             self.peak = max(self.peak, self.current)
-            self.allocated(key, tensor, func)
+            self.allocated(key)
             weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
 
     def _freed(self, key: int, nbytes: int) -> None:
@@ -180,8 +170,8 @@ class LiveBytes(TorchDispatchMode):
         self.current -= nbytes
         self.freed(key)
 
-    def allocated(self, key: int, tensor: torch.Tensor, func: object) -> None:
-        """Called with each new storage; subclasses override it."""
+    def allocated(self, key: int) -> None:
+        """Called with the key of each new storage; subclasses override it."""
 
     def freed(self, key: int) -> None:
         """Called with the key of each freed storage; subclasses override it."""
@@ -200,8 +190,15 @@ class LiveBytes(TorchDispatchMode):
         given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
         for tensor in tensors_of(out):
             if key_of(tensor) not in given:
-                self.track(tensor, func)
+                self.track(tensor)
+        self.with_workspaces = max(self.with_workspaces, self.current + _workspace(func, args, out))
         return out
+
+
+def _workspace(func: Any, args: tuple, out: Any) -> int:
+    if func is torch.ops.aten.convolution.default:
+        return copies_of([args[0], out])
+    return copies_of(args[:2]) if func is torch.ops.aten.convolution_backward.default else 0
 
 
 def without_nan_checks() -> torch.autograd.set_detect_anomaly:
@@ -221,6 +218,7 @@ def measure(
     *inputs: object,
     loss: Callable[[Any], torch.Tensor] = mean_of,
     owned: Iterable[torch.Tensor] = (),
+    where: Callable[[], object] = lambda: None,
 ) -> Footprint:
     """Runs one forward and backward and returns its ``Footprint`` in bytes.
 
@@ -231,20 +229,43 @@ def measure(
         inputs: the arguments of ``fn``.  An input that autograd keeps counts in ``saved``.
         loss: maps the output of ``fn`` to the scalar that is differentiated; by default the mean of all outputs.
         owned: more tensors to exclude from ``saved``, such as the weights of a plain function.
+        where: is asked at each allocation, and names the place for ``saved_by``, such as the module that runs.
     """
     owned = list(owned)
     if isinstance(fn, torch.nn.Module):
         owned += [*fn.parameters(), *fn.buffers()]
-    with without_nan_checks(), LiveBytes() as live:
+    with without_nan_checks(), _Places(where) as live:
         with SavedBytes(owned) as saved:
             out = fn(*inputs)
         saved.add_attributes(out)
+        by = Counter[object]()
+        for key, nbytes in saved.sizes.items():
+            by[live.places.get(key)] += nbytes
         saved_bytes, held_bytes = saved.nbytes, live.current
+        forward, live.course = live.course, []
         value = loss(out)
         del out
         if value.requires_grad:
             value.backward()
-    return Footprint(saved_bytes, held_bytes, live.peak)
+    return Footprint(saved_bytes, held_bytes, live.peak, live.with_workspaces, (forward, live.course), by)
+
+
+class _Places(LiveBytes):
+    """``LiveBytes`` that knows where each storage that is alive was allocated, and the bytes after each event."""
+
+    def __init__(self, where: Callable[[], object]) -> None:
+        super().__init__()
+        self._where = where
+        self.places: dict[int, object] = {}
+        self.course: list[int] = []
+
+    def allocated(self, key: int) -> None:
+        self.places[key] = self._where()
+        self.course.append(self.current)
+
+    def freed(self, key: int) -> None:
+        self.places.pop(key, None)
+        self.course.append(self.current)
 
 
 def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") -> int:

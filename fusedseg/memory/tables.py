@@ -1,12 +1,13 @@
-"""Formats bytes, tables and sentences for terminals."""
+"""Formats bytes, tables and sentences for terminals, and writes files that do not exist yet."""
 
+import json
 import shutil
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 MEBIBYTE = 2**20
-# The width of the longest bar, and the most bars of a table.
-BAR, BARS = 24, 8
 # The widest and the narrowest text.
 WIDTH, NARROWEST = 110, 40
 
@@ -41,18 +42,12 @@ def wrapped(text: str) -> str:
     )
 
 
-def bars(values: dict[str, float]) -> str:
-    """A line for each of the first values, with its share of the sum and a bar."""
-    total = sum(values.values()) or 1.0
-    shown = list(values.items())[:BARS]
-    rest = sum(values.values()) - sum(value for _, value in shown)
-    if len(values) > BARS:
-        shown.append((f"{len(values) - BARS} more", rest))
-    lines = [
-        (name, mib(value), f"{value / total:.0%}", "█" * round(BAR * value / total) or "▏") for name, value in shown
-    ]
-    widths = [max((len(line[i]) for line in lines), default=0) for i in range(3)]
-    return "\n".join(
-        f"  {name:<{widths[0]}}  {value:>{widths[1]}} MiB  {share:>{widths[2]}}  {bar}"
-        for name, value, share, bar in lines
-    )
+def open_new(path: str | Path, overwrite: bool) -> BinaryIO:
+    """Opens a file for writing.  Raises FileExistsError if it exists and ``overwrite`` is False."""
+    return Path(path).open("wb" if overwrite else "xb")
+
+
+def write_json(found: object, path: str | Path, overwrite: bool) -> None:
+    text = json.dumps(found, indent=2)
+    with open_new(path, overwrite) as file:
+        file.write(text.encode() + b"\n")

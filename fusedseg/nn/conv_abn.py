@@ -13,7 +13,6 @@ from ..ops.conv import conv_abn as op
 from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.join_conv import prepared
 from ..ops.conv.sources import Source, concatenated
-from ..ops.norm.spec import Passed, Spec
 from .inplace_norm_act import InPlaceABN
 from .join_conv import JoinConv2d, JoinConv3d, geometry_of, sources_of_input
 from .unscriptable import Unscriptable
@@ -33,15 +32,10 @@ def convolved_and_normalised(
 ) -> Tensor:
     """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
     call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))
-    own, mean, var, momentum, batches, _ = norm._statistics()
-    passed = Passed(call.w, weight=norm.weight, bias=norm.bias, running_mean=mean, running_var=var)
-    spec = Spec("output", norm._act, eps=norm.eps, momentum=momentum, own=own)
-    op.check(call, passed, spec, conv_backend)
+    given, of_norm = norm._call(call.w, None)
+    op.check(call, given, of_norm, conv_backend)
     kept = norm._kept_now(norm.weight, norm.bias, call.w.dtype, False)
-    z = op.conv_abn(call, passed, spec, kept, conv_backend)
-    if batches is not None:
-        batches.add_(1)
-    return z
+    return op.conv_abn(call, given, of_norm, kept, conv_backend)
 
 
 class _ConvABN(Unscriptable, nn.Module):
@@ -192,7 +186,7 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
         device, dtype: the device and dtype of parameters and buffers.
 
     In training the gradient of a convolution's bias is exactly zero, because the norm subtracts the mean, which
-    contains the bias; in compiled code it is zero up to rounding.
+    contains the bias; in compiled code it is zero up to rounding, unless the backend "fusedseg" leaves the bias out.
 
     Kept for backward: the input, the weight, the output, 1 / sqrt(var + eps), the norm's parameters, and for channels
     with a tiny weight the tensors that ``InPlaceABN`` keeps.  Under autocast the weight itself is kept, and backward

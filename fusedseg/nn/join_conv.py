@@ -37,6 +37,8 @@ def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Sour
 
 DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A large concatenation is never formed.
 
+    Compiled code on a GPU forms it, in forward and in backward, because a convolution of each source takes longer.
+
     Equals ``nn.Conv{dims}d(C, K, ...)(torch.cat(x, dim=1))`` for a sequence ``x`` of tensors with C channels together.
     Any of them may be a ``functional.Interpolated``, whose interpolated tensor is not kept.  A single tensor counts as
     a sequence of one.  Arguments and ``state_dict`` are those of ``nn.Conv{dims}d``.

@@ -1,37 +1,40 @@
-"""Base classes that decide which statistics a call of a norm module uses, and which running statistics it moves.
+"""Base classes that make the call of a norm module: the statistics that it uses, and the running ones that it moves.
 
 There is one class for statistics of a batch, one for each sample, and one for groups.  A module has one of these base
 classes beside its stock norm, which brings the attributes.  Each class also says which inputs its stock norms take.
 """
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..activation import Activation
+from ..ops.norm.call import Norm, Operands
 from ..ops.norm.kept import recomputing
-
-
-class Using(NamedTuple):
-    """The statistics of one call.
-
-    ``own`` is True if the statistics are those of the input.  ``running_mean`` and ``running_var`` are the running
-    statistics that the call uses, or moves by ``momentum``; they are None if it does neither.  ``batches`` is the
-    number of batches if the call adds 1 to it, otherwise None.  ``groups`` is ``num_groups`` of ``nn.GroupNorm``.
-    """
-
-    own: bool
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    momentum: float = 0.0
-    batches: Tensor | None = None
-    groups: int = 0
-
 
 COUNTED = "running_mean", "running_var", "num_batches_tracked"
 
 
-class _OfFeatures:
+class _AnyNorm:
+    """What every norm module has, from its other base classes."""
+
+    KEEP: str
+    _act: Activation
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def _slope(self) -> Tensor | None:
+        """The slope of prelu."""
+        return None
+
+    def _others(self) -> str | None:
+        """The name of the process group whose members share the statistics, or None."""
+        return None
+
+
+class _OfFeatures(_AnyNorm):
     """The attributes that ``_BatchNorm`` and ``_InstanceNorm`` bring."""
 
     training: bool
@@ -55,22 +58,26 @@ class BatchStatistics(_OfFeatures):
     replace them by norms without an activation.  The property ``qconfig`` makes them raise an error.
     """
 
-    KIND = "batch"
     DIMS = 2, 5
     SPATIAL = "with up to three spatial dimensions after it"
     channels_matter = True
     stock = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
     num_batches_tracked: Tensor | None
 
-    def _statistics(self) -> Using:
-        training, momentum = self.training, self.momentum
-        # A forward pass that is computed again moves no running statistics.
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
+        training, momentum, batches = self.training, self.momentum, None
+        running_mean, running_var = self.running_mean, self.running_var
         if training and (not self.track_running_stats or recomputing()):
-            return Using(True)
-        batches = self.num_batches_tracked if training else None
+            # A forward pass that is computed again moves no running statistics.
+            running_mean = running_var = None
+            momentum = 0.0
+        elif training:
+            batches = self.num_batches_tracked
         if momentum is None:
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-        return Using(training or self.running_mean is None, self.running_mean, self.running_var, momentum, batches)
+        own = training or running_mean is None
+        given = Operands(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var, batches)
+        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, "batch", 0, self._others())
 
     @property
     def qconfig(self) -> Any:
@@ -104,7 +111,6 @@ class BatchStatistics(_OfFeatures):
 class InstanceStatistics(_OfFeatures):
     """The statistics of modules that are an ``_InstanceNorm``."""
 
-    KIND = "instance"
     DIMS = 3, 5
     SPATIAL = "with one to three spatial dimensions after it"
     stock = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
@@ -114,19 +120,20 @@ class InstanceStatistics(_OfFeatures):
         """Whether parameters or running statistics belong to the channels.  Otherwise any number of them will do."""
         return self.affine or self.running_mean is not None
 
-    def _statistics(self) -> Using:
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
         # As in the stock module, running statistics are used in eval mode only, and a momentum of None means 0.
         own = self.training or not self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
+        running_mean, running_var = self.running_mean, self.running_var
         if self.training and recomputing():
-            return Using(own, None, None, momentum)
-        return Using(own, self.running_mean, self.running_var, momentum)
+            running_mean = running_var = None
+        given = Operands(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var)
+        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, "instance", 0, self._others())
 
 
-class GroupStatistics:
+class GroupStatistics(_AnyNorm):
     """The statistics of modules that are an ``nn.GroupNorm``."""
 
-    KIND = "group"
     DIMS = 2, sys.maxsize
     SPATIAL = "with any spatial dimensions after it"
     channels_matter = True
@@ -139,5 +146,6 @@ class GroupStatistics:
     def _channels(self) -> int:
         return self.num_channels
 
-    def _statistics(self) -> Using:
-        return Using(True, groups=self.num_groups)
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
+        given = Operands(x, self.weight, self.bias, residual, self._slope())
+        return given, Norm(self.KEEP, self._act, self.eps, 0.0, True, "group", self.num_groups, self._others())

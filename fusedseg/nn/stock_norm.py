@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
+from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.kept import Kept
 from ..ops.norm.op import normalise
-from ..ops.norm.spec import Passed, Spec
-from .norm_statistics import COUNTED, Using
+from .norm_statistics import COUNTED
 from .unscriptable import Unscriptable
 
 
@@ -28,9 +28,8 @@ class StockNorm(Unscriptable, nn.Module):
     # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # The kind of statistics (``Spec.kind``), the number of channels, the least and the largest number of dimensions of
-    # x, the words for them in errors, and whether x must have that number of channels.
-    KIND: str
+    # The number of channels, the least and the largest number of dimensions of x, the words for them in errors, and
+    # whether x must have that number of channels.
     _channels: int
     DIMS: tuple[int, int]
     SPATIAL: str
@@ -42,7 +41,8 @@ class StockNorm(Unscriptable, nn.Module):
     bias: Any
     eps: float
     _act: Activation
-    _statistics: Callable[..., Using]
+    # The call of the norm op for x and a residual.
+    _call: Callable[[Tensor, Tensor | None], tuple[Operands, Norm]]
 
     def __init__(self, *stock: object, bias: bool = True, dtype: torch.dtype | None = None, **options: object) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
@@ -54,27 +54,13 @@ class StockNorm(Unscriptable, nn.Module):
         super().__init__(*stock, dtype=dtype, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        passed, spec = self._call(x, residual)
-        if spec.keep == "output" and not torch.compiler.is_compiling() and x._is_view() and has_backward_hooks(self):
-            # Nobody may write over a view that a backward hook has made.
-            passed = passed.with_x(x.clone())
-        check(self.OP, passed, spec)
-        return normalise(passed, spec, self._kept_now(passed.weight, passed.bias, x.dtype, residual is not None))
-
-    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Passed, Spec]:
         self._check_shape(x)
-        own, running_mean, running_var, momentum, batches, groups = self._statistics()
-        passed = Passed(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var, batches)
-        spec = Spec(self.KEEP, self._act, self.eps, momentum, own, self.KIND, groups, self._others())
-        return passed, spec
-
-    def _slope(self) -> Tensor | None:
-        """The slope of prelu."""
-        return None
-
-    def _others(self) -> str | None:
-        """The name of the process group whose members share the statistics, or None."""
-        return None
+        given, norm = self._call(x, residual)
+        if norm.keep == "output" and not torch.compiler.is_compiling() and x._is_view() and has_backward_hooks(self):
+            # Nobody may write over a view that a backward hook has made.
+            given = given.with_x(x.clone())
+        check(self.OP, given, norm)
+        return normalise(given, norm, self._kept_now(given.weight, given.bias, x.dtype, residual is not None))
 
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         """The kept channels of an output of this dtype; None for a module that keeps its input."""
@@ -89,8 +75,8 @@ class StockNorm(Unscriptable, nn.Module):
         text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
         if not fits or self.channels_matter:
             raise ValueError(text)
-        # The caller of the module is six frames above.
-        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=6)
+        # The caller of the module is five frames above.
+        warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=5)
 
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:

@@ -4,10 +4,15 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import forward_ad
+from .._torch import FakeTensor, forward_ad
 
 HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether a tensor has values; fake tensors and those of the device "meta" have none."""
+    return not isinstance(t, FakeTensor) and not t.is_meta
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -32,6 +32,15 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(message(ctx.op))
 
 
+def refuse_in_graphs(backward_op: Any, op: str) -> None:
+    """Makes the gradient of the op in graphs that computes a backward raise RuntimeError."""
+
+    def refused(ctx: Any, *grads: object) -> None:
+        raise RuntimeError(message(op))
+
+    backward_op.register_autograd(refused, setup_context=lambda ctx, inputs, output: None)
+
+
 def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: object) -> tuple:
     """Calls ``backward(dz, *rest)``.  If autograd records a graph of this call, using that graph raises RuntimeError.
 

@@ -1,8 +1,7 @@
-"""``F.interpolate`` as one op, for graphs that are run by aten kernels.
+"""``F.interpolate``: by the Triton kernels of ``upsample.py`` where they serve a tensor, otherwise by PyTorch's.
 
-PyTorch's tracer writes an interpolation as index and product ops, which round in another order than the kernel.  This
-op stays one node, and both directions run the kernels of eager mode.  A backend that generates code of its own leaves
-``F.interpolate`` as it is.
+For graphs it is one op.  PyTorch's tracer writes an interpolation as index and product ops, which round in another
+order than the kernel.  This op stays one node.  Only the sizes are kept for backward.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import _torch
+from .. import _backend, _torch
+from . import unfused, upsample
 
 aten = torch.ops.aten
 Sizes = int | Sequence[int] | None
@@ -35,7 +35,8 @@ BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
 
 
 def forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
-    return F.interpolate(x, size, factors, mode, corners)
+    linear = _linear(x, x.shape[2:], size, factors, mode, corners)
+    return F.interpolate(x, size, factors, mode, corners) if linear is None else upsample.forward(x, linear)
 
 
 def backward(
@@ -47,22 +48,53 @@ def backward(
     corners: bool | None,
 ) -> Tensor:
     """The gradient of a tensor of the shape ``small`` from ``dy``, the gradient of its enlargement to ``size``."""
+    linear = _linear(dy, small[2:], size, factors, mode, corners)
+    if linear is not None:
+        return upsample.backward(dy, small[2:], linear)
     kernel, takes_corners = BACKWARD[mode, len(size)]
     flags = (bool(corners),) if takes_corners else ()
     return kernel(dy, size, small, *flags, *([None] * len(size) if factors is None else factors))
 
 
-def _like(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor without values in the memory format that the kernels choose for ``t``."""
-    return torch.empty(shape, dtype=t.dtype, device=t.device, memory_format=_torch.suggest_memory_format(t))
+def _linear(
+    t: Tensor,
+    small: Sequence[int],
+    size: Sequence[int] | None,
+    factors: Sequence[float] | None,
+    mode: str,
+    corners: bool | None,
+) -> upsample.Linear | None:
+    """The interpolation of ``t``, or of which ``t`` is a gradient, if the Triton kernels compute it; otherwise None."""
+    if mode != upsample.MODES.get(len(small)) or (t.is_cpu and torch.is_autocast_enabled("cpu")):
+        # On a CPU autocast interpolates in fp32.
+        return None
+    large = _enlarged(small, size, factors)
+    linear = upsample.Linear(tuple(large), None if factors is None else tuple(factors), bool(corners))
+    return linear if upsample.serves(t, small, linear) else None
 
 
-def _enlarged(x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None) -> list[Any]:
+def is_served(device: torch.device, mode: str, dims: int) -> bool:
+    """Whether Triton kernels compute such interpolations of most tensors on a device, as far as a graph tells."""
+    return mode == upsample.MODES.get(dims) and _backend.takes_triton(device)
+
+
+def eager(
+    x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None, mode: str, corners: bool | None
+) -> Tensor:
+    """The interpolation with its gradient; a program that is traced gets the stock function."""
+    if not torch.compiler.is_compiling() and not unfused.wanted() and not _torch.are_functorch_transforms_active():
+        linear = _linear(x, x.shape[2:], size, factors, mode, corners)
+        if linear is not None:
+            return upsample.UpsampleFunction.apply(x, linear)
+    return F.interpolate(x, size, factors, mode, corners)
+
+
+def _enlarged(small: Sequence[int], size: Sequence[int] | None, factors: Sequence[float] | None) -> list[Any]:
     """The spatial size of the result, as aten computes it."""
     if size is not None:
         return list(size)
     assert factors is not None
-    return [torch.sym_int(n * s) for n, s in zip(x.shape[2:], factors, strict=True)]
+    return [torch.sym_int(n * s) for n, s in zip(small, factors, strict=True)]
 
 
 _ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
@@ -79,12 +111,12 @@ interpolate_backward_op = torch.library.custom_op(
 
 @interpolate_op.register_fake
 def _(x, size, factors, mode, corners):
-    return _like(x, [*x.shape[:2], *_enlarged(x, size, factors)])
+    return upsample.suggested(x, [*x.shape[:2], *_enlarged(x.shape[2:], size, factors)])
 
 
 @interpolate_backward_op.register_fake
 def _(dy, size, small, factors, mode, corners):
-    return _like(dy, small)
+    return upsample.suggested(dy, small)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -123,7 +155,8 @@ def parse(
     x, dims = input, input.dim() - 2
     if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
         return None
-    if not x.is_cpu and torch.are_deterministic_algorithms_enabled():
+    deterministic = x.is_cpu or is_served(x.device, mode, dims)
+    if not deterministic and torch.are_deterministic_algorithms_enabled():
         # The stock function chooses another form then.
         return None
     sizes = [size] * dims if isinstance(size, int | torch.SymInt) else size
@@ -132,7 +165,7 @@ def parse(
         # The op takes numbers alone.
         return None
     if factors is not None and recompute_scale_factor:
-        sizes, factors = _enlarged(x, None, factors), None
+        sizes, factors = _enlarged(x.shape[2:], None, factors), None
     return Enlarging(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
 
 

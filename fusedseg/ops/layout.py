@@ -1,4 +1,4 @@
-"""The memory layout of an activation tensor (N, C, *spatial), and a view of it that every implementation can use."""
+"""The memory layout of an activation tensor (N, C, *spatial)."""
 
 import functools
 import math
@@ -125,15 +125,3 @@ def like(dz: Tensor, z: Tensor) -> Tensor:
 def laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
     """A copy of ``t`` with these strides."""
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def channel_view(x: Tensor, layout: Layout) -> Tensor:
-    """A view of ``x`` for aten: planes as contiguous (N, C, S), rows as channels_last (1, C, N, 1)."""
-    if layout.rows:
-        return x.as_strided((1, layout.C, layout.N, 1), (layout.N * layout.C, 1, layout.C, layout.C))
-    return x.view(layout.N, layout.C, layout.S)
-
-
-def per_channel(v: Tensor, layout: Layout) -> Tensor:
-    """A vector of C values, shaped to broadcast against ``channel_view``."""
-    return v.view(1, -1, 1, 1) if layout.rows else v.view(1, -1, 1)

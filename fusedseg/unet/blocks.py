@@ -258,7 +258,7 @@ class Up(nn.Module):
         elif not any(missing):
             return Interpolated(self.up(source), **options)
         else:
-            enlarged = F.interpolate(self.up(source), **options)
+            enlarged = Interpolated(self.up(source), **options).formed()
         if any(missing):
             return F.pad(enlarged, [n for more in reversed(missing) for n in (more // 2, more - more // 2)])
         return enlarged

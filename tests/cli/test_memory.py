@@ -1,6 +1,7 @@
 """``fusedseg profile`` and ``plan``, and the arguments that all commands for models refuse."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,69 +9,95 @@ from torch import nn
 
 from fusedseg.__main__ import main
 from fusedseg.memory.tables import wrapped
+from tests.nnunet import PlainConvUNet
 
 RESNET = "tests.resnet:ResNet18"
 # A plan runs dozens of steps, so it takes a network of few layers.
 BLOCKS = "tests.cli.test_memory:blocks"
+VOLUMES = "tests.cli.test_memory:volumes"
 IMAGE = ["--input", "2,3,64,64"]
 
 
 def test_profile_prints_a_report(capsys):
-    assert main(["profile", RESNET, *IMAGE]) == 0
+    assert main(["profile", RESNET, *IMAGE, "--codegen", "aten"]) == 0
     out = capsys.readouterr().out
-    assert "eager: ResNet18, one training step on fake tensors" in out
-    assert "Kept for backward" in out
-    assert "with fusedseg.MaxPool2d" in out
+    assert "ResNet18: the memory of one training step" in out
+    assert "Kept for backward, MiB, by the module that has made it" in out
+    assert "layers.1.0." in out
+    # It named ops of aten.
+    assert "aten" not in out
     assert max(map(len, out.splitlines())) <= 120
 
 
 def test_profile_compares_and_writes(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"found.{name}" for name in ("json", "png")}
-    argv = [
-        "profile",
-        BLOCKS,
-        "--input",
-        "8x3x64x64",
-        "--compare",
-        "eager,fusedseg,checkpoint",
-        "--optimizer",
-        "adamw",
-    ]
+    argv = ["profile", BLOCKS, "--input", "8x3x64x64", "--optimizer", "adamw", "--codegen", "inductor"]
     argv += ["--json", str(files["json"]), "--plot", str(files["png"])]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "stands for" not in out
     assert all(path.stat().st_size for path in files.values())
-    reports = {report["label"]: report for report in json.loads(files["json"].read_text())["reports"]}
-    eager, ours, checkpoint = (reports[label] for label in ("eager", "fusedseg", "checkpoint"))
-    assert ours["saved_bytes"] < eager["saved_bytes"]
-    assert ours["flops"]["recomputed"] == 0 < checkpoint["flops"]["recomputed"]
+    found = json.loads(files["json"].read_text())
+    assert list(found["ways"]) == ["eager", "convert", "torch.compile", "fusedseg"]
+    assert found["ways"]["fusedseg"]["kept"] < found["ways"]["eager"]["kept"]
+    assert found["before_bytes"]["optimizer state"] > 0
     # The second run finds the files of the first run.
     assert main(argv) == 2
     assert "found.json exists: choose another path, or pass --overwrite" in capsys.readouterr().err
     assert main([*argv, "--overwrite"]) == 0
+    assert main([*argv[:-3], str(tmp_path / "new.json"), "--plot", str(tmp_path / "memory.txt")]) == 2
+    assert "fusedseg profile: --plot: a picture is one of " in capsys.readouterr().err
 
 
-def test_profile_on_real_tensors(capsys):
-    assert main(["profile", RESNET, *IMAGE, "--device", "cpu", "--compare", "fusedseg,eager"]) == 0
-    assert "one training step on cpu tensors" in capsys.readouterr().out
+def test_a_picture_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["profile", BLOCKS, *IMAGE, "--plot", str(tmp_path / "memory.png")]) == 2
+    assert '--plot needs matplotlib: pip install "fusedseg[plot]"' in capsys.readouterr().err
+
+
+def test_profile_of_the_backend_with_options(capsys, tmp_path):
+    kept = []
+    for number, options in enumerate(([], ["--bits", "4"], ["--amp"], ["--budget", "0.2"])):
+        path = str(tmp_path / f"{number}.json")
+        argv = ["profile", VOLUMES, "--input", "2,1,16,16,16", "--codegen", "aten", "--json", path]
+        assert main([*argv, *options]) == 0
+        kept.append(json.loads(Path(path).read_text())["ways"]["fusedseg"])
+    assert kept[1]["kept"] < 0.5 * kept[0]["kept"]
+    assert kept[2]["kept"] < 0.7 * kept[0]["kept"]
+    assert kept[3]["kept"] < kept[0]["kept"]
+    assert kept[3]["repeated"] > 0
+    assert main([*argv[:-2], "--budget", "much"]) == 2
+    assert "budget must be a share of the bytes that eager mode keeps" in capsys.readouterr().err
 
 
 def test_a_preset_is_compared_with_its_plain_twin(capsys, tmp_path):
-    argv = ["profile", "unet3d_small", "--input", "1,1,32,32,16", "--dtype", "fp16", "--compare", "eager,fusedseg"]
+    argv = ["profile", "unet3d_small", "--input", "1,1,32,32,16", "--dtype", "fp16", "--codegen", "aten"]
     assert main([*argv, "--json", str(tmp_path / "found.json")]) == 0
-    eager, ours = json.loads((tmp_path / "found.json").read_text())["reports"]
-    assert ours["saved_bytes"] < 0.4 * eager["saved_bytes"]
-    assert eager["saved_by"]["dtype"]["float16"] > 0.8 * eager["saved_bytes"]
-    assert "fusedseg stands for the preset's fused blocks." in capsys.readouterr().out
+    ways = json.loads((tmp_path / "found.json").read_text())["ways"]
+    assert ways["convert"]["kept"] < 0.4 * ways["eager"]["kept"]
+    assert "convert stands for the preset's fused blocks." in capsys.readouterr().out
 
 
 def test_a_preset_of_two_encoders_in_fp32(capsys):
     # Converting tensors without values to the dtype that they have raised an error.
     argv = ["profile", "lidar_optical_unet", "--input", "1,5,32,32", "--input", "1,3,32,32"]
-    assert main([*argv, "--compare", "fusedseg+amp"]) == 0
-    assert "fusedseg+amp" in capsys.readouterr().out
+    assert main([*argv, "--amp", "--codegen", "aten"]) == 0
+    assert "autocast to fp16" in capsys.readouterr().out
+
+
+def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
+    """Where eager mode does not fit, and the compiled stock model does without repeated arithmetic."""
+    figures = tmp_path / "plan.json"
+    argv = ["plan", VOLUMES, "--input", "2,1,16,16,16", "--optimizer", "none", "--reserve", "0", "--dtype", "fp16"]
+    assert main([*argv, "--budget", "1GiB", "--json", str(figures)]) == 0
+    options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
+    compiled, eager = options["fusedseg"], options["eager"]
+    assert compiled["kept_bytes"] < 0.6 * eager["kept_bytes"]
+    capsys.readouterr()
+    assert main([*argv, "--budget", f"{compiled['total_bytes']}B"]) == 0
+    assert compiled["code"] == 'model = torch.compile(model, backend="fusedseg")'
+    assert compiled["code"] in capsys.readouterr().out
 
 
 def test_plan_prints_a_table(capsys, tmp_path):
@@ -121,12 +148,16 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
 
 
 def blocks():
-    """Makes two blocks of a convolution with BatchNorm and SiLU, which can be converted and checkpointed."""
+    """Makes two blocks of a convolution with BatchNorm and SiLU, which can be converted."""
 
     def block(channels, out):
         return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.SiLU())
 
     return nn.Sequential(block(3, 8), block(8, 4))
+
+
+def volumes():
+    return PlainConvUNet(widths=(8, 16))
 
 
 def linear():
@@ -183,16 +214,12 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCKS, "--input", "3,64,64"]
             ["profile", "builtins:dict", *IMAGE],
             "cannot be built: model must be a module or build one, and built an object of class dict",
         ),
-        ([*PROFILE, "--input", "2,4,64,64"], "does not run as eager on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
+        ([*PROFILE, "--input", "2,4,64,64"], "does not run on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
-        ([*PROFILE, *IMAGE, "--compare", "eager,fast"], "--compare: expected eager, or fusedseg, amp, checkpoint"),
         ([*PROFILE, *IMAGE, "--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
         ([*PLAN, "--budget", "9KiB"], "fusedseg plan: Sequential with batch 1 does not fit"),
-        (PLAN, "--budget or --curve is needed"),
-        ([*PLAN, "--curve", "/nowhere/curve.png"], "/nowhere/curve.png: there is no folder /nowhere"),
-        ([*PROFILE, *IMAGE, "--compare", "fusedseg+budget=0.3"], "--compare: expected eager, or fusedseg, amp"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
     ],
@@ -222,15 +249,9 @@ def embeds():
     return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4), nn.ReLU())
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [["profile"], ["profile", "--device", "cpu"], ["profile", "--compare", "eager,fusedseg"]],
-    ids=" ".join,
-)
-def test_an_input_of_integers(argv, capsys):
+def test_an_input_of_integers(capsys):
     """Every input was of floating point, which no embedding takes."""
-    command, *options = argv
-    assert main([command, EMBEDS, "--input", "2,16:int64", *options]) == 0
+    assert main(["profile", EMBEDS, "--input", "2,16:int64"]) == 0
     out = capsys.readouterr().out
     assert "2×16" in out
 
@@ -254,9 +275,11 @@ def test_text_is_as_wide_as_the_terminal(monkeypatch):
         (["profile", RESNET, "--input", "0,3,4,4"], "a shape is positive integers joined by commas, got '0,3,4,4'"),
         (["profile", RESNET, "--input", ""], "a shape is positive integers joined by commas, got ''"),
         (["profile", RESNET, *IMAGE, "--batch", "0"], "argument --batch: expected a positive integer, got '0'"),
+        (["profile", RESNET, *IMAGE, "--bits", "5"], "argument --bits: invalid choice: 5"),
+        (PLAN, "the following arguments are required: --budget/--gpu"),
         (["profile", RESNET, *IMAGE, "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
     ],
-    ids=["dtype", "letter", "zero", "empty", "batch", "choice"],
+    ids=["dtype", "letter", "zero", "empty", "batch", "bits", "no budget", "choice"],
 )
 def test_what_cannot_be_parsed_is_one_line(argv, message, capsys):
     """The error once began with several lines of usage text."""

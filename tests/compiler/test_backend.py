@@ -13,7 +13,7 @@ from fusedseg.compiler import backend, partition, report
 from fusedseg.compiler.settings import Settings, parse, say_once
 from tests.compiler.networks import HAS_CXX, as_eager, compiled, kept, make, results, same
 
-OPTIONS = "codegen, budget, extra_flops, bits, seed, memory_format, inductor"
+OPTIONS = "codegen, budget, extra_flops, bits, seed, cudagraphs, memory_format, inductor"
 
 
 def net():
@@ -42,6 +42,7 @@ def test_the_package_in_place_of_its_name():
         ({"inductor": 3}, r"inductor must be a dict"),
         ({"codegen": "aten", "inductor": {"max_autotune": True}}, r"has no effect with codegen='aten'"),
         ({"bits": 3}, "option bits must be 8, 4 or None, got 3"),
+        ({"cudagraphs": 1}, "option cudagraphs must be True or False, got 1"),
         ({"bits": True}, "option bits must be 8, 4 or None, got True"),
         ({"seed": 1.0}, "option seed must be an integer, got float"),
         ({"memory_format": "rows"}, r"option memory_format must be torch.channels_last, .*, got 'rows'"),
@@ -103,7 +104,7 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
 
 
 def test_modes_are_those_of_inductor():
-    with pytest.raises(ValueError, match="codegen='aten' has no modes"):
+    with pytest.raises(ValueError, match="codegen='aten' takes 'default' and 'reduce-overhead'"):
         backend(torch.fx.symbolic_trace(net()), [], options={"codegen": "aten"}, mode="max-autotune")
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fusedseg import _backend
 from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.norm import passes
-from fusedseg.ops.norm.spec import Gradients, Normalised, statistics_count, stats_dtype
+from fusedseg.ops.norm.call import Gradients, Statistics, statistics_count, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import relu, relu3d
@@ -91,29 +91,30 @@ def test_bytes(name, bits):
     check(CASES[name], bits)
 
 
-def _statistics(x, spec, *_):
-    return torch.empty(2, statistics_count(x, spec), dtype=stats_dtype(x)).unbind()
+def _statistics(x, norm, *_):
+    return torch.empty(2, statistics_count(x, norm), dtype=stats_dtype(x)).unbind()
 
 
-def _forward(passed, spec, layout, kept, out):
-    return Normalised(torch.empty_like(passed.x) if out is None else out, *_statistics(passed.x, spec))
+def _forward(given, norm, kept, out):
+    z = torch.empty_like(given.x) if out is None else out
+    return z, Statistics(*_statistics(given.x, norm))
 
 
-def _rebuild(saved, spec, out=None):
-    return torch.empty_like(saved.source) if out is None else out
+def _recompute(given, stats, norm, out=None):
+    return torch.empty_like(given.x) if out is None else out
 
 
-def _backward(dz, saved, spec, layout, kept, wanted):
-    dx = torch.empty_like(dz) if wanted.into is None else wanted.into
+def _backward(dz, given, stats, norm, kept, needs, into=None):
+    dx = torch.empty_like(dz) if into is None else into
     vectors = [torch.empty(dz.shape[1], dtype=dz.dtype) for _ in range(2)]
-    return Gradients(dx, *vectors, None if saved.residual is None else torch.empty_like(dz))
+    return Gradients(dx, *vectors, None if given.residual is None else torch.empty_like(dz))
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
     monkeypatch.setattr(_backend, "takes_triton", lambda device: True)
-    for of in (_statistics, _forward, _rebuild, _backward):
+    for of in (_statistics, _forward, _recompute, _backward):
         monkeypatch.setattr(passes, of.__name__[1:], of)
 
 

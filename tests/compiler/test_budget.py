@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from fusedseg import _torch
-from fusedseg.compiler import choose, forms, keep, partitions
+from fusedseg.compiler import choose, forms, keep
 from fusedseg.compiler import emit as partition_emit
+from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.compiler.joint import nbytes_of
 from fusedseg.compiler.live import Live
 from fusedseg.memory import allocator_peak
@@ -260,8 +261,8 @@ def test_peak_with_inductor(name, monkeypatch):
         apply(joint, decided, storage)
 
     monkeypatch.setattr(keep, "apply", noted)
-    found = partitions(*make(name), [{}, {"budget": 0.3}])
-    assert [of.peak for of in found] == pytest.approx(counted, rel=0.15)
+    found = estimate_ways(*make(name), [{"codegen": "inductor"}, {"budget": 0.3}])
+    assert [of.steps()[1].peak for of in found] == pytest.approx(counted, rel=0.15)
     assert found[1].repeated > 0
 
 

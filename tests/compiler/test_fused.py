@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedseg import _torch
+from fusedseg.compiler import fused
+from fusedseg.ops.low_bit import graph as ops
 from fusedseg.ops.low_bit import traced
 
 pytestmark = pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
@@ -50,3 +54,26 @@ def test_each_step_has_another_key(place):
         key = torch.tensor(step)
         expected = traced.hashed(torch.arange(3, dtype=torch.int32), traced.key_of(key, place))
         assert torch.equal(run(key), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_packs_by_the_ops(device):
+    """Inductor's code for the arithmetic did not compile within two minutes on an H100."""
+
+    def run(x, key):
+        packed = ops.round_op(x, 8, key, 0, None, x.stride())
+        mask = ops.bits_pack(x > 0, 1, x.stride())
+        unpacked = ops.bits_unpack(mask, 1, torch.bool, x.shape, x.stride())
+        return ops.unpack_op(*packed, None, 8, x.shape, x.stride()), unpacked
+
+    with FakeTensorMode() as mode:
+        x, key = torch.empty(2, 8, 64, 64, device=device), torch.empty((), dtype=torch.int64)
+    with mode:
+        module = make_fx(run, tracing_mode="real")(x, key)
+    for node in module.graph.nodes:
+        node.meta.setdefault(fused.LABEL, fused.KEEP)
+    fused.rewrite(module)
+    module.graph.eliminate_dead_code()
+    of_ops = {op._opoverload for op in (ops.round_op, ops.unpack_op, ops.bits_pack, ops.bits_unpack)}
+    found = {node.target for node in module.graph.nodes} & of_ops
+    assert found == (of_ops if device == "cuda" else set())

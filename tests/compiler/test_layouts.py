@@ -11,8 +11,8 @@ import fusedseg
 from fusedseg._torch import FakeTensorMode
 from fusedseg.compiler import captured, layouts, norms
 from fusedseg.ops.avg_pool import avg_pool3d
+from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act
-from fusedseg.ops.norm.spec import Spec
 from tests.compiler.fake_step import _bare, _Graphs
 from tests.compiler.networks import compiled
 from tests.nnunet import PlainConvUNet
@@ -76,7 +76,7 @@ def test_norms_equal_those_of_planes(groups, affine):
     y.backward(g)
     given = [x.contiguous(memory_format=ROWS).requires_grad_()]
     given += [p if p is None else p.clone().requires_grad_() for p in parameters]
-    spec = Spec("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
+    spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
     z, *_ = norm_act(*given, None, None, None, None, None, *flat(spec))
     z.backward(g.contiguous(memory_format=ROWS))
     assert z.is_contiguous(memory_format=ROWS)

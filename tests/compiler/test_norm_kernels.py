@@ -189,6 +189,28 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
         assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3
 
 
+class Late(nn.Module):
+    """A residual that is computed after the norm, whose running mean gets the part of the bias before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.5), nn.Conv2d(4, 2, 1)
+        nn.init.uniform_(self.first.bias, 1, 2)
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        return self.last(torch.relu(y + x.mean(1, keepdim=True)[:, :, 2:, 2:].repeat(1, 4, 1, 1)))
+
+
+def test_a_dead_bias_before_a_norm_with_a_late_residual(sources):
+    """The norm goes where the sum is; the mean, which moves by the bias after it, must still move after it."""
+    net = Late()
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 14, 13)
+    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    # The sum is in the norm.
+    assert not [call for call in calls(sources[:1]) if "relu" in call]
+
+
 def test_one_graph_for_all_sizes():
     net, twin = pair("instance")
     run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"}, dynamic=True)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from fusedseg.activation import TABLE
 from fusedseg.compiler import norms
 from fusedseg.compiler.norms import How, NormAct
+from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
-from fusedseg.ops.norm.spec import Spec
 from tests.compiler.networks import as_eager, compiled, kept, results
 
 
@@ -238,7 +238,7 @@ def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
 def test_opcheck(kind, fmt):
     x, residual, g = (t.contiguous(memory_format=fmt) for t in torch.randn(3, 2, 4, 3, 4))
     weight, bias, mean, var = torch.rand(4, 4) + 0.5
-    spec = Spec("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
     given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
     running = (None, None) if kind == "group" else (mean, var)
     torch.library.opcheck(norm_act, (*given, *running, None, None, *flat(spec)))
@@ -258,5 +258,5 @@ def test_gradcheck(act):
     given = [t.clone().requires_grad_() for t in (x, torch.rand(4).double() + 0.5, torch.rand(4).double(), residual)]
     parameter = TABLE[act].parameter
     param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
-    spec = Spec("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
+    spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
     assert torch.autograd.gradcheck(lambda *t: norm_act(*t, None, None, None, None, *flat(spec))[0], given)

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.__main__ import main
 from fusedseg.compiler import report
-from fusedseg.compiler.unrun import counted
 from fusedseg.memory import allocator_peak
-from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import mean_of
 from fusedseg.unet import UNet
-from tests.compiler.networks import compiled, kept, make, mixed
+from tests.compiler.networks import compiled, kept, make
 from tests.compiler.test_training import Net
 
 
@@ -140,20 +137,3 @@ def test_symbolic_sizes_are_not_counted():
 def test_a_model_that_was_not_compiled_raises():
     with pytest.raises(ValueError, match=r"fusedseg.compiler.report: the backend has compiled no graph of Net; call"):
         report(Net())
-
-
-def test_counted_without_values():
-    """Nothing runs, and the compiler's own partitioner is counted too."""
-    with fake_mode() as mode:
-        found = counted(fake_model(mixed, mode, torch.float32), fake_inputs((2, 3, 64, 64), torch.float32))
-    (graph,) = found.graphs
-    assert graph.ours.kept < graph.stock.kept < graph.eager.kept
-    assert "; torch.compile " in str(found)
-
-
-def test_profile_counts_compiled_ways(capsys):
-    model = ["profile", "tests.compiler.networks:mixed", "--input", "2,3,16,16", "--compare"]
-    assert main([*model, "eager,compile,fusedseg-compile"]) == 0
-    assert "fusedseg-compile, counted on its graphs\nSequential: 1 graph" in capsys.readouterr().out
-    assert main([*model, "compile"]) == 2
-    assert "needs a way that runs beside it" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.convert import LIBRARY, Fused, Plan, digest_of
+from fusedseg.convert import LIBRARY, BlockPlan, FusedStock, digest_of
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from tests.conversion import networks
@@ -88,7 +88,7 @@ def test_networks(name):
         assert torch.equal(results(ours, x, training)[0], results(stock, x, training)[0])
     assert kept(ours.train(), x) <= most * kept(stock.train(), x)
     fusedseg.revert(ours)
-    assert not any(isinstance(module, Fused) for module in ours.modules())
+    assert not any(isinstance(module, FusedStock) for module in ours.modules())
     assert kept(ours, x) == kept(stock, x)
 
 
@@ -303,7 +303,7 @@ def test_copies_and_pickles_stay_converted_and_share_nothing(copied, x):
         model(x)
     twin = copied(ours)
     assert kept(copy.deepcopy(twin), x) == kept(copy.deepcopy(ours), x) < kept(copy.deepcopy(stock), x)
-    assert Plan(twin.inc).pairs[0].norm is twin.inc[0][1]
+    assert BlockPlan(twin.inc).pairs[0].norm is twin.inc[0][1]
     assert_same(twin, stock, x)
     assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in ours.modules())
 
@@ -396,7 +396,7 @@ def test_transforms_and_tools_meet_stock_modules(x):
         y.sum().backward()
     # torch.jit.script reads sources, and reverts what it is given.
     assert torch.equal(torch.jit.script(ours.eval())(x), stock(x))
-    assert not any(isinstance(module, Fused) for module in ours.modules())
+    assert not any(isinstance(module, FusedStock) for module in ours.modules())
 
 
 @pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"backend": "fusedseg", "options": {"codegen": "aten"}}])
@@ -422,7 +422,7 @@ def test_data_parallel_replicas_have_plans_of_their_own(x):
         for key, parameter in child._parameters.items():
             setattr(replica._modules[name], key, parameter.detach().clone().requires_grad_())
     torch.testing.assert_close(replica(x), stock(x))
-    assert ours.__dict__[Fused.PLAN].pairs[0].norm is ours[1]
+    assert ours.__dict__[FusedStock.PLAN].pairs[0].norm is ours[1]
 
 
 def test_pools(x):
@@ -451,7 +451,7 @@ def test_a_call_looks_at_few_things(monkeypatch, x):
     """The plan is made once; a call makes no new one, and walks over no children."""
     ours = fusedseg.convert(leaky_unet()).double()
     ours(x)
-    monkeypatch.setattr(Plan, "__init__", None)
+    monkeypatch.setattr(BlockPlan, "__init__", None)
     monkeypatch.setattr(nn.Module, "modules", None)
     monkeypatch.setattr(nn.Module, "children", None)
     out = ours(x)

@@ -96,7 +96,7 @@ def test_nothing_is_overwritten_unless_asked_for(tiny, tmp_path, capsys):
 
 
 def test_a_file_that_comes_during_the_run_is_not_overwritten(tmp_path):
-    from fusedseg.memory.export import write_json
+    from fusedseg.memory.tables import write_json
 
     path = tmp_path / "slices.json"
     path.write_text("mine")

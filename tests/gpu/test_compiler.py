@@ -22,7 +22,7 @@ SHAPE = (2, 3, 48, 40)
 class Net(nn.Module):
     """Batch, instance and group norms, activations in place, a pool, an enlarged map and a residual.
 
-    The map is enlarged by copies, because backward of a linear interpolation adds by atomics on a GPU.
+    On a GPU the kernels of this package enlarge the map, so that two steps give the same bits.
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        return self.last(x + F.interpolate(self.down(x), scale_factor=2.0))
+        return self.last(x + F.interpolate(self.down(x), scale_factor=2.0, mode="bilinear"))
 
 
 class Way(NamedTuple):
@@ -99,6 +99,8 @@ def test_two_steps(device, name, codegen):
     wanted = two_steps(exact, exact, x.double())
 
     fmt = torch.channels_last if way.half else torch.contiguous_format
+    # On a GPU, Inductor copies an image to channels_last, and keeps the copy for the gradient of the first weight.
+    copied = x.nbytes if codegen == "inductor" and device.type == "cuda" and not way.half else 0
     net, x = net.to(device, memory_format=fmt), x.to(device, memory_format=fmt)
     begin = copy.deepcopy(net.state_dict())
     run = compiled(net, codegen, **way.options)
@@ -117,4 +119,4 @@ def test_two_steps(device, name, codegen):
         )
     with torch.autocast(device.type, torch.bfloat16, enabled=way.half):
         assert run(x).stride() == net(x).stride()
-        assert kept(net, run, [x]) <= way.most * kept(net, net, [x])
+        assert kept(net, run, [x]) <= way.most * kept(net, net, [x]) + copied

@@ -19,6 +19,7 @@ from fusedseg.functional import (
     inplace_instance_norm_act,
     max_pool,
     norm_act,
+    upsample,
 )
 from fusedseg.memory import SavedBytes
 from tests import reference
@@ -241,3 +242,38 @@ def test_other_strides(backend, device, name):
         results.append((z.cpu(), torch.autograd.grad(z.sum(), leaf)[0].cpu()))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+MAPS = {
+    "image": ((1, 16, 5, 8), (10, 16), False),
+    "corners": ((2, 3, 4, 9), (7, 20), True),
+    "volume": ((1, 8, 3, 4, 4), (6, 8, 8), False),
+    "volume-odd": ((1, 3, 3, 2, 3), (5, 2, 7), False),
+    "pixel": ((3, 8, 1, 1), (5, 7), False),
+}
+
+
+@by_format
+@by_dtype
+def test_upsample(backend, device, dtype, rows):
+    """Values and gradients of linear upsampling; equal bits from the kernels."""
+    for name, (shape, size, corners) in MAPS.items():
+        x = torch.randn(shape).to(dtype)
+        leaf = x.double().requires_grad_()
+        mode = {2: "bilinear", 3: "trilinear"}[len(size)]
+        expected = F.interpolate(leaf, size, mode=mode, align_corners=corners)
+        dy = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
+        (wanted,) = torch.autograd.grad(expected, leaf, dy.double())
+        given, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
+
+        def call(x, running, size=size, corners=corners):
+            return upsample(x, size, align_corners=corners)
+
+        found = step(call, dy, [given], [])
+        # PyTorch's own kernels add half precision in half precision on a CPU.
+        if backend == "triton":
+            assert relative_error(found.z, expected) <= FORWARD_TOLERANCE[dtype], name
+            assert relative_error(found.grads[0], wanted) <= FORWARD_TOLERANCE[dtype], name
+            assert found.kept == 0
+            check_same_bits(found, step(call, dy, [given], []))
+        assert found.z.stride() == dy.stride() or name == "pixel"

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fusedseg.ops.norm import eager
+from fusedseg.ops.norm import op
 from tests.hunt import compiled, crew, prelude
 from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
@@ -86,12 +86,12 @@ def test_a_printed_network_runs_and_shows_a_broken_norm(monkeypatch):
     """The gradients of fused norms are a little too large."""
     networks = [grown_network(seed) for seed in range(40)]
     exec(compile(str(networks[0]), "<right>", "exec"), {})
-    whole = eager.NormFunction.backward
+    whole = op.NormFunction.backward
 
     def broken(ctx, dz):
         return whole(ctx, None if dz is None else dz * 1.5)
 
-    monkeypatch.setattr(eager.NormFunction, "backward", staticmethod(broken))
+    monkeypatch.setattr(op.NormFunction, "backward", staticmethod(broken))
     wrong = [network for network in networks if judged(network).kind == "failure"]
     assert wrong
     small = shrunk(wrong[0])

@@ -15,7 +15,7 @@ import fusedseg
 from fusedseg.functional import tp_fp_fn
 from fusedseg.integrations.nnunet import fused_loss
 from fusedseg.integrations.nnunet.plan import FUSED, STOCK
-from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
+from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import LiveBytes
 
 BATCH, PATCH = 2, 128
@@ -77,7 +77,7 @@ def count(name: str, classes: int, way: str) -> Bytes:
             loss = fused_loss(loss)
         truth = [torch.empty(BATCH, 1, *(PATCH >> i,) * 3, dtype=torch.int16) for i in range(5)]
         inputs = fake_inputs(shape, torch.float32)
-        step = profile_fake(net, inputs, optimizer=optimizer, loss=loss, targets=truth, autocast=torch.float16)
+        step = eager_step(net, inputs, optimizer=optimizer, loss=loss, targets=truth, autocast=torch.float16)
         x = torch.empty(shape)
         with LiveBytes() as live, torch.no_grad(), torch.autocast("cpu", torch.float16):
             outputs = net.eval()(x)

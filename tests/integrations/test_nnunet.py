@@ -20,7 +20,7 @@ from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import fused_loss, plan
 from tests.integrations import nnunet_ddp
-from tests.integrations.jobs import FusedStandIn, LeakyStandIn, StandIn
+from tests.integrations.jobs import FusedStandIn, LeakyStandIn, Network, StandIn
 from tests.integrations.real import framework, without_fusedseg
 from tests.nnunet import PlainConvUNet
 
@@ -53,7 +53,7 @@ def test_plan_has_a_row_for_the_stock_trainer_and_for_ours(monkeypatch):
             return out.square().mean()
 
     build = partial(PlainConvUNet, widths=(8,))
-    planned = plan.Planned("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
+    planned = plan.Configuration("small", (2, 1, 16, 16, 16), (2, 2, 2), 3, False, build, Squares, [[1.0] * 3])
     found = plan.plan("nnUNetPlans.json", "16MiB")
     stock, ours = (fit.total for fit in found.fits.values())
     assert stock > ours
@@ -84,17 +84,17 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path):
 def test_a_network_that_is_compiled_stays_stock(passed, monkeypatch):
     """Nothing is compiled before the first step."""
     used = []
-    stock = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **given: used.append(given) or stock(model, **given))
-    patched = torch.compile
+    monkeypatch.setattr(Network, "compile", lambda self, **given: used.append(given))
     monkeypatch.setattr(FusedStandIn, "compile_options", passed)
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.device = torch.device("cuda")
     trainer.initialize()
-    assert torch.compile is patched
     assert used == [{"backend": fusedseg.compiler.backend, "options": passed}]
-    assert not fusedseg.conversion(trainer.network._orig_mod).served
-    call = f'torch.compile(backend="fusedseg", options={passed})'
+    # nnU-Net itself compiles neither the network nor the loss.
+    assert type(trainer.network) is Network
+    assert not trainer.compiled
+    assert not fusedseg.conversion(trainer.network).served
+    call = f'network.compile(backend="fusedseg", options={passed})'
     assert f"fusedseg: the network stays stock, for {call}" in trainer.log
     assert not any("fusedseg.convert" in line for line in trainer.log)
 

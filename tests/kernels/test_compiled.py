@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from fusedseg.ops.layout import layout_of
 from tests import reference
 from tests.kernels import conv_abn_cases as convs
+from tests.kernels import test_concat as concats
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
@@ -50,6 +51,18 @@ def test_max_pool_at_an_odd_address(dtype, rows, device, monkeypatch):
     launch = pools.launch
     monkeypatch.setattr(pools, "launch", lambda x, shape, dz, *rest: launch(placed(x, 1), shape, placed(dz, 1), *rest))
     pools.check(*pools.CASES["halving-odd"], rows, device, dtype)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_concat_at_an_odd_address(dtype, device, monkeypatch):
+    launch = concats.launch
+    monkeypatch.setattr(
+        concats,
+        "launch",
+        lambda sources, pitches, y: launch([placed(x, 1) for x in sources], pitches, placed(y, 1)),
+    )
+    concats.check(*concats.CASES["two"], device, dtype)
 
 
 @by_layout

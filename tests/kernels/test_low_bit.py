@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedseg.ops.low_bit import aten
+from fusedseg.ops.low_bit import reference
 from fusedseg.ops.low_bit.spec import GROUP, lines_of
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
@@ -26,9 +26,9 @@ def launch(t, bits, kink=None):
     with traffic() if t.device.type == "cpu" else contextlib.nullcontext() as moved:
         packed = low_bit_pack(flat, lines, bits, KEY, kink)
         low_bit_unpack(*packed, kink, lines, bits, flat_out)
-    expected = aten.pack(flat, lines, bits, KEY, kink)
+    expected = reference.pack(flat, lines, bits, KEY, kink)
     flat_expected = torch.empty_like(flat)
-    aten.unpack(expected, kink, lines, bits, flat_expected)
+    reference.unpack(expected, kink, lines, bits, flat_expected)
     # Codes of a group that is NaN mean nothing.
     both = list(zip((*packed, flat_out), (*expected, flat_expected), strict=True))[
         int(flat.isfinite().logical_not().any()) :

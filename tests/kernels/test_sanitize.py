@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels import conv_abn_cases as convs
+from tests.kernels import test_concat as concats
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
@@ -106,3 +107,8 @@ def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
 )
 def test_max_pool(name, rows, device):
     pools.check(*pools.CASES[name], rows, device)
+
+
+@pytest.mark.parametrize(("name", "gap"), [("two", 8), ("odd-channels", 3), ("more-than-a-launch", 0)])
+def test_concat(name, gap, device):
+    concats.check(*concats.CASES[name], device, gap=gap)

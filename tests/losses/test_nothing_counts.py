@@ -33,7 +33,6 @@ def weight_of(case, K):
 CASES = pytest.mark.parametrize("case", ["all ignored", "one sample ignored", "weights of 0", "infinite logits"])
 
 
-# 20 classes are more than the aten body expands labels for.
 @pytest.mark.parametrize("K", [3, 20])
 @CASES
 def test_cross_entropy(case, K, backend):

@@ -14,9 +14,7 @@ import warnings
 import pytest
 import torch
 
-import fusedseg
 from fusedseg import losses
-from fusedseg.memory import profile
 from tests.losses.compare import check_same
 
 pytestmark = pytest.mark.slow
@@ -317,34 +315,3 @@ def test_smp_where_nothing_counts(smp, ignore):
         options = {"ignore_index": ignore, "class_weights": weights, "smooth": smooth}
         for log_loss in (False, True):
             compare(smp.DiceLoss, logits_of(labels), labels, "multiclass", log_loss=log_loss, **options)
-
-
-def sentence(loss):
-    """What the profiler says of a loss, with a network of one convolution."""
-    net, x = torch.nn.Conv2d(1, 20, 1), torch.randn(2, 1, 64, 64)
-    summary = profile(net, x, loss=loss, targets=torch.randint(20, (2, 1, 64, 64))).summary()
-    return next((line for line in summary.splitlines() if line.startswith("The loss")), "")
-
-
-def test_the_profiler_names_the_originals_and_what_replaces_them(monai, smp):
-    """Each keeps three times the logits, which have 0.6 MiB."""
-    compound = pytest.importorskip("nnunetv2.training.loss.compound_losses")
-    dice = pytest.importorskip("nnunetv2.training.loss.dice").MemoryEfficientSoftDiceLoss
-    wrapper = pytest.importorskip("nnunetv2.training.loss.deep_supervision").DeepSupervisionWrapper
-    nnunet = compound.DC_and_CE_loss({"ddp": False}, {}, dice_class=dice)
-    text = "The loss, {}, keeps 1.9 MiB for backward, beside the outputs; fusedseg.losses.{}"
-    for loss, ours in (
-        (monai.DiceCELoss(to_onehot_y=True, softmax=True), "DiceCELoss"),
-        (nnunet, "DC_and_CE_loss"),
-        (smp.DiceLoss("multiclass"), "DiceLoss (for MONAI's) or fusedseg.losses.SMPDiceLoss"),
-    ):
-        assert sentence(loss).startswith(text.format(type(loss).__name__, ours))
-    deep = wrapper(nnunet, [1])
-    deep.forward, forward = lambda x, y: forward([x], [y]), deep.forward
-    assert "fusedseg.losses.DeepSupervision with fusedseg.losses.DC_and_CE_loss keeps" in sentence(deep)
-    for ours in (
-        fusedseg.DiceCELoss(to_onehot_y=True, softmax=True),
-        losses.DC_and_CE_loss({}, {}),
-        losses.SMPDiceLoss("multiclass"),
-    ):
-        assert not sentence(ours)

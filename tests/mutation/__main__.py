@@ -30,6 +30,8 @@ RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
+    "kernels/concat.py": ["tests/kernels/test_concat.py", "tests/ops/test_concat.py"],
+    "kernels/upsample.py": ["tests/ops/test_upsample.py"],
     "kernels/segmentation_*.py": ["tests/kernels/test_segmentation_sums.py", "tests/ops/test_segmentation_sums*.py"],
     "kernels/low_bit.py": ["tests/kernels/test_low_bit.py", "tests/ops/test_low_bit*.py"],
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
@@ -40,6 +42,8 @@ RELATED = {
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/conv*": CONV_OPS,
     "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
+    "fusedseg/ops/concat.py": ["tests/ops/test_concat.py", "tests/compiler/test_slices.py"],
+    "fusedseg/ops/upsample.py": ["tests/ops/test_upsample.py"],
     "fusedseg/ops/segmentation*": [
         "tests/ops/test_segmentation_sums*.py",
         "tests/ops/test_conv_logits.py",

@@ -234,6 +234,20 @@ def test_copies_are_independent(clone):
     assert repr(other) == repr(ours)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_counts_a_batch_in_every_call(backend, device, training):
+    """The op counts, as the stock norm does; the measurement of "auto" counts none."""
+    module = ConvABN2d(4, 6, 3, conv_backend="auto" if backend == "aten" else "triton").to(device).train(training)
+    x = torch.randn(2, 4, 8, 8, device=device)
+    module(x)
+    with torch.no_grad():
+        module(x)
+    assert module.norm.num_batches_tracked == 2 * training
+    program = torch.export.export(module, (x,), strict=False)
+    program.module()(x)
+    assert program.module().state_dict()["norm.num_batches_tracked"] == 3 * training
+
+
 def test_repr():
     text = repr(ConvABN2d(4, 6, 3, stride=2, conv_backend="aten", activation="identity"))
     assert "conv_backend=aten" in text

@@ -10,7 +10,8 @@ from fusedseg.functional import ConvLogits, argmax_labels, segmentation_sums, tp
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.segmentation import aten, conv_op, op
+from fusedseg.ops.segmentation import conv_op, op
+from fusedseg.ops.segmentation import reference as plain
 from fusedseg.ops.segmentation.spec import Given, SumsSpec
 from tests import reference
 from tests.reference import relative_error
@@ -87,7 +88,7 @@ def test_against_the_reference(name, monkeypatch):
     """Tiles of a few positions, and of all positions of the small cases."""
     spatial, size, align = GEOMETRIES[name]
     for tile in (40, 400):
-        monkeypatch.setattr(aten, "TILE", tile)
+        monkeypatch.setattr(plain, "TILE", tile)
         for options, kind in SPECS.values():
             given = tensors(spatial)
             target = target_of(ConvLogits(*given, size, align), kind)
@@ -97,7 +98,7 @@ def test_against_the_reference(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["2d", "2d-larger", "3d-larger"])
 def test_other_strides(name, monkeypatch):
-    monkeypatch.setattr(aten, "TILE", 40)
+    monkeypatch.setattr(plain, "TILE", 40)
     spatial, size, align = GEOMETRIES[name]
     h, weight, bias = tensors(spatial)
     for other in (channels_last(h), torch.cat([h, h], 1)[:, ::2], h.mT.contiguous().mT):
@@ -110,7 +111,7 @@ def test_other_strides(name, monkeypatch):
 
 def test_half_precision_is_rounded_once(monkeypatch):
     """The gradients of weight and bias are sums over all tiles; in half precision they would lose their small parts."""
-    monkeypatch.setattr(aten, "TILE", 64)
+    monkeypatch.setattr(plain, "TILE", 64)
     for dtype, u in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8), (torch.float32, 2**-20)):
         for size in (None, (40, 40)):
             given = tensors((20, 20), dtype=dtype)
@@ -166,7 +167,7 @@ def test_all_losses_take_it():
 
 @pytest.mark.parametrize("name", ["rows", "2d", "2d-aligned", "3d-larger"])
 def test_counts_and_labels(name, monkeypatch):
-    monkeypatch.setattr(aten, "TILE", 40)
+    monkeypatch.setattr(plain, "TILE", 40)
     spatial, size, align = GEOMETRIES[name]
     logits = ConvLogits(*tensors(spatial), size, align)
     labels = target_of(logits)
@@ -176,7 +177,7 @@ def test_counts_and_labels(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["2d", "2d-aligned"])
 def test_gradcheck(name, monkeypatch):
-    monkeypatch.setattr(aten, "TILE", 40)
+    monkeypatch.setattr(plain, "TILE", 40)
     spatial, size, align = GEOMETRIES[name]
     given = tensors(spatial, K=3, C=2)
     labels = target_of(ConvLogits(*given, size, align))

@@ -19,10 +19,9 @@ from fusedseg.functional import (
     max_pool,
     norm_act,
 )
-from fusedseg.ops.layout import layout_of
 from fusedseg.ops.norm import graph, stock
 from fusedseg.ops.norm import reference as norm_reference
-from fusedseg.ops.norm.spec import Passed, Saved, Spec, Wanted
+from fusedseg.ops.norm.call import Norm, Operands
 from tests import reference
 from tests.ops.test_max_pool import CASES, STOCK, special
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -141,15 +140,15 @@ def test_norms_over_processes(rules, keep, fmt):
     """Processes exchange the sums of backward, which need a weight on CUDA although there is none."""
     x, dz = (laid(torch.randn(SHAPES["2d"], dtype=torch.float64), fmt) for _ in range(2))
     bias = torch.linspace(-0.4, 0.6, C, dtype=x.dtype)
-    spec = Spec(keep, Activation("elu", 1.0), process_group="the processes of this test")
+    spec = Norm(keep, Activation("elu", 1.0), process_group="the processes of this test")
     var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-    given, alone = Passed(x, None, bias, None, None, mean, var), spec._replace(own=False, process_group=None)
-    z, mean, second, *_ = norm_reference.forward(
-        given, alone, layout_of(x), None, x.clone() if keep == "output" else None
+    given, alone = Operands(x, None, bias, None, None, mean, var), spec._replace(own=False, process_group=None)
+    z, stats = norm_reference.forward(given, alone, None, x.clone() if keep == "output" else None)
+    saved = Operands(x if keep == "input" else z, None, bias)
+    needs = (True, False, True, False, False)
+    dx, _, dbias, *_ = norm_reference.backward(
+        dz, saved, stats, spec, None, needs, None, exchange=lambda s1, s2: (s1, s2)
     )
-    saved = Saved(x if keep == "input" else z, None, bias, None, None, mean, second)
-    wanted = Wanted(affine=True, residual=False, exchange=lambda s1, s2: (s1, s2))
-    dx, _, dbias, *_ = norm_reference.backward(dz, saved, spec, layout_of(x), None, wanted)
     settings = {"activation": "elu", "param": 1.0}
     exact = reference.gradients(dz, x, None, bias, **settings)
     assert relative_error(z, reference.norm_act(x, None, bias, **settings).out) <= FORWARD_TOLERANCE[x.dtype]
@@ -165,12 +164,11 @@ def test_rebuilt_outputs(rules, groups, fmt, dtype):
     x = laid(torch.randn(SHAPES["2d"]).to(dtype), fmt)
     weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]])
     kind = {None: "batch", 0: "batch", C: "instance"}.get(groups, "group")
-    spec = Spec("input", Activation("silu", 0.0), own=groups != 0, kind=kind, groups=groups or 0)
+    spec = Norm("input", Activation("silu", 0.0), own=groups != 0, kind=kind, groups=groups or 0)
     running = (bias.clone(), bias + 1) if groups == 0 else (None, None)
-    z, mean, second, *_ = norm_reference.forward(
-        Passed(x, weight, bias, None, None, *running), spec, layout_of(x), None, None
-    )
-    again = norm_reference.recompute(Saved(x, weight, bias, None, None, mean, second), spec)
+    given = Operands(x, weight, bias, None, None, *running)
+    z, stats = norm_reference.forward(given, spec, None, None)
+    again = norm_reference.recompute(given, stats, spec, None)
     assert relative_error(again, z) <= FORWARD_TOLERANCE[dtype]
 
 
@@ -182,7 +180,7 @@ def test_the_op_of_compiled_graphs(rules, groups, fmt, dtype):
     weight, bias = torch.tensor([[1.0, -0.7, 0.1, 1.3], [0.3, -0.2, 0.4, 0.0]])
     given = (x, weight, bias)
     spec = graph.flat(
-        Spec("input", Activation("identity", 0.0), kind="instance" if groups == C else "group", groups=groups)
+        Norm("input", Activation("identity", 0.0), kind="instance" if groups == C else "group", groups=groups)
     )
     z, mean, rstd, *_ = graph.forward(*given, None, None, None, None, None, *spec)
     assert z.stride() == x.stride()
@@ -202,8 +200,8 @@ def test_exported_norms_with_a_bias_alone(rules, kind, dtype):
     """PyTorch's own norms have no gradient on CUDA for a bias without a weight."""
     x = torch.randn(SHAPES["2d"]).to(dtype).requires_grad_()
     bias = torch.linspace(-0.4, 0.6, C, requires_grad=True)
-    spec = Spec("input", Activation("elu", 1.0), kind=kind, groups=2 if kind == "group" else 0)
-    z = stock.norm_act(Passed(x, None, bias), spec)
+    spec = Norm("input", Activation("elu", 1.0), kind=kind, groups=2 if kind == "group" else 0)
+    z = stock.norm_act(Operands(x, None, bias), spec)
     dz = torch.randn_like(z)
     found = torch.autograd.grad(z, (x, bias), dz)
     groups = {"batch": None, "instance": C, "group": 2}[kind]

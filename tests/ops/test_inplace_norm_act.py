@@ -9,8 +9,8 @@ from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
 from fusedseg.ops.norm import op
 from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.kept import find
-from fusedseg.ops.norm.spec import Spec
 from tests.reference import GRADIENT_TOLERANCE, gradients, relative_error
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
@@ -279,7 +279,7 @@ def test_opcheck(backend, device, groups, fmt, kept):
         weight.data.fill_(0.5)
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
-    spec = Spec("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
+    spec = Norm("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
     opcheck(op.norm_op, (x, weight, bias, r, None, None, None, slots, int(kept), *op.flat(spec)), backend)
     if kind == "batch":
         given = torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)

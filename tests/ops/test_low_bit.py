@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.low_bit import aten, graph
-from fusedseg.ops.low_bit.spec import mixed, wide_dtype
+from fusedseg.ops.low_bit import graph, reference
+from fusedseg.ops.low_bit.spec import lines_of, mixed, wide_dtype
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
 
@@ -221,14 +221,13 @@ def test_seeds(backend, device):
 
 
 @FORMATS
-def test_chunks_do_not_change_the_bits(rows, monkeypatch):
+def test_parts_do_not_change_the_bits(rows, monkeypatch):
     t = torch.randn(3, 5, 19, 31)
     t = channels_last(t) if rows else t
     whole = pack(t, 4, 1)
     values = unpack(whole)
-    for block, chunk in ((1 << 12, 1 << 9), (1, 1)):
-        monkeypatch.setattr(aten, "BLOCK", block)
-        monkeypatch.setattr(aten, "CHUNK", chunk)
+    for size in (1 << 12, 1 << 9, 1):
+        monkeypatch.setattr(reference, "PART", size)
         parts = pack(t, 4, 1)
         assert all(torch.equal(*both) for both in zip(whole[:3], parts[:3], strict=True))
         assert torch.equal(unpack(parts), values)
@@ -252,16 +251,37 @@ def test_bytes(dtype, bits, most):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak(dtype, one_thread, record_property):
-    """Beside input and output, at 64 MiB of fp32: a chunk and its copies, and numbers of the groups of a block."""
+    """Beside input and output, at 64 MiB of fp32: a part and its copies."""
     t, kink = torch.randn(1, 16, 1024, 1024).to(dtype), torch.zeros(16)
     with LiveBytes() as live:
         packed = pack(t, 4, 0, kink)
     record_property("pack", (live.peak - packed.nbytes) / 2**20)
     assert live.peak - packed.nbytes <= 5 * 2**20
+    # The meter does not see inside an op.
+    flat = t.new_empty(t.numel())
     with LiveBytes() as live:
-        unpack(packed)
-    record_property("unpack", (live.peak - t.nbytes) / 2**20)
-    assert live.peak - t.nbytes <= 3 * 2**20
+        reference.unpack(packed[:3], kink, lines_of(t, 16), 4, flat)
+    record_property("unpack", live.peak / 2**20)
+    assert live.peak <= 3 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@FORMATS
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_the_workspace_is_enough(bits, rows, dtype, one_thread):
+    """The compiler counts these bytes beside a tensor and its codes."""
+    t, kink = torch.randn(1, 16, 128, 128).to(dtype), torch.zeros(16)
+    t = channels_last(t) if rows else t
+    # Some twenty numbers of each group of 256 values are not counted.
+    of_groups = 20 * 4 * t.numel() // 256
+    with LiveBytes() as live:
+        packed = pack(t, bits, 0, kink)
+    assert live.peak - packed.nbytes <= reference.pack_workspace(t.numel(), dtype, t.device) + of_groups
+    # The meter does not see inside an op.
+    flat = t.new_empty(t.numel())
+    with LiveBytes() as live:
+        reference.unpack(packed[:3], kink, lines_of(t, 16), bits, flat)
+    assert live.peak <= reference.unpack_workspace(t.numel(), dtype, t.device) + of_groups
 
 
 def test_opcheck(backend, device):

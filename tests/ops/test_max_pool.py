@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from fusedseg.functional import max_pool
 from fusedseg.memory.meter import measure
-from fusedseg.ops.max_pool import aten as max_pool_aten
-from fusedseg.ops.max_pool import op
+from fusedseg.ops.max_pool import op, reference
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
@@ -38,8 +37,7 @@ FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "cha
 def chunking(request, monkeypatch):
     """The aten path runs in one piece, or in many parts."""
     if request.param == "parts":
-        monkeypatch.setattr(max_pool_aten, "CHUNK_BYTES", 300)
-        monkeypatch.setattr(max_pool_aten, "ROWS_CHUNK_BYTES", 300)
+        monkeypatch.setattr(reference, "PART_BYTES", 300)
 
 
 def special(shape):
@@ -128,8 +126,8 @@ def test_keeps_one_byte_per_output_element(backend, device, rows, arguments):
 
 def test_no_codes_without_gradients(monkeypatch):
     coded = []
-    inner = max_pool_aten.forward
-    monkeypatch.setattr(max_pool_aten, "forward", lambda *a: coded.append(a[2] is not None) or inner(*a))
+    inner = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *a: coded.append(a[2] is not None) or inner(*a))
     max_pool(torch.randn(1, 2, 4, 4), 2)
     with torch.no_grad():
         max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)

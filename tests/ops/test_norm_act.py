@@ -1,10 +1,12 @@
 """Compares norm_act with the stock norm, residual and activation: the same bits on aten, and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedseg.functional import norm_act
+from fusedseg.functional import inplace_abn, norm_act
 from fusedseg.ops.norm import reference as norm_reference
 from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, U, both, close_gradients, fused, inputs, slope_of
 
@@ -149,3 +151,22 @@ def test_instance_norm_by_running_statistics_needs_no_positions():
     x, running = torch.randn(5, 3), (torch.randn(3), torch.rand(3) + 0.5)
     expected = F.leaky_relu(F.instance_norm(x, *running, use_input_stats=False), 0.01)
     assert torch.equal(norm_act(x, *running, norm="instance"), expected)
+
+
+IN_EVAL = {"batch": norm_act, "instance": partial(norm_act, norm="instance"), "in place": inplace_abn}
+
+
+@pytest.mark.parametrize("op", IN_EVAL.values(), ids=IN_EVAL)
+def test_buffers_may_change_before_backward(backend, device, op):
+    """In eval mode the op keeps copies of the running statistics, because another forward pass may move them."""
+    x, weight, bias, _ = (t.requires_grad_() for t in inputs((2, 6, 5, 7), device=device))
+    running = torch.linspace(-0.5, 1, 6, device=device), torch.linspace(0.5, 1.5, 6, device=device)
+    z = op(x * 1, *running, weight, bias, activation="elu", activation_param=1.0)
+    dz = torch.randn_like(z)
+    stock = F.elu(F.batch_norm(x, *running, weight, bias))
+    expected = torch.autograd.grad(stock, (x, weight, bias), dz)
+    for v in running:
+        v.fill_(100.0)
+    found = torch.autograd.grad(z, (x, weight, bias), dz)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

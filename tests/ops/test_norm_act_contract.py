@@ -14,7 +14,7 @@ from fusedseg.functional import norm_act
 from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.norm import op
 from fusedseg.ops.norm import reference as norm_reference
-from fusedseg.ops.norm.spec import Spec
+from fusedseg.ops.norm.call import Norm
 from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, fused, inputs, slope_of
 from tests.tools.tensors import channels_last
 
@@ -142,7 +142,7 @@ def test_opcheck(norm, fmt):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, fmt))
     slope = torch.full((3,), 0.2, dtype=x.dtype, requires_grad=True)
     running = (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
-    spec = Spec("input", Activation("prelu", 0.25), kind=norm, groups=1 if norm == "group" else 0)
+    spec = Norm("input", Activation("prelu", 0.25), kind=norm, groups=1 if norm == "group" else 0)
     check = lambda *args: torch.library.opcheck(op.norm_op, (*args[:-1], None, 0, *op.flat(args[-1])))  # noqa: E731
     check(x, weight, bias, residual, slope, None, None, spec)
     if norm == "batch":
@@ -151,7 +151,7 @@ def test_opcheck(norm, fmt):
 
 def test_double_backward():
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
-    spec = Spec("input", Activation("silu", 0.0))
+    spec = Norm("input", Activation("silu", 0.0))
     functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.flat(spec))[0]  # noqa: E731
     for f in (lambda x: norm_act(x, None, None, training=True, activation="silu"), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)

@@ -5,9 +5,9 @@ import torch
 
 from fusedseg.activation import Activation
 from fusedseg.ops.norm import op, sync
+from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.checks import check
 from fusedseg.ops.norm.kept import find
-from fusedseg.ops.norm.spec import Passed, Spec
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 
@@ -28,8 +28,8 @@ def step(x, dz, residual, keep, act, group):
     leaves = [None if t is None else t.clone().requires_grad_() for t in given]
     running = torch.zeros_like(weight), torch.ones_like(weight)
     kept = find(weight, bias, act, x.dtype, residual=residual is not None) if keep == "output" else None
-    spec = Spec(keep, act, EPS, 0.1, process_group=group)
-    z = op.normalise(Passed(leaves[0] * 1, *leaves[1:], *running), spec, kept)
+    spec = Norm(keep, act, EPS, 0.1, process_group=group)
+    z = op.normalise(Operands(leaves[0] * 1, *leaves[1:], *running), spec, kept)
     return z, torch.autograd.grad(z, [t for t in leaves if t is not None], dz), running
 
 
@@ -99,7 +99,7 @@ def test_opcheck(shape, keep, name, with_residual):
     kept = find(weight, bias, act, torch.float64) if keep == "output" else None
     given = x, weight, bias, residual if with_residual else None, slope if name == "prelu" else None
     slots = (None, 0) if kept is None else (kept.slots, kept.count)
-    spec = Spec(keep, act, EPS, process_group="group")
+    spec = Norm(keep, act, EPS, process_group="group")
     torch.library.opcheck(op.norm_op, (*given, None, None, *slots, *op.flat(spec)))
 
 
@@ -112,7 +112,7 @@ def test_a_failed_collective_changes_nothing(monkeypatch, keep, act):
     mean, var, x = torch.zeros(3), torch.ones(3), torch.randn(2, 3, 4)
     before = x.clone()
     with pytest.raises(RuntimeError, match="connection closed"):
-        op.normalise(Passed(x, running_mean=mean, running_var=var), Spec(keep, act, EPS, process_group="group"))
+        op.normalise(Operands(x, running_mean=mean, running_var=var), Norm(keep, act, EPS, process_group="group"))
     assert torch.equal(x, before)
     assert not mean.any()
 
@@ -121,8 +121,8 @@ def test_a_failed_collective_changes_nothing(monkeypatch, keep, act):
 @BY_KEPT
 def test_double_backward_raises(keep, act):
     x = torch.randn(2, 3, 4, requires_grad=True)
-    spec = Spec(keep, act, EPS, process_group="group")
-    (dx,) = torch.autograd.grad(op.normalise(Passed(x * 1), spec).square().sum(), x, create_graph=True)
+    spec = Norm(keep, act, EPS, process_group="group")
+    (dx,) = torch.autograd.grad(op.normalise(Operands(x * 1), spec).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{spec.name}: double backward is not supported"):
         dx.sum().backward()
 
@@ -141,6 +141,6 @@ def test_double_backward_raises(keep, act):
 )
 def test_errors(keep, changed, text):
     vectors = dict(zip(("weight", "bias", "running_mean", "running_var"), torch.ones(4, 3).unbind(), strict=True))
-    spec = Spec(keep, Activation("prelu", 0.25) if not changed else LEAKY, process_group="group")
+    spec = Norm(keep, Activation("prelu", 0.25) if not changed else LEAKY, process_group="group")
     with pytest.raises(ValueError, match=text):
-        check(spec.name, Passed(**{"x": torch.randn(2, 3)} | vectors | changed), spec)
+        check(spec.name, Operands(**{"x": torch.randn(2, 3)} | vectors | changed), spec)

@@ -1,16 +1,27 @@
 """Compares norm_act on Triton's kernels with the stock functions."""
 
+import inspect
+
 import pytest
 import torch
 
 import fusedseg
 from fusedseg.activation import Activation
-from fusedseg.ops.layout import layout_of
 from fusedseg.ops.norm import op, passes
-from fusedseg.ops.norm.spec import Passed, Saved, Spec
+from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm import triton as norm_triton
+from fusedseg.ops.norm.call import Norm, Operands
 from tests import reference
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, fused, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+
+
+@pytest.mark.parametrize("name", ["forward", "recompute", "backward", "moments"])
+def test_both_implementations_have_one_signature(name):
+    mine, other = (inspect.signature(getattr(of, name)) for of in (norm_triton, norm_reference))
+    assert mine == other
+    of_protocol = inspect.signature(getattr(passes.Implementation, name)).parameters
+    assert list(of_protocol)[1:] == list(mine.parameters)
 
 
 @pytest.fixture
@@ -63,15 +74,15 @@ def test_rebuilt_on_triton(norm, device):
             continue
         x, weight, bias, residual = inputs((2, 6, 9, 7), torch.float32, device=device)
         buffers = (None, None) if norm == "group" else (bias.clone(), bias + 1)
-        spec = Spec("input", Activation("silu", 0.0), 1e-5, 0.1, training, norm if training else "batch", GROUPS)
-        passed = Passed(x, weight, bias, residual, None, *buffers)
-        z, mean, second, *_ = passes.forward(passed, spec, spec.layout(x, layout_of(x)), None, None)
-        again = passes.rebuild(Saved(x, weight, bias, residual, None, mean, second), spec)
+        spec = Norm("input", Activation("silu", 0.0), 1e-5, 0.1, training, norm if training else "batch", GROUPS)
+        passed = Operands(x, weight, bias, residual, None, *buffers)
+        z, stats = passes.forward(passed, spec, None, None)
+        again = passes.recompute(passed, stats, spec)
         assert torch.equal(again, z)
 
 
 @pytest.mark.usefixtures("triton")
 def test_opcheck_on_triton(device):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
-    spec = Spec("input", Activation("relu", 0.0), kind="instance")
+    spec = Norm("input", Activation("relu", 0.0), kind="instance")
     torch.library.opcheck(op.norm_op, (x, weight, bias, residual, *(None,) * 4, 0, *op.flat(spec)))

@@ -5,7 +5,8 @@ import torch
 
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
-from fusedseg.ops.segmentation import aten, op, tile
+from fusedseg.ops.segmentation import op
+from fusedseg.ops.segmentation import reference as plain
 from fusedseg.ops.segmentation.spec import Given, SumsSpec
 from tests import reference
 from tests.reference import relative_error
@@ -68,14 +69,13 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
 @FORMATS
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(device, name, rows, monkeypatch):
-    """Tiles hold few positions, or few samples; labels become a one-hot target, or are looked up."""
+    """Tiles hold few positions, or few samples."""
     options, kind = CASES[name]
     for shape in SHAPES.values():
         if shape[1] == 1 and kind == "labels":
             continue
-        for size, classes in ((8, 16), (100, 16), (8, 2)):
-            monkeypatch.setattr(aten, "TILE", size)
-            monkeypatch.setattr(tile, "ONE_HOT_CLASSES", classes)
+        for size in (8, 100):
+            monkeypatch.setattr(plain, "TILE", size)
             x = torch.randn(shape, dtype=torch.float64, device=device)
             x = channels_last(x) if rows else x
             dx = compare(x, targets(shape, kind).to(device), options)
@@ -112,10 +112,10 @@ def test_uint8_labels_of_more_than_256_classes(backend, device):
     compare(x, torch.arange(7, dtype=torch.uint8, device=device).view(1, 7), {"squared": True, "ignore_index": 255})
 
 
-@pytest.mark.parametrize("K", [3, 20], ids=["one-hot", "looked-up"])
+@pytest.mark.parametrize("K", [3, 20])
 def test_a_fraction_is_cut_off_where_the_host_reads_no_value(backend, device, K, monkeypatch):
-    """On a GPU, a label with a fraction counted for no class on aten with few classes alone."""
-    monkeypatch.setattr(tile, "_has_cheap_values", lambda t: False)
+    """On a GPU, a label with a fraction counted for no class on aten."""
+    monkeypatch.setattr(plain, "_has_cheap_values", lambda t: False)
     x, labels = torch.randn(2, K, 7, device=device), torch.randint(K, (2, 7), device=device)
     torch.testing.assert_close(segmentation_sums(x, labels + 0.25)[:4], segmentation_sums(x, labels)[:4])
 
@@ -247,7 +247,7 @@ def test_counts(backend, device, kind, rows):
 @pytest.mark.gpu
 @FORMATS
 def test_argmax_labels(backend, device, rows, monkeypatch):
-    monkeypatch.setattr(aten, "TILE", 16)
+    monkeypatch.setattr(plain, "TILE", 16)
     for K, dtype in ((1, torch.uint8), (5, torch.uint8), (300, torch.int16)):
         x = torch.randint(-9, 9, (2, K, 3, 4), device=device).float()
         labels = argmax_labels(channels_last(x) if rows else x)

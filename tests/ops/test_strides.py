@@ -14,7 +14,7 @@ from fusedseg.ops.conv.convolution import Geometry
 from fusedseg.ops.conv.sources import Convolution
 from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm import op as norm
-from fusedseg.ops.norm.spec import Passed, Spec
+from fusedseg.ops.norm.call import Norm, Operands
 
 SHAPE, DTYPE = (2, 4, 5, 6), torch.float64
 ACT = Activation("leaky_relu", 0.01)
@@ -48,7 +48,7 @@ def norm_arguments(keep, device, way=None):
     if way is not None:
         x, r = with_strides(x, way), with_strides(r, way)
         vectors = [with_strides(v, "expanded" if way == "expanded" else "sliced") for v in vectors]
-    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.flat(Spec(keep, ACT, own=False))
+    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.flat(Norm(keep, ACT, own=False))
 
 
 def dense(arguments):
@@ -73,12 +73,12 @@ def check(op, arguments):
 def test_norm(backend, device, way, keep, own):
     arguments = norm_arguments(keep, device, way)
     if own:
-        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.flat(Spec(keep, ACT)))
+        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.flat(Norm(keep, ACT)))
     z, stats, _ = check(norm.norm_op, arguments)
     dz = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
     x, weight, bias, r, *_ = arguments
     source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else x
-    spec = norm.flat(Spec(keep, ACT, own=own))
+    spec = norm.flat(Norm(keep, ACT, own=own))
     check(norm.norm_backward_op, (dz, source, weight, bias, r, None, stats, None, None, 0, True, True, *spec))
 
 
@@ -96,8 +96,8 @@ def test_vectors_of_a_norm_in_eager_mode(backend, device, keep, rows):
     for way in ("sliced", None):
         weight, bias, mean, var = (v.clone() if way is None else with_strides(v, way) for v in values)
         leaves = [t.clone().requires_grad_() if t is x else t.requires_grad_() for t in (x, weight, bias)]
-        passed = Passed(leaves[0] * 1, *leaves[1:], running_mean=mean, running_var=var)
-        z = norm.normalise(passed, Spec(keep, ACT, momentum=0.1))
+        passed = Operands(leaves[0] * 1, *leaves[1:], running_mean=mean, running_var=var)
+        z = norm.normalise(passed, Norm(keep, ACT, momentum=0.1))
         results.append([z, *torch.autograd.grad(z.square().sum(), leaves), mean, var])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
@@ -149,12 +149,12 @@ def test_conv(backend, device, way):
     w = w if way == "expanded" else with_strides(w, way)
     weight, bias = (with_strides(torch.rand(3, device=device) + 0.5, "sliced") for _ in range(2))
     call = Convolution((x,), w, None, Geometry((1, 1), (1, 1), (1, 1), 1))
-    passed, spec = Passed(w, weight, bias), Spec("output", ACT)
+    passed, spec = Operands(w, weight, bias), Norm("output", ACT)
     plain = Convolution((x.contiguous(),), w.contiguous(), None, call.geometry)
-    plain_norm = Passed(w, weight.contiguous(), bias.contiguous())
+    plain_norm = Operands(w, weight.contiguous(), bias.contiguous())
     found = conv_abn._forward(call, passed, spec, None, backend)
     expected = conv_abn._forward(plain, plain_norm, spec, None, backend)
-    for mine, theirs in ((found.z, expected.z), (found.second, expected.second)):
+    for mine, theirs in ((found[0], expected[0]), (found[1].rstd, expected[1].rstd)):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -35,6 +35,9 @@ PART = [
     *cases("test_sanitize.py::test_max_pool", "halving-odd-True", "3d-overlapping-True"),
     *cases("test_max_pool.py::test_dtypes", "torch.float64-planes"),
     *cases("test_compiled.py::test_max_pool_at_an_odd_address", "torch.float16-planes", "torch.bfloat16-rows"),
+    # Concatenations.
+    *cases("test_sanitize.py::test_concat", "two-8", "odd-channels-3", "more-than-a-launch-0"),
+    *cases("test_compiled.py::test_concat_at_an_odd_address", "torch.float16", "torch.float32"),
     # Norms in several launches.
     *cases(ODD, "split-batch-planes", "split-instance-planes", "split-group-rows"),
     *cases("test_sanitize.py::test_running_statistics", "True-True", "False-False"),

@@ -115,7 +115,7 @@ def batched() -> None:
 def estimate() -> None:
     import fusedseg
 
-    fusedseg.memory.profile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (1, 3, 8, 8))
+    fusedseg.profile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (1, 3, 8, 8))
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..._sizes import parse_bytes
 from ...convert import convert
-from ...memory.fake import fake_inputs, fake_mode, fake_model, profile_fake
-from ...memory.search import largest
+from ...memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from ...memory.tables import gib, table, wrapped
+from ...planning.ways import largest
 from .loss import fused_loss
 
 OP = "fusedseg.integrations.nnunet.plan"
@@ -24,7 +24,7 @@ STOCK, FUSED = "stock", "fusedseg"
 PARTS = 16
 
 
-class Planned(NamedTuple):
+class Configuration(NamedTuple):
     """One configuration of a plan.
 
     shape: batch, channels and patch.  strides: the product of all strides along each axis; a patch is a multiple of it.
@@ -61,7 +61,7 @@ class Fit:
 class NnunetPlan:
     """The result of ``plan``; printing it shows a table."""
 
-    planned: Planned
+    planned: Configuration
     budget: int
     usable: int
     fits: dict[str, Fit]
@@ -122,7 +122,7 @@ def plan(
     return NnunetPlan(planned, nbytes, usable, fits)
 
 
-def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) -> Fit:
+def _fit(planned: Configuration, way: str, usable: int, say: Callable[[str], None]) -> Fit:
     """Finds the largest batch and the largest patch of one way to train."""
 
     # Both searches look at the planned shape.
@@ -135,7 +135,9 @@ def _fit(planned: Planned, way: str, usable: int, say: Callable[[str], None]) ->
     return Fit(total(planned.shape), batch, _largest_patch(planned, total, usable))
 
 
-def _largest_patch(planned: Planned, total: Callable[[tuple[int, ...]], int], usable: int) -> tuple[int, ...] | None:
+def _largest_patch(
+    planned: Configuration, total: Callable[[tuple[int, ...]], int], usable: int
+) -> tuple[int, ...] | None:
     """The shape with the largest patch that fits; None if none does."""
     fits, fails = 0, PARTS
     while total(planned.enlarged(fails)) <= usable:
@@ -150,7 +152,7 @@ def _largest_patch(planned: Planned, total: Callable[[tuple[int, ...]], int], us
     return planned.enlarged(fits) if fits else None
 
 
-def read(path: Path, configuration: str) -> Planned:
+def read(path: Path, configuration: str) -> Configuration:
     """Reads a configuration of a plans file with nnU-Net's own code."""
     try:
         from nnunetv2.training.loss.compound_losses import DC_and_BCE_loss, DC_and_CE_loss
@@ -193,10 +195,10 @@ def read(path: Path, configuration: str) -> Planned:
     total = tuple(math.prod(axis) for axis in zip(*strides, strict=True))
     name = f"{manager.dataset_name}, {configuration}"
     heads = labels.num_segmentation_heads
-    return Planned(name, shape, total, heads, labels.has_regions, build, loss, scales)
+    return Configuration(name, shape, total, heads, labels.has_regions, build, loss, scales)
 
 
-def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
+def _total(planned: Configuration, fused: bool, shape: tuple[int, ...]) -> int:
     """The bytes of a whole training step, with parameters and the state of the optimizer."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.99, nesterov=True)
     with fake_mode() as mode:
@@ -211,7 +213,7 @@ def _total(planned: Planned, fused: bool, shape: tuple[int, ...]) -> int:
         kind = torch.bool if planned.regions else torch.int16
         targets = [torch.empty((shape[0], channels, *size), dtype=kind) for size in sizes]
         inputs = fake_inputs(shape, torch.float32)
-        return profile_fake(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
+        return eager_step(net, inputs, optimizer=optimizer, loss=loss, targets=targets, autocast=torch.float16).total
 
 
 def _json(path: Path) -> dict:

@@ -1,40 +1,19 @@
 """``Fused`` and ``Leaky``: the first base class of a trainer of nnU-Net v2 that trains in fewer bytes."""
 
-import contextlib
 import copy
 import functools
 import os
 import pydoc
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import autocast, nn
 
-from ...compiler import backend
-from ...compiler.settings import parse
 from ...convert import conversion, convert
 from ...functional import tp_fp_fn
 from ...ops.layout import FORMATS
 from ..common import compile_in_place, kept_by_backend
 from .loss import UnknownLoss, fused_loss
-
-
-@contextlib.contextmanager
-def _compiled_by_backend(trainer: Any, options: dict[str, Any]) -> Iterator[None]:
-    """Lets nnU-Net's call of ``torch.compile`` on its network use the backend of this package."""
-    stock = torch.compile
-
-    def compiled(model: nn.Module, *args: object, **given: Any) -> Any:
-        ours: dict[str, Any] = {"backend": backend, "options": options} if model is trainer.network else {}
-        return stock(model, *args, **given, **ours)
-
-    torch.compile = compiled  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = stock
-
 
 # The trainer that follows in the order of base classes has the attributes that ``Fused`` reads.
 _Trainer: Any = object
@@ -43,8 +22,8 @@ _Trainer: Any = object
 class Fused(_Trainer):
     """The first base class of a trainer, such as ``class MyTrainer(Fused, nnUNetTrainer_250epochs): pass``.
 
-    * Where nnU-Net compiles, which it does on a GPU by default, the network stays stock, and
-      ``torch.compile(backend="fusedseg")`` decides what is kept, with ``compile_options``.  After the first training
+    * Where nnU-Net would compile, which it does on a GPU by default, the network stays stock, and
+      ``network.compile(backend="fusedseg")`` decides what is kept, with ``compile_options``.  After the first training
       step the log has ``fusedseg.compiler.report``.
     * Elsewhere (on a CPU, on Windows, with ``nnUNet_compile=f``) a trainer with ``compile_options``, such as a budget,
       compiles its network by this backend too, with ``codegen="aten"``, which needs no C++ compiler.
@@ -69,43 +48,39 @@ class Fused(_Trainer):
     _unreported = False
 
     def initialize(self) -> None:
-        options, by_nnunet = self.compile_options, self._do_i_compile()
-        if self.channels_last:
-            memory_format = FORMATS[2 + len(self.configuration_manager.patch_size)]
+        by_nnunet = super()._do_i_compile()
+        options = self.compile_options if by_nnunet else {"codegen": "aten", **self.compile_options}
+        memory_format = FORMATS[2 + len(self.configuration_manager.patch_size)] if self.channels_last else None
+        if memory_format is not None:
             options = {"memory_format": memory_format, **options}
-        by_backend = self._unreported = by_nnunet or bool(options)
-        if not by_nnunet:
-            options = {"codegen": "aten", **options}
-        if by_backend:
-            # Wrong options raise here, and not in the first step.
-            parse(options)
+        by_backend = self._unreported = by_nnunet or self.channels_last or bool(self.compile_options)
         # The method of the most derived class, which may stand before this one.
         build: Any = self.build_network_architecture
 
         # nnU-Net reads the signature of this method to find out how to call it.
         @functools.wraps(build)
-        def converted(*args: object, **kwargs: object) -> nn.Module:
+        def prepared(*args: object, **kwargs: object) -> nn.Module:
             network = build(*args, **kwargs)
-            if self.channels_last:
+            if memory_format is not None:
                 network.to(memory_format=memory_format)
             if by_backend:
-                call = f'torch.compile(backend="fusedseg", options={options})'
+                compile_in_place("fusedseg.integrations.nnunet", network, options)
+                call = f'network.compile(backend="fusedseg", options={options})'
                 self.print_to_log_file(f"fusedseg: the network stays stock, for {call}")
-                if not by_nnunet:
-                    compile_in_place("fusedseg.integrations.nnunet", network, options)
             else:
                 self._convert(network)
             return network
 
         # A name of the object hides the static method, which prediction calls too.
-        self.build_network_architecture = converted
+        self.build_network_architecture = prepared
         try:
-            with contextlib.ExitStack() as stack:
-                if by_nnunet:
-                    stack.enter_context(_compiled_by_backend(self, options))
-                super().initialize()
+            super().initialize()
         finally:
             del self.build_network_architecture
+
+    def _do_i_compile(self) -> bool:
+        """nnU-Net compiles nothing itself: ``initialize`` compiles the calls of the network, and the loss is fused."""
+        return False
 
     def _convert(self, network: nn.Module) -> None:
         convert(network)

@@ -6,10 +6,11 @@ the backward of ``ops/norm/op.py``, which computes dy from z and dz, and then ``
 
 In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
 y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.  Compiled code runs the stock
-convolution with its bias, and the norm of ``ops/norm/op.py``; there this gradient is zero up to rounding.
+convolution with its bias, and the norm of ``ops/norm/op.py``; there this gradient is zero up to rounding, unless the
+backend "fusedseg" leaves the bias out (``compiler/dead_bias.py``).
 
-All functions below take the same objects: ``call`` describes the convolution, ``norm`` and ``spec`` describe the norm
-after it.  ``norm.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
+All functions below take the same objects: ``call`` describes the convolution, ``given`` and ``norm`` describe the norm
+after it.  ``given.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
 import torch
@@ -18,13 +19,11 @@ from torch import Tensor
 from ..._backend import launching
 from .. import unfused
 from ..layout import dense, layout_of
-from ..norm import eager
 from ..norm import op as norm_op
+from ..norm.call import Norm, Operands, Statistics, adjacent, on_adjacent
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.reference import activate
-from ..norm.spec import Normalised, Passed, Spec, adjacent, on_adjacent
-from ..norm.stock import norm_act
 from . import choice, join_conv
 from .apart import convolve_sources
 from .convolution import output_format, stock_convolution
@@ -33,19 +32,21 @@ from .sources import Convolution, concatenated, is_tensor, shape_of, tensors_of
 OP = "fusedseg.conv_abn"
 
 
-def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: Kept | None) -> Normalised:
-    """z, the statistics, and xhat of the kept channels.  The backend ``name`` computes the convolution."""
+def _forward_with(
+    name: str, call: Convolution, given: Operands, norm: Norm, kept: Kept | None
+) -> tuple[Tensor, Statistics]:
+    """z and the statistics.  The backend ``name`` computes the convolution."""
     sources, w, conv_bias, geometry = call
-    if spec.own:
+    if norm.own:
         conv_bias = None
     if name == "aten":
-        if not spec.own and kept is None and _folds(call):
-            return _folded(call, norm, spec)
-        z, layout = dense(convolve_sources(sources, w, conv_bias, geometry))
-        return norm_op.forward(norm._replace(x=z), spec, layout, kept, z)
-    if not adjacent(norm.weight, norm.bias, norm.running_mean, norm.running_var, conv_bias):
+        if not norm.own and kept is None and _folds(call):
+            return _folded(call, given, norm)
+        z, _ = dense(convolve_sources(sources, w, conv_bias, geometry))
+        return norm_op.forward(given._replace(x=z), norm, kept, z)
+    if not adjacent(given.weight, given.bias, given.running_mean, given.running_var, conv_bias):
         call = call._replace(bias=None if conv_bias is None else conv_bias.contiguous())
-        return on_adjacent(norm, spec.own, lambda norm: _forward_with(name, call, norm, spec, kept))
+        return on_adjacent(given, norm.own, lambda given: _forward_with(name, call, given, norm, kept))
     from ...kernels.conv_abn import conv_abn_fwd
 
     (source,) = sources
@@ -54,12 +55,14 @@ def _forward_with(name: str, call: Convolution, norm: Passed, spec: Spec, kept: 
     z = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, w))
     with launching(x):
         found = conv_abn_fwd(
-            x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=norm.weight, bias=norm.bias,
-            running_mean=norm.running_mean, running_var=norm.running_var, training=spec.own, momentum=spec.momentum,
-            eps=spec.eps, act=spec.act, kept=None if kept is None else (kept.slots, kept.count),
+            x, w, z, x_layout, layout_of(z), geometry, conv_bias=conv_bias, weight=given.weight, bias=given.bias,
+            running_mean=given.running_mean, running_var=given.running_var, training=norm.own, momentum=norm.momentum,
+            eps=norm.eps, act=norm.act, kept=None if kept is None else (kept.slots, kept.count),
             tf32=choice.takes_tf32(x),
         )  # fmt: skip
-    return Normalised(z, *found)
+    if given.batches is not None:
+        given.batches.add_(1)
+    return z, Statistics(*found)
 
 
 def _folds(call: Convolution) -> bool:
@@ -73,21 +76,21 @@ def _folds(call: Convolution) -> bool:
     return wide and w.numel() <= call.geometry.output_shape(shape_of(call.sources), w.shape).numel()
 
 
-def _folded(call: Convolution, norm: Passed, spec: Spec) -> Normalised:
+def _folded(call: Convolution, given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
     """Does what ``_forward_with`` does, in eval mode, by a convolution with a scaled weight and an activation."""
     sources, w, conv_bias, geometry = call
-    running_mean, running_var = norm.running_mean, norm.running_var
+    running_mean, running_var = given.running_mean, given.running_var
     assert running_mean is not None
     assert running_var is not None
-    rstd = torch.rsqrt(running_var + spec.eps)
-    scale = rstd if norm.weight is None else norm.weight * rstd
+    rstd = torch.rsqrt(running_var + norm.eps)
+    scale = rstd if given.weight is None else given.weight * rstd
     shift = -running_mean if conv_bias is None else conv_bias - running_mean
-    shift = shift * scale if norm.bias is None else torch.addcmul(norm.bias, shift, scale)
+    shift = shift * scale if given.bias is None else torch.addcmul(given.bias, shift, scale)
     z = convolve_sources(sources, w * scale.view(-1, *(1,) * (w.dim() - 1)), shift, geometry)
-    return Normalised(activate(dense(z)[0], spec.act), running_mean, rstd)
+    return activate(dense(z)[0], norm.act), Statistics(running_mean, rstd)
 
 
-def _chosen(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> str:
+def _chosen(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str) -> str:
     """The backend of the convolution, by the rules of ``choice.py``."""
     sources, w, _, geometry = call
     if not is_tensor(sources) or not choice.is_open(conv_backend, sources[0]):
@@ -96,54 +99,56 @@ def _chosen(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv
     shape = geometry.output_shape(x.shape, w.shape)
     if not shape.numel():
         return "aten"
-    # The measurement must not move the running statistics.
-    unmoved = norm._replace(running_mean=None, running_var=None) if spec.own else norm
+    # The measurement must not move the running statistics, nor count a batch.
+    unmoved = given._replace(running_mean=None, running_var=None, batches=None) if norm.own else given
     return choice.choose(
-        OP, conv_backend, x, w, geometry, spec.own, shape.numel() // shape[1],
-        lambda name: _forward_with(name, call, unmoved, spec, kept).z,
+        OP, conv_backend, x, w, geometry, norm.own, shape.numel() // shape[1],
+        lambda name: _forward_with(name, call, unmoved, norm, kept)[0],
     )  # fmt: skip
 
 
-def _forward(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Normalised:
+def _forward(
+    call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str
+) -> tuple[Tensor, Statistics]:
     """Runs ``_forward_with``, which leaves the bias out of y in training, and moves the running mean by the bias."""
-    found = _forward_with(_chosen(call, norm, spec, kept, conv_backend), call, norm, spec, kept)
+    z, stats = _forward_with(_chosen(call, given, norm, kept, conv_backend), call, given, norm, kept)
     # An empty batch moves no running statistics.
-    if spec.own and call.bias is not None and norm.running_mean is not None and found.z.numel():
-        norm.running_mean.add_(call.bias, alpha=spec.momentum)
-    return found
+    if norm.own and call.bias is not None and given.running_mean is not None and z.numel():
+        given.running_mean.add_(call.bias, alpha=norm.momentum)
+    return z, stats
 
 
-def check(call: Convolution, norm: Passed, spec: Spec, conv_backend: str) -> None:
+def check(call: Convolution, given: Operands, norm: Norm, conv_backend: str) -> None:
     """Raises ValueError or TypeError if the arguments do not fit the op."""
     shape = join_conv.check(OP, call)
     if conv_backend == "triton" and not is_tensor(call.sources):
         raise ValueError(
             f"{OP}: x must be one tensor for conv_backend 'triton', got several or Interpolated; use 'auto' or 'aten'"
         )
-    check_norm(OP, norm, spec, shape, call.w, "the convolution's output")
+    check_norm(OP, given, norm, shape, call.w, "the convolution's output")
 
 
-def conv_abn(call: Convolution, norm: Passed, spec: Spec, kept: Kept | None, conv_backend: str) -> Tensor:
+def conv_abn(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str) -> Tensor:
     """The op on checked arguments."""
     sources, w, conv_bias, geometry = call
-    step = call, norm, spec, kept, conv_backend
+    step = call, given, norm, kept, conv_backend
     if unfused.wanted():
         y = stock_convolution(concatenated(sources), w, conv_bias, geometry)
-        return norm_act(norm._replace(x=y), spec)
+        return norm_op.normalise(given.with_x(y), norm)
     if torch.compiler.is_compiling():
         # The compiler traces these stock functions, and decides itself how much of a concatenation to form.
-        return norm_op.normalise(norm.with_x(convolve_sources(sources, w, conv_bias, geometry)), spec, kept)
+        return norm_op.normalise(given.with_x(convolve_sources(sources, w, conv_bias, geometry)), norm, kept)
     if not torch.is_grad_enabled():
-        return _forward(*step).z
-    # rstd and xhat of the kept channels, which the second node keeps beside z.
-    done: list[Tensor | None] = []
+        return _forward(*step)[0]
+    # The second node keeps them beside z.
+    found: list[Statistics] = []
 
     def convolve() -> Tensor:
-        found = _forward(*step)
-        done[:] = found.second, found.xhat
-        return found.z
+        z, stats = _forward(*step)
+        found.append(stats)
+        return z
 
     # This node has the whole forward, but only the convolution's part of backward; ``NormFunction`` has the other
     # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
-    z = join_conv.ConvolutionFunction.apply(OP, call, convolve, spec.own, w, conv_bias, *tensors_of(sources))
-    return eager.after_convolution(norm._replace(x=z), spec, kept, done)
+    z = join_conv.ConvolutionFunction.apply(OP, call, convolve, norm.own, w, conv_bias, *tensors_of(sources))
+    return norm_op.normalise_eagerly(given._replace(x=z), norm, kept, found[0])

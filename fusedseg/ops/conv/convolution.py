@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _backend, _torch
+from ... import _backend
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
 
 aten = torch.ops.aten
-
-# Torch convolves one volume by a loop if channels x depth x height is at most this number.
-LOOPED = 20480
 
 
 class Geometry(NamedTuple):
@@ -138,34 +135,9 @@ def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
 
 
-def looped(x: Tensor) -> bool:
-    """Whether torch would convolve ``x`` by a loop over columns, which takes up to twenty times the time of oneDNN.
-
-    It does so for one small volume in fp32 on a CPU.
-
-    Source: ``use_mkldnn`` in torch's ATen/native/Convolution.cpp.
-    """
-    return (
-        # Cheap conditions come first, because most tensors fail one of them.
-        x.dim() == 5
-        and x.shape[0] == 1
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        # Fake tensors and other subclasses are left to torch.
-        and type(x) is Tensor
-        and 0 < x[0, ..., 0].numel() <= LOOPED
-        and not torch.compiler.is_compiling()
-        and torch.backends.mkldnn.is_available()
-        and _torch.get_mkldnn_enabled()
-    )
-
-
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution; its result has the memory format of ``output_format``."""
     stride, padding, dilation, groups = geometry
-    if looped(x):
-        y = aten.mkldnn_convolution(x, w, bias, padding, stride, dilation, groups)
-        return y.contiguous(memory_format=output_format(x, w))
     # This binding is called with less overhead than torch.ops.
     y = torch.convolution(
         x, w, bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
@@ -182,14 +154,7 @@ def convolve_backward(
         return None, None, None
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    # Memory trackers use a dispatch mode, which cannot look into a tensor in oneDNN's layout.
-    if not looped(x) or _torch.len_torch_dispatch_stack():
-        return aten.convolution_backward(dy, x, w, *rest)
-    # With a copy of the input in oneDNN's own layout, torch has to call oneDNN.
-    dx, dw, dbias = aten.convolution_backward(dy, x.to_mkldnn(), w, *rest)
-    if dx is not None:
-        dx = dx.to_dense().contiguous(memory_format=output_format(x, w))
-    return dx, dw, dbias
+    return aten.convolution_backward(dy, x, w, *rest)
 
 
 def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
@@ -198,7 +163,7 @@ def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
     aten reads no value of ``x`` then.  The result lies in memory that is there anyway, usually that of ``dy``.  It is
     None if no such tensor is safe, or if aten would copy it.
     """
-    if looped(x) or dy.dtype != x.dtype:
+    if dy.dtype != x.dtype:
         return None
     # The elements of x may lie apart, such as those of some channels of a larger tensor.
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ... import _backend
 from .. import interpolate, unfused
 from .convolution import Geometry, RawGeometry, parse_geometry
 
@@ -96,7 +97,7 @@ class Interpolated:
 
     def formed(self) -> Tensor:
         size, mode, align_corners = self.enlarge
-        return F.interpolate(self.x, size=size, mode=mode, align_corners=align_corners)
+        return interpolate.eager(self.x, size, None, mode, align_corners)
 
     def channels(self, start: int, stop: int) -> "Interpolated":
         return Interpolated(self.x[:, start:stop], *self.enlarge)
@@ -221,6 +222,9 @@ def padded(op: str, sources: tuple[Source, ...], raw: RawGeometry) -> tuple[tupl
 def apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     """Whether each source is convolved by itself, because their concatenation would be large."""
     if geometry.groups > 1 or is_tensor(sources):
+        return False
+    if torch.compiler.is_compiling() and _backend.off_cpu(tensors_of(sources)[0]):
+        # On a GPU the parts take longer than the concatenation, and the compiler may form it again in backward.
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
 

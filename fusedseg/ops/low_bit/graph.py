@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import _backend
 from ..layout import laid_out
-from . import aten
+from . import reference
 from .spec import lines_of, mixed, rank, signed, wide_dtype
 
 # A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
@@ -60,7 +60,7 @@ def pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, T
         return packed_like(t, kink, bits)
     lines = lines_of(t, 0 if kink is None else kink.numel())
     if not _backend.use_triton(t, "low_bit"):
-        return aten.pack(_flat(t), lines, bits, key, kink)
+        return reference.pack(_flat(t), lines, bits, key, kink)
     from ...kernels.low_bit import low_bit_pack
 
     with _backend.launching(t):
@@ -110,7 +110,7 @@ def unpack_op(codes, lowest, highest, kink, bits, size, stride):
     if t.numel() == 0:
         return t
     if not _backend.use_triton(t, "low_bit"):
-        aten.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
+        reference.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
         return t
     from ...kernels.low_bit import low_bit_unpack
 
@@ -222,5 +222,5 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         return numel * (2 if bits == 1 else 3)
     if target not in (round_op._opoverload, unpack_op._opoverload) or _backend.use_triton(value, "low_bit"):
         return 0
-    needed = aten.pack_workspace if target is round_op._opoverload else aten.unpack_workspace
+    needed = reference.pack_workspace if target is round_op._opoverload else reference.unpack_workspace
     return needed(numel, value.dtype, value.device)

@@ -112,14 +112,3 @@ def limits_of(kink: Tensor, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Ten
     # A zero that is exact has no side.
     least = torch.where(grid.below == 2.0**grid.bits - 1, -torch.inf, rounded_up(kink + margin, dtype))
     return least, torch.where(grid.below == 1, torch.inf, -rounded_up(margin - kink, dtype))
-
-
-def bounds_of(kink: Tensor | None, grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """The limits, or None if no result reaches them."""
-    if kink is None:
-        if dtype != torch.float16:
-            return None
-        kink = torch.zeros((), dtype=grid.step_above.dtype, device=grid.step_above.device)
-    least, most = limits_of(kink, grid, dtype)
-    needed = (least - kink > NEAR * grid.step_above) | (kink - most > NEAR * grid.step_below)
-    return (least, most) if bool(needed.any()) else None

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
-from ..._torch import FakeTensor
 from .. import unfused
-from ..check import HALF, check_dtype, check_input
+from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.convolution import per_dimension
 from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
-from . import aten
+from . import reference
 from .windows import Pool
 
 OP = "fusedseg.max_pool"
@@ -44,7 +43,7 @@ def _rows(x: Tensor) -> bool:
 
 def _has_no_values(t: Tensor) -> bool:
     """Whether there is nothing to compute.  Thousands of pieces of a fake tensor would take seconds."""
-    return isinstance(t, FakeTensor) or t.is_meta or t.numel() == 0
+    return not has_values(t) or t.numel() == 0
 
 
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +56,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     if _has_no_values(x):
         return z, codes
     if not _backend.use_triton(x, "pool"):
-        aten.forward(x, z, codes, rows, pool)
+        reference.forward(x, z, codes, rows, pool)
         return z, codes
     from ...kernels.max_pool import max_pool_fwd
 
@@ -78,7 +77,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz, "pool"):
-        aten.backward(dz, codes, dx, rows, pool)
+        reference.backward(dz, codes, dx, rows, pool)
         return dx
     from ...kernels.max_pool import max_pool_bwd
 
@@ -94,7 +93,7 @@ def pick(ddx: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window: A
     """
     if _has_no_values(ddx):
         return _empty(codes.shape, rows, ddx, ddx.dtype)
-    return _dense_as(aten.pick(ddx, codes, _pool(*window)), rows)
+    return _dense_as(reference.pick(ddx, codes, _pool(*window)), rows)
 
 
 class MaxPoolFunction(torch.autograd.Function):

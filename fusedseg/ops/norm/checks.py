@@ -8,28 +8,28 @@ from torch import Tensor
 from ... import _torch
 from ...activation import check_slope_given
 from ..check import check_channel_vector, check_dtype, check_input
-from .spec import Passed, Spec
+from .call import Norm, Operands
 
 
-def check(op: str, passed: Passed, spec: Spec) -> None:
+def check(op: str, given: Operands, norm: Norm) -> None:
     """Raises ValueError or TypeError for arguments that the op cannot take.  Error texts begin with ``op``."""
-    x = passed.x
+    x = given.x
     check_input(op, x)
-    check_norm(op, passed, spec, x.shape, x)
-    if passed.residual is not None:
-        _check_residual(op, passed.residual, x, spec)
-    if spec.keep == "output" and not torch.compiler.is_compiling():
+    check_norm(op, given, norm, x.shape, x)
+    if given.residual is not None:
+        _check_residual(op, given.residual, x, norm)
+    if norm.keep == "output" and not torch.compiler.is_compiling():
         _check_writable(op, x)
 
 
-def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Tensor, of: str = "x") -> None:
+def check_norm(op: str, given: Operands, norm: Norm, shape: torch.Size, like: Tensor, of: str = "x") -> None:
     """Checks parameters and running statistics for a tensor of this shape, with the dtype and device of ``like``.
 
     Error texts call the tensor ``of``.
     """
     C = shape[1]
-    _, weight, bias, _, slope, running_mean, running_var, _ = passed
-    check_slope_given(op, spec.act, slope)
+    _, weight, bias, _, slope, running_mean, running_var, _ = given
+    check_slope_given(op, norm.act, slope)
     if slope is not None and not isinstance(slope, Tensor):
         raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
     # There is one slope for all channels, or one slope per channel.
@@ -40,28 +40,28 @@ def check_norm(op: str, passed: Passed, spec: Spec, shape: torch.Size, like: Ten
         check_channel_vector(op, name, v, count, like.dtype, like.device, of)
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{op}: running_mean and running_var must be given together, got one of them")
-    if not spec.own and running_mean is None:
+    if not norm.own and running_mean is None:
         raise ValueError(f"{op}: running_mean and running_var are needed when training is False, got None")
-    if spec.process_group is None:
-        _check_values(op, spec, shape)
+    if norm.process_group is None:
+        _check_values(op, norm, shape)
 
 
-def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
+def _check_values(op: str, norm: Norm, shape: torch.Size) -> None:
     """Raises ValueError if a statistic of x would be computed from a single value.
 
     An empty batch passes, as in the stock norms.
     """
-    if spec.kind == "batch":
+    if norm.kind == "batch":
         # ``own`` comes first, because an exported program in eval mode must not depend on the number of samples that it
         # was traced with.  ``shape.numel()`` would make constants of symbolic sizes.
-        if not (spec.own and shape[1] and math.prod(shape) == shape[1]):
+        if not (norm.own and shape[1] and math.prod(shape) == shape[1]):
             return
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
-    if spec.kind == "instance":
-        if spec.own and math.prod(shape[2:]) == 1:
+    if norm.kind == "instance":
+        if norm.own and math.prod(shape[2:]) == 1:
             raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
         return
-    groups = spec.groups
+    groups = norm.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
     # As nn.GroupNorm does, this accepts several samples whose groups have one value each.
@@ -69,7 +69,7 @@ def _check_values(op: str, spec: Spec, shape: torch.Size) -> None:
         raise ValueError(f"{op}: expected more than 1 value per group when training, got input size {tuple(shape)}")
 
 
-def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
+def _check_residual(op: str, residual: Tensor, x: Tensor, norm: Norm) -> None:
     """Raises an error unless ``residual`` can be added to ``x`` and shares no memory that the op overwrites."""
     if not isinstance(residual, Tensor):
         raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
@@ -83,7 +83,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, spec: Spec) -> None:
             raise TypeError(
                 f"{op}: residual must be {x.dtype}, the dtype of x (autocast casts it), got {residual.dtype}"
             )
-    if spec.keep == "input" or torch.compiler.is_compiling() or not x.numel():
+    if norm.keep == "input" or torch.compiler.is_compiling() or not x.numel():
         return
     if residual.untyped_storage()._cdata == x.untyped_storage()._cdata:
         raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..layout import dense, like
 from . import passes
-from .spec import Passed, Saved, Spec, Wanted, statistics_count, stats_dtype
+from .call import Norm, Operands, Statistics, statistics_count, stats_dtype
 
 _SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
 
@@ -38,50 +38,51 @@ class Given(NamedTuple):
     rstd: Tensor | None = None
 
 
-def flat(spec: Spec) -> tuple[Any, ...]:
+def flat(norm: Norm) -> tuple[Any, ...]:
     """What the op computes, as its last arguments."""
-    return *spec.act, spec.eps, spec.momentum, spec.own, spec.kind, spec.groups
+    return *norm.act, norm.eps, norm.momentum, norm.own, norm.kind, norm.groups
 
 
-def _spec_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Spec:
-    return Spec("input", Activation(name, param), eps, momentum, own, kind, groups)
+def _norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+    return Norm("input", Activation(name, param), eps, momentum, own, kind, groups)
 
 
-def _split(call: tuple[Any, ...]) -> tuple[Given, Spec]:
-    return Given(*call[:8]), _spec_of(*call[8:])
+def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
+    return Given(*call[:8]), _norm_of(*call[8:])
 
 
-def _statistics_shape(x: Tensor, spec: Spec) -> tuple[int, ...]:
+def _statistics_shape(x: Tensor, norm: Norm) -> tuple[int, ...]:
     """(C,) for the statistics of a batch; (N, C) or (N, groups) for those of samples."""
-    count = statistics_count(x, spec)
-    return (count,) if spec.kind == "batch" else (x.shape[0], count // x.shape[0])
+    count = statistics_count(x, norm)
+    return (count,) if norm.kind == "batch" else (x.shape[0], count // x.shape[0])
 
 
 def _results(*call: Any, over: bool = False, moving: bool = False) -> tuple[Tensor, ...]:
-    given, spec = _split(call)
-    source, layout = dense(given.x)
+    given, norm = _split(call)
+    source, _ = dense(given.x)
     residual = None if given.residual is None else like(given.residual, source)
     out = source if over else None
 
     def nothing() -> Tensor:
         return source.new_empty(0, dtype=stats_dtype(source))
 
+    operands = Operands(source, given.weight, given.bias, residual)
     if given.mean is not None and given.rstd is not None:
-        saved = _saved(source, given.weight, given.bias, residual, given.mean, given.rstd)
-        return passes.rebuild(saved, spec, out), nothing(), nothing(), nothing(), nothing()
+        z = passes.recompute(operands, _found(source, given.mean, given.rstd), norm, out)
+        return z, nothing(), nothing(), nothing(), nothing()
     running = [given.running_mean, given.running_var]
-    if spec.own and not moving:
+    if norm.own and not moving:
         running = [None if v is None else v.clone() for v in running]
-    passed = Passed(source, given.weight, given.bias, residual, None, *running)
-    z, *found = passes.forward(passed, spec, spec.layout(source, layout), None, out)[:3]
+    operands = operands._replace(running_mean=running[0], running_var=running[1])
+    z, stats = passes.forward(operands, norm, None, out)
     if out is None and z._is_view():
         # A program may change what a graph returns in place, and PyTorch refuses that for a view.
         z = z.data
-    if not spec.own:
+    if not norm.own:
         return z, nothing(), nothing(), nothing(), nothing()
     # An implementation that writes over x may keep no mean, which nobody reads then.
-    shape = _statistics_shape(source, spec)
-    mean, rstd = (nothing() if v is None else v.view(shape) for v in found)
+    shape = _statistics_shape(source, norm)
+    mean, rstd = (nothing() if v is None else v.view(shape) for v in stats[:2])
     return z, mean, rstd, *(nothing() if v is None or moving else v for v in running)
 
 
@@ -106,12 +107,12 @@ def forward_moving_over(*call: Any) -> tuple[Tensor, ...]:
 
 
 def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *flat_spec: Any, moving: bool = False
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *flat_norm: Any, moving: bool = False
 ) -> tuple[Tensor, ...]:
     """The results of ``forward`` of a batch norm but z, in whose place there is an empty tensor."""
-    source, layout = dense(x)
+    source, _ = dense(x)
     running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
-    mean, rstd = passes.statistics(source, _spec_of(*flat_spec), layout, *running)
+    mean, rstd = passes.statistics(source, _norm_of(*flat_norm), *running)
     return source.new_empty(0), mean, rstd, *(source.new_empty(0) if v is None or moving else v for v in running)
 
 
@@ -120,19 +121,21 @@ def statistics_moving(*call: Any) -> tuple[Tensor, ...]:
     return statistics(*call, moving=True)
 
 
-def _saved(x: Tensor, weight: Any, bias: Any, residual: Any, mean: Tensor, second: Tensor) -> Saved:
-    mean, second = (v.flatten().to(stats_dtype(x)) for v in (mean, second))
-    return Saved(x, weight, bias, residual, None, mean, second)
+def _found(x: Tensor, mean: Tensor, rstd: Tensor) -> Statistics:
+    mean, rstd = (v.flatten().to(stats_dtype(x)) for v in (mean, rstd))
+    return Statistics(mean, rstd)
 
 
 def _gradients(dz: Tensor, x: Tensor, *call: Any, over: bool = False) -> tuple[Tensor, ...]:
-    weight, bias, residual, mean, second, *flat_spec, affine, of_residual = call
-    spec = _spec_of(*flat_spec)
-    source, layout = dense(x)
-    saved = _saved(source, weight, bias, residual, mean, second)
+    weight, bias, residual, mean, second, *flat_norm, affine, of_residual = call
+    norm = _norm_of(*flat_norm)
+    source, _ = dense(x)
+    if not norm.own:
+        second = (second.to(stats_dtype(source)) + norm.eps).rsqrt()
+    operands, stats = Operands(source, weight, bias, residual), _found(source, mean, second)
     into = dz if over and dz.dtype == source.dtype and dz.stride() == source.stride() else None
-    wanted = Wanted(affine, of_residual, into)
-    dx, *others, _ = passes.backward(dz, saved, spec, spec.layout(source, layout), None, wanted)
+    needs = True, affine, affine, of_residual, False
+    dx, *others, _ = passes.backward(dz, operands, stats, norm, None, needs, into)
     asked = affine and weight is not None, affine and bias is not None, of_residual
     rest = (v if v is not None and ask else dz.new_empty(0) for v, ask in zip(others, asked, strict=True))
     return dx, *rest
@@ -186,10 +189,10 @@ OVER: dict[Any, Callable[..., Any]] = {
 
 @torch.library.register_fake("fusedseg::norm_act")
 def _(*call):
-    given, spec = _split(call)
+    given, norm = _split(call)
     x, _ = dense(given.x)
-    finds = spec.own and given.mean is None
-    shape = _statistics_shape(x, spec) if finds else (0,)
+    finds = norm.own and given.mean is None
+    shape = _statistics_shape(x, norm) if finds else (0,)
     running = (given.running_mean, given.running_var) if finds else (None, None)
     statistics = (x.new_empty(shape, dtype=stats_dtype(x)) for _ in range(2))
     moved = (x.new_empty(0, dtype=stats_dtype(x)) if v is None else torch.empty_like(v) for v in running)
@@ -206,19 +209,19 @@ def _(dz, x, weight, bias, residual, *call):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    given, ctx.spec = _split(inputs)
+    given, ctx.norm = _split(inputs)
     _, *found = output
     ctx.mark_non_differentiable(*found)
-    ctx.passed_on = given.residual is not None and TABLE[ctx.spec.act.name].identity
+    ctx.passed_on = given.residual is not None and TABLE[ctx.norm.act.name].identity
     residual = None if ctx.passed_on else given.residual
-    statistics = found[:2] if ctx.spec.own else (given.running_mean, given.running_var)
+    statistics = found[:2] if ctx.norm.own else (given.running_mean, given.running_var)
     ctx.save_for_backward(given.x, given.weight, given.bias, residual, *statistics)
 
 
 def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     need_x, need_weight, need_bias, need_residual, *_ = ctx.needs_input_grad
     affine, of_residual = need_weight or need_bias, need_residual and not ctx.passed_on
-    dx, dweight, dbias, dresidual = norm_act_backward(dz, *ctx.saved_tensors, *flat(ctx.spec), affine, of_residual)
+    dx, dweight, dbias, dresidual = norm_act_backward(dz, *ctx.saved_tensors, *flat(ctx.norm), affine, of_residual)
     dresidual = dz if ctx.passed_on else dresidual
     grads = (dx, need_x), (dweight, need_weight), (dbias, need_bias), (dresidual, need_residual)
     return *(grad if need else None for grad, need in grads), *(None,) * 11

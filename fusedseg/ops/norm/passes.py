@@ -1,101 +1,178 @@
-"""The passes of the norm op, which its autograd Function and its ops for the compiler share."""
+"""The two passes of the norm op, and the choice of who computes them: ``triton.py`` or ``reference.py``.
+
+The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``op.py``).
+"""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...activation import TABLE
-from ..layout import Layout, like
-from . import sync
-from .backend import backend_of
-from .kept import Kept
-from .spec import (
+from ... import _backend
+from ...activation import TABLE, Activation
+from ..layout import like
+from . import reference, sync, triton
+from .call import (
+    Exchange,
     Gradients,
-    Normalised,
-    Passed,
-    Saved,
-    Spec,
-    Wanted,
+    Needs,
+    Norm,
+    Operands,
+    Statistics,
     adjacent,
     move_running,
     on_adjacent,
     statistics_count,
     stats_dtype,
 )
+from .kept import Kept
 
 
-def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+class Implementation(Protocol):
+    """The functions of ``triton.py`` and of ``reference.py``.
+
+    All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  An implementation ignores
+    ``norm.process_group``, because the statistics of all processes are passed to it as running statistics.
+    """
+
+    def forward(self, given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
+        """z and the statistics.  An op that keeps its output writes z into ``out``, which may be x.
+
+        The residual has the strides of x.  If ``norm.own`` is True, the running statistics move and the batch is
+        counted, where they are given.
+        """
+        ...
+
+    def recompute(self, given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
+        """z of an op that keeps its input, with the bits of forward, in ``out``, which may be x, or in new memory."""
+        ...
+
+    def backward(
+        self,
+        dz: Tensor,
+        given: Operands,
+        stats: Statistics,
+        norm: Norm,
+        kept: Kept | None,
+        needs: Needs,
+        into: Tensor | None,
+        exchange: Exchange | None,
+    ) -> Gradients:
+        """The gradients, in the dtypes of the parameters.
+
+        ``dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``into`` is one of them.
+        ``into`` is memory for dx: that of the kept output or of dz, or None.
+        """
+        ...
+
+    def moments(self, x: Tensor) -> Tensor:
+        """(count, mean, M2) per channel of each part of the values of ``x``, in one tensor (parts, 3, C)."""
+        ...
+
+
+def implementation_of(x: Tensor, act: Activation | None = None) -> Implementation:
+    """The module that serves ``x``.  ``act=None`` asks without an activation."""
+    # No kernel computes the gradient of a learned slope.
+    learned = act is not None and TABLE[act.name].learned
+    return reference if learned or not _backend.use_triton(x, "norm") else triton
+
+
+def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     """The forward pass on a dense x.  An op that keeps its output writes z into ``out``.
 
-    It moves the running statistics, unless the statistics are those of all processes; then the caller moves them.
+    It moves the running statistics, and counts the batch, where they are given.
     """
-    x = passed.x
-    if spec.process_group is not None:
-        # The collective runs before anything is written, so that a failure changes no tensor.
-        mean, var, total, share = sync.joint_moments(x, layout, spec.process_group)
-        given = passed._replace(running_mean=mean, running_var=var)
-        found = forward(given, spec._replace(own=False, process_group=None), layout, kept, out)
-        return Normalised(found.z, mean, var, found.xhat, total, share)
+    x = given.x
+    if norm.process_group is not None:
+        return _forward_of_all_processes(given, norm, norm.process_group, kept, out)
     if x.numel() == 0:
-        zeros = torch.zeros(2, statistics_count(x, spec), dtype=stats_dtype(x), device=x.device)
-        return Normalised(torch.empty_like(x) if out is None else out, zeros[0], zeros[1])
-    run = backend_of(x, spec.act).forward
-    if adjacent(passed.weight, passed.bias, passed.running_mean, passed.running_var):
-        return run(passed, spec, layout, kept, out)
-    return on_adjacent(passed, spec.own, lambda passed: run(passed, spec, layout, kept, out))
+        if given.batches is not None:
+            given.batches.add_(1)
+        zeros = torch.zeros(2, statistics_count(x, norm), dtype=stats_dtype(x), device=x.device)
+        return torch.empty_like(x) if out is None else out, Statistics(zeros[0], zeros[1])
+    run = implementation_of(x, norm.act).forward
+    if adjacent(given.weight, given.bias, given.running_mean, given.running_var):
+        return run(given, norm, kept, out)
+    return on_adjacent(given, norm.own, lambda given: run(given, norm, kept, out))
 
 
-def statistics(
-    x: Tensor, spec: Spec, layout: Layout, running_mean: Tensor | None, running_var: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _forward_of_all_processes(
+    given: Operands, norm: Norm, group: str, kept: Kept | None, out: Tensor | None
+) -> tuple[Tensor, Statistics]:
+    # The collective runs before anything is written, so that a failure changes no tensor.
+    mean, var, total, share = sync.joint_moments(_moments(given.x), group)
+    alone = given._replace(running_mean=mean, running_var=var, batches=None)
+    z, (_, rstd, xhat, *_) = forward(alone, norm._replace(own=False, process_group=None), kept, out)
+    if not given.x.numel():
+        rstd = torch.rsqrt(var + norm.eps)
+    move_running(given, norm, mean, var, total)
+    if given.batches is not None:
+        given.batches.add_(1)
+    return z, Statistics(mean, rstd, xhat, share, total)
+
+
+def _moments(x: Tensor) -> Tensor:
+    """(count, mean, M2) of each part of the values of a dense x: (parts, 3, C)."""
+    if x.numel() == 0:
+        return torch.zeros(1, 3, x.shape[1], dtype=stats_dtype(x), device=x.device)
+    return implementation_of(x).moments(x)
+
+
+def statistics(x: Tensor, norm: Norm, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor]:
     """The mean and 1 / sqrt(var + eps) of a batch norm of a dense x; it moves the running statistics."""
-    count, mean, m2 = sync.merge(sync.local_moments(x, layout))
-    rstd = (m2 / count.clamp(min=1) + spec.eps).rsqrt()
-    passed = Passed(x, None, None, None, None, running_mean, running_var)
-    move_running(passed, spec, Normalised(x, mean, rstd), x.numel() // x.shape[1])
-    return mean, rstd
+    count, mean, m2 = sync.merge(_moments(x))
+    var = m2 / count.clamp(min=1)
+    given = Operands(x, running_mean=running_mean, running_var=running_var)
+    move_running(given, norm, mean, var, x.numel() // x.shape[1])
+    return mean, (var + norm.eps).rsqrt()
 
 
-def rebuild(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
+def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None = None) -> Tensor:
     """z of an op that keeps its input, with the same bits as in the forward pass; it may be written over the input."""
-    x = saved.source
+    if given.x.numel() == 0:
+        return torch.empty_like(given.x)
+    return implementation_of(given.x, norm.act).recompute(_prepared(given), stats, norm, out)
+
+
+def _prepared(given: Operands) -> Operands:
+    """The operands with a residual that has the strides of x, and with weight and bias that lie adjacent in memory."""
+    if given.residual is not None and given.residual.stride() != given.x.stride():
+        given = given._replace(residual=like(given.residual, given.x))
+    if adjacent(given.weight, given.bias):
+        return given
+    weight, bias = (None if v is None else v.contiguous() for v in (given.weight, given.bias))
+    return given._replace(weight=weight, bias=bias)
+
+
+def backward(
+    dz: Tensor,
+    given: Operands,
+    stats: Statistics,
+    norm: Norm,
+    kept: Kept | None,
+    needs: Needs,
+    into: Tensor | None = None,
+) -> Gradients:
+    """The gradients, in the dtypes of the parameters.  ``given.x`` is the tensor that was kept, which is dense.
+
+    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.
+    """
+    x, exchange = given.x, None
+    if stats.share is not None:
+        assert norm.process_group is not None
+        exchange = sync.exchange(stats.share, norm.process_group)
     if x.numel() == 0:
-        return torch.empty_like(x)
-    if saved.residual is not None:
-        saved = saved._replace(residual=like(saved.residual, x))
-    saved = saved if adjacent(saved.weight, saved.bias) else _adjacent(saved)
-    return backend_of(x, spec.act).recompute(saved, spec, out)
-
-
-def _adjacent(saved: Saved) -> Saved:
-    """``saved`` with weight and bias whose elements are adjacent in memory, which are copies where they are not."""
-    weight, bias = (None if v is None else v.contiguous() for v in (saved.weight, saved.bias))
-    return saved._replace(weight=weight, bias=bias)
-
-
-def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
-    """The gradients, in the dtypes of the parameters.  ``layout`` is the layout of ``saved.source``, which is dense."""
-    source = saved.source
-    if saved.share is not None:
-        assert spec.process_group is not None
-        exchanged = sync.exchange(saved.share, spec.process_group)
-        wanted = wanted._replace(exchange=exchanged)
-        if source.numel() == 0:
+        if exchange is not None:
             # The other processes wait for the sums of this process.
-            exchanged(torch.zeros_like(saved.second), torch.zeros_like(saved.second))
-    if source.numel() == 0:
-        vectors = (saved.weight, saved.bias) if wanted.affine else (None, None)
-        dweight, dbias, dslope = (None if v is None else torch.zeros_like(v) for v in (*vectors, saved.slope))
-        return Gradients(
-            torch.empty_like(source), dweight, dbias, torch.empty_like(source) if wanted.residual else None, dslope
-        )
-    if saved.residual is not None:
-        saved = saved._replace(residual=like(saved.residual, source))
-    if not adjacent(saved.weight, saved.bias):
-        saved = _adjacent(saved)
-    return backend_of(source, spec.act).backward(like(dz, source), saved, spec, layout, kept, wanted)
+            exchange(torch.zeros_like(stats.rstd), torch.zeros_like(stats.rstd))
+        zeros = (None if v is None else torch.zeros_like(v) for v in (given.weight, given.bias, given.slope))
+        dweight, dbias, dslope = zeros
+        return Gradients(torch.empty_like(x), dweight, dbias, torch.empty_like(x) if needs[3] else None, dslope)
+    run = implementation_of(x, norm.act).backward
+    return run(like(dz, x), _prepared(given), stats, norm, kept, needs, into, exchange)
 
 
-def fits(dz: Tensor, source: Tensor, spec: Spec) -> bool:
+def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:
     """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
     alike = dz.dtype == source.dtype and dz.stride() == source.stride()
-    return alike and not TABLE[spec.act.name].identity
+    return alike and not TABLE[norm.act.name].identity

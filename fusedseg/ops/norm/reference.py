@@ -25,9 +25,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ... import _backend
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
-from ..layout import Layout, channel_view
+from .call import (
+    Exchange,
+    Gradients,
+    Needs,
+    Norm,
+    Operands,
+    Statistics,
+    cast,
+    move_running,
+    stats_dtype,
+)
 from .kept import Kept, finite_inverse
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, cast, like_parameters, move_running, stats_dtype
 
 # A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between LEAST and
 # TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches counts.
@@ -38,27 +47,38 @@ _native_batch_norm: Any = torch.native_batch_norm
 Tile = tuple[slice, slice, slice]
 
 
-def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     """z, the statistics, and xhat of the kept channels.  An op that keeps its output writes z into ``out``."""
-    x = passed.x
+    x = given.x
     # ``out`` may be x, so what backward cannot find in z is copied first.
-    lost = None if kept is None else _view(x, spec)[:, kept.index.to(x.device)]
-    if spec.kind == "batch" or (spec.kind == "instance" and x.is_contiguous()):
-        z, mean, second = _stock_batch_norm(passed, spec, layout, out)
-    elif spec.kind == "group" and out is None and (not _backend.off_cpu(x) or isinstance(x, FakeTensor)):
+    lost = None if kept is None else _view(x, norm)[:, kept.index.to(x.device)]
+    if norm.kind == "batch" or (norm.kind == "instance" and x.is_contiguous()):
+        z, stats = _stock_batch_norm(given, norm, out)
+    elif norm.kind == "group" and out is None and (not _backend.off_cpu(x) or isinstance(x, FakeTensor)):
         # On a GPU it takes only contiguous tensors of one dtype.
-        z, mean, second = _stock_group_norm(passed, spec)
+        z, stats = _stock_group_norm(given, norm)
     else:
-        mean, var = (_flat(v, spec) for v in _moments(_view(x, spec), spec))
-        second = torch.rsqrt(var + spec.eps)
-        move_running(passed, spec, Normalised(x, mean, second), x.numel() // len(mean))
-        saved = Saved(x, passed.weight, passed.bias, passed.residual, passed.slope, mean, second)
-        z = recompute(saved, spec, out)
-        return Normalised(z, mean, second, _xhat_of(lost, kept, z, mean, second, spec))
-    if passed.residual is not None:
-        z.add_(passed.residual)
-    z = activate(z, spec.act, passed.slope)
-    return Normalised(z, mean, second, _xhat_of(lost, kept, z, mean, second, spec))
+        z, stats = _by_formulas(given, norm, out)
+    if given.batches is not None:
+        given.batches.add_(1)
+    if kept is None or lost is None:
+        return z, stats
+    return z, stats._replace(xhat=_xhat_of(lost, kept, z, stats, norm))
+
+
+def _by_formulas(given: Operands, norm: Norm, out: Tensor | None) -> tuple[Tensor, Statistics]:
+    """z and the statistics of a norm for which no stock function is fit."""
+    mean, var = (_flat(v, norm) for v in _moments(_view(given.x, norm), norm))
+    move_running(given, norm, mean, var, given.x.numel() // len(mean))
+    stats = Statistics(mean, torch.rsqrt(var + norm.eps))
+    return recompute(given, stats, norm, out), stats
+
+
+def _finished(y: Tensor, given: Operands, norm: Norm) -> Tensor:
+    """z from the normalised x, in its memory but for prelu."""
+    if given.residual is not None:
+        y.add_(given.residual)
+    return activate(y, norm.act, given.slope)
 
 
 def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
@@ -66,88 +86,96 @@ def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
     return TABLE[act.name].forward(y, act.param if slope is None else slope)
 
 
-def _stock_batch_norm(passed: Passed, spec: Spec, layout: Layout, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised x, its mean, and rstd or the variance; planes of samples are channels of one sample here."""
-    x, acc = passed.x, stats_dtype(passed.x)
+def _stock_batch_norm(given: Operands, norm: Norm, out: Tensor | None) -> tuple[Tensor, Statistics]:
+    """z and the statistics; planes of samples are channels of one sample here."""
+    x, acc = given.x, stats_dtype(given.x)
     N, C = x.shape[:2]
-    samples = 1 if spec.kind == "batch" else N
-    z = torch.empty_like(x) if out is None else out
+    samples = 1 if norm.kind == "batch" else N
+    y = torch.empty_like(x) if out is None else out
 
     def image(t: Tensor) -> Tensor:
-        return t.view(N // samples, samples * C, -1) if t.is_contiguous() else channel_view(t, layout)
+        if t.is_contiguous():
+            return t.view(N // samples, samples * C, -1)
+        # PyTorch recognises channels_last by four dimensions, whatever number of dimensions x has.
+        return t.as_strided((1, C, t.numel() // C, 1), (t.numel(), 1, C, C))
 
     def repeated(v: Tensor | None) -> Tensor | None:
         return v if v is None or samples == 1 else v.repeat(samples)
 
     # Parameters in fp32 make PyTorch compute the statistics of half-precision x in fp32.
-    weight = torch.ones(C, dtype=acc, device=x.device) if passed.weight is None else cast(passed.weight, acc)
-    running = [cast(v, acc) for v in (passed.running_mean, passed.running_var)]
+    weight = torch.ones(C, dtype=acc, device=x.device) if given.weight is None else cast(given.weight, acc)
+    running = [cast(v, acc) for v in (given.running_mean, given.running_var)]
     moved = [repeated(v) for v in running]
     # A CPU leaves them empty in eval mode, and CUDA writes them.
-    mean, rstd = (x.new_empty(samples * C if spec.own else 0, dtype=acc) for _ in range(2))
+    mean, rstd = (x.new_empty(samples * C if norm.own else 0, dtype=acc) for _ in range(2))
     _native_batch_norm(
-        image(x), repeated(weight), repeated(cast(passed.bias, acc)), *moved, spec.own, spec.momentum, spec.eps,
-        out=(image(z), mean, rstd),
+        image(x), repeated(weight), repeated(cast(given.bias, acc)), *moved, norm.own, norm.momentum, norm.eps,
+        out=(image(y), mean, rstd),
     )  # fmt: skip
-    if spec.own:
-        for buffer, v in zip((passed.running_mean, passed.running_var), moved, strict=True):
-            if buffer is not None and v is not None and v is not buffer:
-                buffer.copy_(v.view(samples, C).mean(0))
-        return z, mean, rstd
-    if spec.keep == "output":
-        return z, running[0], torch.rsqrt(running[1] + spec.eps)
-    # These are copies, because the buffers may change before backward runs.
-    return z, running[0].clone(), running[1].clone()
+    if not norm.own:
+        mean = running[0] if norm.keep == "output" else running[0].clone()
+        return _finished(y, given, norm), Statistics(mean, torch.rsqrt(running[1] + norm.eps))
+    for buffer, v in zip((given.running_mean, given.running_var), moved, strict=True):
+        if buffer is not None and v is not None and v is not buffer:
+            buffer.copy_(v.view(samples, C).mean(0))
+    return _finished(y, given, norm), Statistics(mean, rstd)
 
 
-def _stock_group_norm(passed: Passed, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised x, mean and rstd."""
-    x, weight, acc = passed.x, passed.weight, stats_dtype(passed.x)
+def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
+    """z and the statistics."""
+    x, weight, acc = given.x, given.weight, stats_dtype(given.x)
     N, C = x.shape[:2]
     S = x.numel() // (N * C)
-    if weight is None and (passed.bias is not None or x.dtype != acc):
+    if weight is None and (given.bias is not None or x.dtype != acc):
         weight = torch.ones(C, dtype=acc, device=x.device)
     # PyTorch recognises channels_last by four dimensions, whatever number of dimensions x has.
     image = x if x.is_contiguous() else x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
-    z, mean, rstd = torch.native_group_norm(
-        image, cast(weight, acc), cast(passed.bias, acc), N, C, S, spec.groups, spec.eps
+    y, mean, rstd = torch.native_group_norm(
+        image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.groups, norm.eps
     )
-    return z.as_strided(x.shape, x.stride()), mean.flatten(), rstd.flatten()
+    return _finished(y.as_strided(x.shape, x.stride()), given, norm), Statistics(mean.flatten(), rstd.flatten())
 
 
-def _xhat_of(
-    lost: Tensor | None, kept: Kept | None, z: Tensor, mean: Tensor, rstd: Tensor, spec: Spec
-) -> Tensor | None:
+def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm) -> Tensor:
     """xhat of the kept channels, from their x in ``lost``: flat, with planes or rows as z has them."""
-    if lost is None or kept is None:
-        return None
-    view, index = _view(z, spec), kept.index.to(z.device)
-    mean, rstd = (_each_channel(v, view, spec)[:, index] for v in (mean, rstd))
+    assert stats.mean is not None
+    view, index = _view(z, norm), kept.index.to(z.device)
+    mean, rstd = (_each_channel(v, view, norm)[:, index] for v in (stats.mean, stats.rstd))
     xhat = z.new_empty(lost.numel())
     _kept_view(xhat, view, kept.count).copy_((lost.to(mean.dtype) - mean).mul_(rstd))
     return xhat
 
 
-def recompute(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
-    """z of an op that keeps its input, in ``out``, which may be the input, or in new memory."""
-    z = torch.empty_like(saved.source) if out is None else out
-    call, zv = _Call(saved, spec, None), _view(z, spec)
+def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
+    """z from x and its statistics, in ``out``, which may be x, or in new memory."""
+    z = torch.empty_like(given.x) if out is None else out
+    call, zv = _Call(given, stats, norm, None), _view(z, norm)
     for tile in _tiles(zv):
-        zv[tile] = activate(call.pre_activation(tile), spec.act, call.slope_of(tile))
+        zv[tile] = activate(call.pre_activation(tile), norm.act, call.slope_of(tile))
     return z
 
 
-def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
+def backward(
+    dz: Tensor,
+    given: Operands,
+    stats: Statistics,
+    norm: Norm,
+    kept: Kept | None,
+    needs: Needs,
+    into: Tensor | None,
+    exchange: Exchange | None,
+) -> Gradients:
     """The gradients, in the dtypes of the parameters."""
-    source = saved.source
-    dx = torch.empty_like(source) if wanted.into is None else wanted.into
-    dresidual = torch.empty_like(source) if wanted.residual else None
-    dzv, dxv = _view(dz, spec), _view(dx, spec)
-    drv = None if dresidual is None else _view(dresidual, spec)
-    call = _Call(saved, spec, kept)
-    gradient = call.from_output if spec.keep == "output" else call.from_input
+    _, need_weight, need_bias, need_residual, _ = needs
+    source = given.x
+    dx = torch.empty_like(source) if into is None else into
+    dresidual = torch.empty_like(source) if need_residual else None
+    dzv, dxv = _view(dz, norm), _view(dx, norm)
+    drv = None if dresidual is None else _view(dresidual, norm)
+    call = _Call(given, stats, norm, kept)
+    gradient = call.from_output if norm.keep == "output" else call.from_input
     s1, s2 = call.rstd.new_zeros((2, *call.source.shape[:2], 1))
-    dslope = None if saved.slope is None else torch.zeros_like(saved.slope, dtype=s1.dtype)
+    dslope = None if given.slope is None else torch.zeros_like(given.slope, dtype=s1.dtype)
 
     # Functions, so that the temporaries of a tile are free before the next tile begins.
     def add_to_sums(tile: Tile) -> None:
@@ -163,7 +191,7 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
             drv[tile] = g
         nc = tile[:2]
         dx_of_tile = g * call.weight[nc]
-        if spec.own:
+        if norm.own:
             dx_of_tile.sub_(t1[nc]).sub_(xhat.mul_(t2[nc]))
         dxv[tile] = dx_of_tile.mul_(call.rstd[nc])
 
@@ -171,21 +199,26 @@ def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | 
     for tile in tiles:
         add_to_sums(tile)
     dbias, dweight = s1.sum(0).flatten(), s2.sum(0).flatten()
-    m = call.source.numel() // saved.second.numel()
-    if wanted.exchange is None:
-        t1, t2 = (_over_statistic(call.weight * s, spec) / m for s in (s1, s2))
+    m = call.source.numel() // stats.rstd.numel()
+    if exchange is None:
+        t1, t2 = (_over_statistic(call.weight * s, norm) / m for s in (s1, s2))
     else:
-        t1, t2 = (call.weight * s.view(1, -1, 1) / m for s in wanted.exchange(dbias, dweight))
+        t1, t2 = (call.weight * s.view(1, -1, 1) / m for s in exchange(dbias, dweight))
     # Backwards, because the last tiles are still in the cache.
     for tile in reversed(tiles):
         write(tile)
-    grads = Gradients(dx, dweight, dbias, dresidual, dslope)
-    return like_parameters(grads if wanted.affine else grads._replace(dweight=None, dbias=None), saved)
+    return Gradients(
+        dx,
+        cast(dweight, given.weight.dtype) if given.weight is not None and need_weight else None,
+        cast(dbias, given.bias.dtype) if given.bias is not None and need_bias else None,
+        dresidual,
+        None if given.slope is None else cast(dslope, given.slope.dtype),
+    )
 
 
-def moments(x: Tensor, layout: Layout) -> Tensor:
+def moments(x: Tensor) -> Tensor:
     """(count, mean, M2) of each channel, (1, 3, C), for statistics of all processes."""
-    of_batch = Spec("input", Activation("identity", 0.0))
+    of_batch = Norm("input", Activation("identity", 0.0))
     mean, var = (_flat(v, of_batch) for v in _moments(_view(x, of_batch), of_batch))
     count = x.numel() // len(mean)
     return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)
@@ -194,30 +227,29 @@ def moments(x: Tensor, layout: Layout) -> Tensor:
 class _Call:
     """The tensors that one backward pass, or one recomputation, reads: (N, C, S), and vectors as (N, C, 1)."""
 
-    def __init__(self, saved: Saved, spec: Spec, kept: Kept | None) -> None:
-        self.source = _view(saved.source, spec)
-        self.residual = None if saved.residual is None else _view(saved.residual, spec)
-        self.act, self.param, self.kept = TABLE[spec.act.name], spec.act.param, kept
-        self.acc = stats_dtype(saved.source)
+    def __init__(self, given: Operands, stats: Statistics, norm: Norm, kept: Kept | None) -> None:
+        self.source = _view(given.x, norm)
+        self.residual = None if given.residual is None else _view(given.residual, norm)
+        self.act, self.param, self.kept = TABLE[norm.act.name], norm.act.param, kept
+        self.acc = stats_dtype(given.x)
         N, C, _ = self.source.shape
         ones = torch.ones(C, dtype=self.acc, device=self.source.device)
-        weight = ones if saved.weight is None else cast(saved.weight, self.acc)
-        bias = torch.zeros_like(ones) if saved.bias is None else cast(saved.bias, self.acc)
-        self.slope = cast(saved.slope, self.acc)
+        weight = ones if given.weight is None else cast(given.weight, self.acc)
+        bias = torch.zeros_like(ones) if given.bias is None else cast(given.bias, self.acc)
+        self.slope = cast(given.slope, self.acc)
         self.weight, self.bias = (v.view(1, C, 1).expand(N, C, 1) for v in (weight, bias))
-        rstd = torch.rsqrt(saved.second + spec.eps) if spec.keeps_variance else saved.second
-        self.rstd = _each_channel(rstd, self.source, spec)
-        if saved.mean is not None:
-            self.mean = _each_channel(saved.mean, self.source, spec)
+        self.rstd = _each_channel(stats.rstd, self.source, norm)
+        if stats.mean is not None:
+            self.mean = _each_channel(stats.mean, self.source, norm)
             # So does PyTorch compute y on a CPU, and y has the same bits here: at a kink, z and dz must agree.
             self.scale = self.weight * self.rstd
             self.shift = torch.addcmul(self.bias, self.mean, self.scale, value=-1)
-        if spec.keep == "output":
-            inverse = finite_inverse(weight, bias, saved.source.dtype, saved.residual is not None)
+        if norm.keep == "output":
+            inverse = finite_inverse(weight, bias, given.x.dtype, given.residual is not None)
             self.inverse = inverse.view(1, C, 1).expand(N, C, 1)
         if kept is not None:
-            assert saved.xhat is not None
-            self.xhat = _kept_view(saved.xhat, self.source, kept.count)
+            assert stats.xhat is not None
+            self.xhat = _kept_view(stats.xhat, self.source, kept.count)
 
     def slope_of(self, tile: Tile) -> Tensor | None:
         """The learned slopes of these channels."""
@@ -254,13 +286,13 @@ class _Call:
         return g, xhat, None
 
 
-def _view(x: Tensor, spec: Spec) -> Tensor:
+def _view(x: Tensor, norm: Norm) -> Tensor:
     """A dense tensor as (N, C, S).  For statistics of the batch, rows (channels_last) are those of one sample."""
     N, C = x.shape[:2]
     S = x.numel() // (N * C)
-    if x.is_contiguous() and (S > 1 or spec.kind != "batch"):
+    if x.is_contiguous() and (S > 1 or norm.kind != "batch"):
         return x.view(N, C, S)
-    if spec.kind == "batch":
+    if norm.kind == "batch":
         return x.as_strided((1, C, N * S), (x.numel(), 1, C))
     return x.as_strided((N, C, S), (C * S, 1, C))
 
@@ -289,42 +321,42 @@ def _tiles(x: Tensor) -> list[Tile]:
     return tiles[:2] if fake and get_proxy_mode() is None else tiles
 
 
-def _groups(C: int, spec: Spec) -> int:
-    return spec.groups if spec.kind == "group" else C
+def _groups(C: int, norm: Norm) -> int:
+    return norm.groups if norm.kind == "group" else C
 
 
-def _over_statistic(sums: Tensor, spec: Spec) -> Tensor:
+def _over_statistic(sums: Tensor, norm: Norm) -> Tensor:
     """For each channel, the sum of its statistic, from the sums (N, C, 1) of all channels."""
-    if spec.kind == "batch":
+    if norm.kind == "batch":
         return sums.sum(0, keepdim=True).expand_as(sums)
     N, C, _ = sums.shape
-    groups = _groups(C, spec)
+    groups = _groups(C, norm)
     return sums.view(N, groups, -1).sum(2, keepdim=True).expand(N, groups, C // groups).reshape(N, C, 1)
 
 
-def _each_channel(v: Tensor, x: Tensor, spec: Spec) -> Tensor:
+def _each_channel(v: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """A flat vector of one value for each statistic, as (N, C, 1)."""
     N, C, _ = x.shape
-    samples, groups = (1 if spec.kind == "batch" else N), _groups(C, spec)
+    samples, groups = (1 if norm.kind == "batch" else N), _groups(C, norm)
     return v.view(samples, groups, 1).expand(samples, groups, C // groups).reshape(samples, C, 1).expand(N, C, 1)
 
 
-def _flat(v: Tensor, spec: Spec) -> Tensor:
+def _flat(v: Tensor, norm: Norm) -> Tensor:
     """One value for each statistic, from the values (N, C, 1) of all channels."""
-    v = v[:1] if spec.kind == "batch" else v
-    return v.reshape(len(v), _groups(v.shape[1], spec), -1)[..., 0].flatten()
+    v = v[:1] if norm.kind == "batch" else v
+    return v.reshape(len(v), _groups(v.shape[1], norm), -1)[..., 0].flatten()
 
 
-def _moments(x: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of (N, C, S): (N, C, 1) each, with the value of its statistic for a channel."""
     acc, (N, C, S) = stats_dtype(x), x.shape
-    m = N * S if spec.kind == "batch" else S * (C // _groups(C, spec))
+    m = N * S if norm.kind == "batch" else S * (C // _groups(C, norm))
 
     def mean_of(values: Callable[[Tensor, Tile], Tensor]) -> Tensor:
         sums = torch.zeros((N, C, 1), dtype=acc, device=x.device)
         for tile in _tiles(x):
             sums[tile[:2]] += values(x[tile].to(acc), tile).sum(2, keepdim=True)
-        return _over_statistic(sums, spec) / m
+        return _over_statistic(sums, norm) / m
 
     mean = mean_of(lambda x, tile: x)
     return mean, mean_of(lambda x, tile: (x - mean[tile[:2]]).square_())

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from ... import _torch
-from ..layout import Layout
-from .backend import backend_of
-from .spec import Exchange, stats_dtype
-
-
-def local_moments(x: Tensor, layout: Layout) -> Tensor:
-    """(count, mean, M2) of each part of the values of this process: (parts, 3, C)."""
-    if x.numel() == 0:
-        return torch.zeros(1, 3, x.shape[1], dtype=stats_dtype(x), device=x.device)
-    return backend_of(x).moments(x, layout)
+from .call import Exchange
 
 
 def merge(parts: Tensor) -> Tensor:
@@ -41,12 +32,13 @@ def gather(t: Tensor, group: str) -> Tensor:
     return gathered.view(-1, *t.shape)
 
 
-def joint_moments(x: Tensor, layout: Layout, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def joint_moments(parts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The statistics of all processes, (C,) each: the collective of a forward pass.
 
-    They are the mean and the biased variance, the number of values, and the fraction of them that this process has.
+    ``parts``, (parts, 3, C), has (count, mean, M2) of each part of the values of this process.  The statistics are the
+    mean and the biased variance, the number of values, and the fraction of them that this process has.
     """
-    local = merge(local_moments(x, layout))
+    local = merge(parts)
     total, mean, m2 = merge(gather(local, group))
     values = total.clamp(min=1)
     return mean, m2 / values, total, local[0] / values

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..._backend import launching
-from ..layout import Layout, dense
+from ..layout import Layout, layout_of
+from .call import Exchange, Gradients, Needs, Norm, Operands, Statistics, move_running, variance_of
 from .kept import Kept
-from .spec import Gradients, Normalised, Passed, Saved, Spec, Wanted, move_running
 
 
 @functools.cache
@@ -21,82 +21,100 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return norm_act, norm_act_bwd
 
 
-def forward(passed: Passed, spec: Spec, layout: Layout, kept: Kept | None, out: Tensor | None) -> Normalised:
+# Numbers of samples that change in every call must not fill the memory.
+_by_sample = functools.lru_cache(1024)(Layout.by_sample)
+
+
+def _layout(x: Tensor, norm: Norm) -> Layout:
+    """How a dense x lies in memory, and the values of a statistic."""
+    layout = layout_of(x)
+    assert layout is not None
+    if norm.kind == "batch":
+        return layout
+    N, C = x.shape[:2]
+    return _by_sample(layout, N, C if norm.kind == "instance" else norm.groups)
+
+
+def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     norm_act, _ = _kernels()
-    x, weight, bias, residual, _, running_mean, running_var, batches = passed
-    own = spec.own
+    x, weight, bias, residual, _, running_mean, running_var, batches = given
+    own, layout = norm.own, _layout(x, norm)
     # Kernels move the running statistics of a batch only.
-    of_batch = spec.kind == "batch" or (spec.keep == "output" and layout.I * layout.D == 1)
+    of_batch = norm.kind == "batch" or (norm.keep == "output" and layout.I * layout.D == 1)
     if not of_batch:
         running_mean = running_var = None
-    if not own or running_mean is None or (batches is not None and not _can_count(batches, x)):
-        batches = None
+    counted = batches if own and running_mean is not None and _can_count(batches, x) else None
     z = torch.empty_like(x) if out is None else out
     with launching(x):
-        mean, second, xhat = norm_act.norm_act_fwd(
+        mean, rstd, xhat = norm_act.norm_act_fwd(
             x, z, layout, weight, bias, running_mean=running_mean, running_var=running_var, training=own,
-            momentum=spec.momentum, eps=spec.eps, act=spec.act,
-            kept=None if kept is None else (kept.slots, kept.count), residual=residual, batches=batches,
+            momentum=norm.momentum, eps=norm.eps, act=norm.act,
+            kept=None if kept is None else (kept.slots, kept.count), residual=residual,
+            batches=counted,
             # An op that writes over x keeps no mean.  The means of samples are needed to move running statistics.
-            keep_mean=out is not x or not of_batch,
+            keep_mean=own and (out is not x or not of_batch),
         )  # fmt: skip
-    if batches is not None:
-        torch.autograd.graph.increment_version(batches)
-    if not own and spec.keep == "input":
-        # These are copies, because the buffers may change before backward runs.
-        mean, second = (v.to(second.dtype, copy=True) for v in (passed.running_mean, passed.running_var))  # type: ignore[union-attr]
-    found = Normalised(z, mean, second, xhat, None, None, batches is not None)
-    if own and not of_batch:
-        move_running(passed, spec, found, layout.N * layout.S)
-    return found
+    if counted is not None:
+        torch.autograd.graph.increment_version(counted)
+    elif batches is not None:
+        batches.add_(1)
+    if not own and norm.keep == "input":
+        assert running_mean is not None
+        mean = running_mean.to(rstd.dtype, copy=True)
+    if own and not of_batch and given.running_mean is not None:
+        move_running(given, norm, mean, variance_of(rstd, norm), layout.N * layout.S)
+    return z, Statistics(mean, rstd, xhat)
 
 
-def backward(dz: Tensor, saved: Saved, spec: Spec, layout: Layout, kept: Kept | None, wanted: Wanted) -> Gradients:
+def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
+    norm_act, _ = _kernels()
+    x = given.x
+    z = torch.empty_like(x) if out is None else out
+    with launching(x):
+        norm_act.norm_act_rebuild(
+            x, z, _layout(x, norm), given.weight, given.bias, mean=stats.mean, rstd=stats.rstd, act=norm.act,
+            residual=given.residual,
+        )  # fmt: skip
+    return z
+
+
+def backward(
+    dz: Tensor,
+    given: Operands,
+    stats: Statistics,
+    norm: Norm,
+    kept: Kept | None,
+    needs: Needs,
+    into: Tensor | None,
+    exchange: Exchange | None,
+) -> Gradients:
     _, kernels = _kernels()
-    source, weight, bias, residual, _, mean, rstd, xhat, _ = saved
-    affine, writes_g, into, exchange = wanted
-    if mean is not None:
+    source, weight, bias, residual = given[:4]
+    _, need_weight, need_bias, writes_g, _ = needs
+    if norm.keep == "input":
         # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = residual is not None
-        rstd = (rstd + spec.eps).rsqrt() if spec.keeps_variance else rstd
     dresidual = torch.empty_like(source) if writes_g else None
-    parameter = None if not affine else bias if weight is None else weight
+    parameter = None if not (need_weight or need_bias) else bias if weight is None else weight
     with launching(source):
         dx, dweight, dbias = kernels.norm_act_bwd(
-            dz, source, layout, weight, bias, rstd, xhat,
-            kept=None if kept is None else (kept.slots, kept.count), training=spec.own, act=spec.act,
-            dparam_dtype=None if parameter is None else parameter.dtype, dx=into, mean=mean, residual=residual,
+            dz, source, _layout(source, norm), weight, bias, stats.rstd, stats.xhat,
+            kept=None if kept is None else (kept.slots, kept.count), training=norm.own, act=norm.act,
+            dparam_dtype=None if parameter is None else parameter.dtype, dx=into, mean=stats.mean, residual=residual,
             dresidual=dresidual, exchange=exchange,
         )  # fmt: skip
     return Gradients(dx, dweight, dbias, dresidual)
 
 
-def recompute(saved: Saved, spec: Spec, out: Tensor | None = None) -> Tensor:
-    norm_act, _ = _kernels()
-    x = saved.source
-    layout = spec.layout(*dense(x))
-    z = torch.empty_like(x) if out is None else out
-    with launching(x):
-        if spec.keeps_variance:
-            norm_act.norm_act_fwd(
-                x, z, layout, saved.weight, saved.bias, running_mean=saved.mean, running_var=saved.second,
-                training=False, momentum=0.0, eps=spec.eps, act=spec.act, kept=None, residual=saved.residual,
-            )  # fmt: skip
-        else:
-            norm_act.norm_act_rebuild(
-                x, z, layout, saved.weight, saved.bias, mean=saved.mean, rstd=saved.second, act=spec.act,
-                residual=saved.residual,
-            )  # fmt: skip
-    return z
-
-
-def moments(x: Tensor, layout: Layout) -> Tensor:
+def moments(x: Tensor) -> Tensor:
     from ...kernels.norm_stats import few, norm_stats
 
+    layout = layout_of(x)
+    assert layout is not None
     with launching(x):
         return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 
-def _can_count(batches: Tensor, x: Tensor) -> bool:
+def _can_count(batches: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
-    return batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device
+    return batches is not None and batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._torch import FakeTensor
+from ..check import has_values
 from ..layout import dense
-from . import aten
-from .conv_logits import Conv, Form
+from . import reference
+from .conv_logits import Conv, ConvForm
+from .reference import Tile, add_sums, tile_of, write_grad
 from .spec import ROWS, SumsSpec, sums_dtype, wide_dtype
-from .tile import Axes, Tile, tile_grad, tile_sums
 
 # The number of logits of a tile on a GPU.  The tile has 16 MiB in fp32, beside three or four copies.
 DEVICE_TILE = 1 << 22
-AXES = Axes(1, 2)
 
 Where = tuple[slice, ...]
 
 
-class Axis(NamedTuple):
+class LinearAxis(NamedTuple):
     """Linear interpolation along one axis as a matrix, of which a tile uses a part.
 
     Output position i is (1 - second[i]) times input position first[i], plus second[i] times the next one.
@@ -59,7 +58,7 @@ class Axis(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def axis_of(n_in: int, n_out: int, align_corners: bool) -> Axis:
+def axis_of(n_in: int, n_out: int, align_corners: bool) -> LinearAxis:
     """The positions and weights of ``torch.nn.functional.interpolate`` with mode "linear"."""
     if align_corners:
         scale = (n_in - 1) / (n_out - 1) if n_out > 1 else 0.0
@@ -67,14 +66,14 @@ def axis_of(n_in: int, n_out: int, align_corners: bool) -> Axis:
     else:
         source = [max(0.0, n_in / n_out * (i + 0.5) - 0.5) for i in range(n_out)]
     first = [min(int(x), n_in - 1) for x in source]
-    return Axis(n_in, tuple(first), tuple(min(x - i, 1.0) for x, i in zip(source, first, strict=True)))
+    return LinearAxis(n_in, tuple(first), tuple(min(x - i, 1.0) for x, i in zip(source, first, strict=True)))
 
 
 class ConvSums(NamedTuple):
     """One call: the convolution, and what the sums are taken of."""
 
     conv: Conv
-    form: Form
+    form: ConvForm
     target: Tensor
     mask: Tensor | None
     spec: SumsSpec
@@ -93,10 +92,10 @@ class Wide(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    form: Form
+    form: ConvForm
 
     @classmethod
-    def of(cls, conv: Conv, form: Form) -> "Wide":
+    def of(cls, conv: Conv, form: ConvForm) -> "Wide":
         dtype = wide_dtype(conv.features)
         weight = conv.weight.reshape(conv.weight.shape[:2]).to(form.dtype).to(dtype)
         return cls(weight, None if conv.bias is None else conv.bias.to(form.dtype).to(dtype).view(1, -1, 1), form)
@@ -120,7 +119,7 @@ class Wide(NamedTuple):
     def chunks(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Positions of (C, *spatial), and the features of these, (1, C, s)."""
         flat = features.reshape(1, features.shape[0], -1)
-        step = max(1, aten.tile_size(features, DEVICE_TILE) // max(self.weight.shape))
+        step = max(1, reference.tile_size(features, DEVICE_TILE) // max(self.weight.shape))
         for s in range(0, flat.shape[2], step):
             where = slice(s, s + step)
             yield where, self.features(flat[:, :, where])
@@ -142,19 +141,14 @@ class Wide(NamedTuple):
                 into.view(into.shape[0], -1)[:, where] = dh[0]
 
 
-def _is_fake(t: Tensor) -> bool:
-    """Whether a tensor has no values; then a few tiles show the bytes of all."""
-    return isinstance(t, FakeTensor) or t.is_meta
-
-
-def _grid(conv: Conv, form: Form) -> tuple[int, ...]:
+def _grid(conv: Conv, form: ConvForm) -> tuple[int, ...]:
     """The axes of positions of the logits to which the slices of ``tiles`` belong."""
     if form.size is None:
         return (math.prod(conv.features.shape[2:]),)
     return (1,) * (3 - len(form.size)) + form.size
 
 
-def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[Tensor, Where]]:
+def tiles(conv: Conv, form: ConvForm, grads: Grads | None = None) -> Iterator[tuple[Tensor, Where]]:
     """The logits (n, K, s) of each tile, and the slices of samples and of each axis of the grid that they belong to.
 
     If there are ``grads``, the consumer of a tile replaces its logits by their gradient.
@@ -162,10 +156,10 @@ def tiles(conv: Conv, form: Form, grads: Grads | None = None) -> Iterator[tuple[
     return _tiles(conv, form, grads) if form.size is None else _interpolated_tiles(conv, form, grads)
 
 
-def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
+def _tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, (N, C) = Wide.of(conv, form), conv.features.shape[:2]
     features = conv.features.reshape(N, C, -1)
-    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), aten.tile_size(features, DEVICE_TILE)
+    S, widest, tile = features.shape[2], max(*conv.weight.shape[:2]), reference.tile_size(features, DEVICE_TILE)
     samples, positions = max(1, tile // (widest * S)), max(1, tile // widest)
     for start in range(0, N, samples):
         for s in range(0, S, positions):
@@ -178,7 +172,8 @@ def _tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor
                 if dh is not None:
                     assert grads.features is not None
                     grads.features.view(N, C, S)[where[0], :, where[1]] = dh
-            if _is_fake(features):
+            if not has_values(features):
+                # One tile shows the bytes of all.
                 return
 
 
@@ -186,9 +181,9 @@ def _as_volume(t: Tensor) -> Tensor:
     return t.view(*t.shape[:2], *(1,) * (5 - t.dim()), *t.shape[2:])
 
 
-def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
+def _interpolated_tiles(conv: Conv, form: ConvForm, grads: Grads | None) -> Iterator[tuple[Tensor, Where]]:
     wide, features = Wide.of(conv, form), _as_volume(conv.features)
-    K, tile = conv.weight.shape[0], aten.tile_size(features, DEVICE_TILE)
+    K, tile = conv.weight.shape[0], reference.tile_size(features, DEVICE_TILE)
     axes = [axis_of(n, m, form.align_corners) for n, m in zip(features.shape[2:], _grid(conv, form), strict=True)]
     planes, rows, columns = axes
     of_planes, of_rows, of_columns = (axis.matrix(wide.weight) for axis in axes)
@@ -216,7 +211,7 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 if dz is not None:
                     dz[:, :, near] += torch.matmul(torch.matmul(of_rows[r:stop, near].mT, x), of_columns)
                 del x
-                if _is_fake(features):
+                if not has_values(features):
                     break
             if grads is not None and dz is not None:
                 if planes.n_in > 1:
@@ -229,13 +224,13 @@ def _interpolated_tiles(conv: Conv, form: Form, grads: Grads | None) -> Iterator
                 later = dz[:, done:]
                 into = None if grads.features is None else _as_volume(grads.features)[n, :, used.start : first]
                 wide.backward_of(dz[:, :done], part[:, :done], grads, into)
-            if _is_fake(features) and d > 0:
+            if not has_values(features) and d > 0:
                 break
 
 
-def _tile(x: Tensor, where: Where, target: Tensor, mask: Tensor | None) -> Tile:
+def _tile(x: Tensor, where: Where, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
     at, shape = (where[0], slice(None), *where[1:]), (x.shape[0], -1, x.shape[2])
-    return Tile(x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape).to(x.dtype))
+    return tile_of(x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape), spec)
 
 
 def _on_grid(call: ConvSums) -> tuple[Tensor, Tensor | None]:
@@ -250,12 +245,12 @@ def forward(call: ConvSums) -> Tensor:
     """The sums, (ROWS, N, K)."""
     conv, spec = call.conv, call.spec
     shape = ROWS, conv.features.shape[0], conv.weight.shape[0]
-    # As in ``aten.py``, sums of tiles are added in float64.
+    # As in ``reference.py``, sums of tiles are added in float64.
     sums = torch.zeros(shape, dtype=torch.float64, device=conv.features.device)
     if conv.features.numel():
         target, mask = _on_grid(call)
         for x, where in tiles(conv, call.form):
-            tile_sums(_tile(x, where, target, mask), spec, AXES, sums[:, where[0]])
+            add_sums(_tile(x, where, target, mask, spec), spec, sums[:, where[0]])
     return sums.to(sums_dtype(conv.features, spec))
 
 
@@ -275,12 +270,12 @@ def backward(dsums: Tensor, call: ConvSums, needs: tuple[bool, bool, bool]) -> t
         target, mask = _on_grid(call)
         dsums = dsums.to(dtype).unsqueeze(3)
         for x, where in tiles(conv, call.form, grads):
-            tile_grad(_tile(x, where, target, mask), call.spec, AXES, dsums[:, where[0]], x)
+            write_grad(_tile(x, where, target, mask, call.spec), call.spec, dsums[:, where[0]], x)
     dweight = None if grads.weight is None else grads.weight.to(conv.weight.dtype).view(conv.weight.shape)
     return grads.features, dweight, None if grads.bias is None else grads.bias.to(conv.weight.dtype)
 
 
-def cross_entropy(conv: Conv, form: Form, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+def cross_entropy(conv: Conv, form: ConvForm, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
     """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
     N, grid = labels.shape[0], _grid(conv, form)
     values, on_grid = labels.new_empty(N, *grid, dtype=wide_dtype(conv.features)), labels.reshape(N, *grid)
@@ -290,9 +285,9 @@ def cross_entropy(conv: Conv, form: Form, labels: Tensor, options: Mapping[str, 
     return values.view(N, -1)
 
 
-def argmax(conv: Conv, form: Form, labels: Tensor) -> None:
+def argmax(conv: Conv, form: ConvForm, labels: Tensor) -> None:
     """Writes the first class with the largest logit of each position into ``labels``, (N, *spatial)."""
     on_grid = labels.view(labels.shape[0], *_grid(conv, form))
     for x, where in tiles(conv, form):
         part = on_grid[where]
-        part.copy_(x.argmax(AXES.classes).view(part.shape))
+        part.copy_(x.argmax(1).view(part.shape))

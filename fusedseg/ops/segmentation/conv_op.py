@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import double_backward
-from ..double_backward import differentiated_once
+from ..double_backward import differentiated_once, refuse_in_graphs
 from ..layout import dense
 from . import conv_aten
 from .conv_aten import ConvSums
-from .conv_logits import Conv, ConvLogits, Form
+from .conv_logits import Conv, ConvForm, ConvLogits
 from .spec import OP, ROWS, SCHEMA, Given, SumsSpec, sums_dtype
 
 Needs = tuple[bool, bool, bool]
@@ -63,14 +62,14 @@ class ConvSumsFunction(torch.autograd.Function):
         return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
 
-# The fields of ``Form`` in the schemas of the ops, in their order.
+# The fields of ``ConvForm`` in the schemas of the ops, in their order.
 _FORM = "SymInt[]? size, bool align_corners, ScalarType dtype"
 _CONV = "Tensor features, Tensor weight, Tensor? bias"
 _CALL = f"{_CONV}, Tensor target, Tensor? mask, {_FORM}, {SCHEMA}"
 
 
-def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> Form:
-    return Form(None if size is None else tuple(size), align_corners, dtype)
+def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> ConvForm:
+    return ConvForm(None if size is None else tuple(size), align_corners, dtype)
 
 
 def _call(args: tuple) -> ConvSums:
@@ -124,7 +123,7 @@ def _(features, weight, bias, *form):
     return _empty_labels(Conv(features, weight, bias), _form(*of_form), dtype)
 
 
-def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
+def labels_of(conv: Conv, form: ConvForm, dtype: torch.dtype) -> Tensor:
     labels = _empty_labels(conv, form, dtype)
     if labels.numel():
         with no_autocast(labels):
@@ -132,7 +131,7 @@ def labels_of(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
     return labels
 
 
-def _empty_labels(conv: Conv, form: Form, dtype: torch.dtype) -> Tensor:
+def _empty_labels(conv: Conv, form: ConvForm, dtype: torch.dtype) -> Tensor:
     N, _, *spatial = conv.features.shape
     return conv.features.new_empty(N, *(spatial if form.size is None else form.size), dtype=dtype)
 
@@ -149,12 +148,8 @@ def _op_backward(ctx, dsums):
     return *grads, *(None,) * (2 + len(ctx.rest))
 
 
-def _backward_twice(ctx, *ddx):
-    raise RuntimeError(double_backward.message(OP))
-
-
 conv_sums_op.register_autograd(_op_backward, setup_context=_setup_context)
-conv_sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
+refuse_in_graphs(conv_sums_backward_op, OP)
 
 
 def sums(given: Given, spec: SumsSpec) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import _backend
-from .. import double_backward
-from ..double_backward import differentiated_once
-from . import aten, conv_op
+from .. import layout
+from ..double_backward import differentiated_once, refuse_in_graphs
+from . import conv_op, reference
 from .checks import check
 from .conv_logits import ConvLogits
 from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
@@ -24,11 +24,9 @@ from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
 
 def dense(given: Given) -> tuple[Given, Sizes]:
     """The tensors with logits that are contiguous or channels_last, and their sizes."""
+    given = given._replace(logits=layout.dense(given.logits)[0])
     sizes = sizes_of(given.logits)
-    if sizes is None:
-        given = given._replace(logits=given.logits.contiguous())
-        sizes = sizes_of(given.logits)
-        assert sizes is not None
+    assert sizes is not None
     return given, sizes
 
 
@@ -38,7 +36,7 @@ def forward(given: Given, spec: SumsSpec) -> Tensor:
     if given.logits.numel() == 0:
         return given.logits.new_zeros((ROWS, sizes.N, sizes.K), dtype=sums_dtype(given.logits, spec))
     if not _backend.use_triton(given.logits, "sums"):
-        return aten.forward(given, sizes, spec)
+        return reference.forward(given, sizes, spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
     with _backend.launching(given.logits):
@@ -53,7 +51,7 @@ def backward(dsums: Tensor, given: Given, spec: SumsSpec) -> Tensor:
         return dx
     dsums = dsums.contiguous()
     if not _backend.use_triton(given.logits, "sums"):
-        aten.backward(dsums, given, sizes, spec, dx)
+        reference.backward(dsums, given, sizes, spec, dx)
         return dx
     from ...kernels.segmentation_sums import segmentation_sums_bwd
 
@@ -115,12 +113,8 @@ def _op_backward(ctx, dsums):
     return sums_backward_op(dsums, *ctx.saved_tensors, *ctx.spec), *(None,) * (2 + len(ctx.spec))
 
 
-def _backward_twice(ctx, ddx):
-    raise RuntimeError(double_backward.message(OP))
-
-
 sums_op.register_autograd(_op_backward, setup_context=_setup_context)
-sums_backward_op.register_autograd(_backward_twice, setup_context=lambda ctx, inputs, output: None)
+refuse_in_graphs(sums_backward_op, OP)
 
 
 def sums(given: Given, spec: SumsSpec) -> Tensor:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ..check import check_input
-from . import aten, conv_aten, conv_op
+from . import conv_aten, conv_op, reference
 from .checks import check
 from .conv_logits import ConvLogits, Logits
 from .op import dense
+from .reference import check_whole
 from .spec import Given, SumsSpec, wide_dtype
-from .tile import check_whole
 
 OP = "fusedseg.argmax_labels"
 
@@ -63,7 +63,7 @@ def argmax_labels(logits: Logits) -> Tensor:
         with _backend.launching(logits):
             segmentation_argmax(given.logits, labels, sizes)
     else:
-        aten.argmax(given.logits, sizes, labels)
+        reference.argmax(given.logits, sizes, labels)
     return labels.view(logits.shape[0], *logits.shape[2:])
 
 
@@ -92,4 +92,4 @@ def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
     with conv_op.no_autocast(given.target):
         if isinstance(logits, ConvLogits):
             return conv_aten.cross_entropy(logits.conv, logits.form, given.target, options)
-        return aten.cross_entropy(dense(given)[0].logits, given.target, options)
+        return reference.cross_entropy(dense(given)[0].logits, given.target, options)

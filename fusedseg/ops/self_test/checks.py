@@ -2,7 +2,8 @@
 
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
-norm, the convolution in training and in eval mode, the sums of losses of few and of many classes, and packing.
+norm, the convolution in training and in eval mode, pools, interpolations, concatenations, the sums of losses of few and
+of many classes, and packing.
 
 The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
 """
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
+from .. import upsample
 from ..check import HALF
 from ..layout import layout_of
-from ..low_bit import aten as low_bit_aten
+from ..low_bit import reference as low_bit_reference
 from ..low_bit.spec import lines_of
 from ..segmentation.spec import SumsSpec, sizes_of
 
@@ -250,13 +252,41 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         lines, flat = lines_of(x, SHAPE[1]), x.as_strided((x.numel(),), (1,))
         found, expected = torch.empty_like(flat), torch.empty_like(flat)
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
-        low_bit_aten.unpack(low_bit_aten.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
+        low_bit_reference.unpack(low_bit_reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
         yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
+
+
+def _concat(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    from ...kernels.concat import concat
+
+    # Five sources take two launches.
+    wide = _random((2, 40, 16, 16), dtype, device, "channels_last", 0)
+    for what, channels in (("aligned", (8, 16, 8)), ("odd channels", (3, 8, 1, 4, 5))):
+        sources = wide[:, 8 : 8 + sum(channels)].split(channels, dim=1)
+        y = _random((2, sum(channels), 16, 16), dtype, device, "channels_last", 1)
+        concat(sources, [40] * len(channels), y, y.shape[1])
+        # A concatenation copies.
+        yield Compared(f"y ({what})", y, torch.cat([x.double() for x in sources], 1), 0.0)
+
+
+def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    for fmt, size, corners in (("contiguous", (32, 32), False), ("channels_last", (32, 32), False),
+                               ("channels_last", (21, 35), True)):  # fmt: skip
+        linear = upsample.Linear(size, None, corners)
+        x = _random(SHAPE, dtype, device, fmt, 0)
+        dy = _random((*SHAPE[:2], *size), dtype, device, fmt, 1)
+        y, dx = upsample.forward(x, linear), upsample.backward(dy, SHAPE[2:], linear)
+        of, tolerance = f"({fmt}, {size[0]}x{size[1]})", NORM_TOLERANCE[dtype]
+        yield Compared(f"y {of}", y, upsample.reference_forward(x.double(), linear), tolerance)
+        yield Compared(f"dx {of}", dx, upsample.reference_backward(dy.double(), SHAPE[2:], linear), tolerance)
 
 
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
-CHECKS: dict[str, Check] = {"norm": _norm, "conv": _conv, "pool": _pool, "sums": _sums, "low_bit": _low_bit}
+CHECKS: dict[str, Check] = {
+    "norm": _norm, "conv": _conv, "pool": _pool, "upsample": _upsample, "concat": _concat, "sums": _sums,
+    "low_bit": _low_bit,
+}  # fmt: skip
 DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
 
 

@@ -11,7 +11,10 @@ from fusedseg.integrations.nnunet import Fused, Leaky
 
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
-    """nnU-Net's own trainer with a converted network, fused losses, and validation in one pass over the logits."""
+    """nnU-Net's own trainer, with a network and losses in fewer bytes, and validation in one pass over the logits.
+
+    The network is compiled by the backend of this package where nnU-Net compiles, and converted elsewhere.
+    """
 
 
 class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):

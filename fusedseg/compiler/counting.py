@@ -1,0 +1,150 @@
+"""The bytes of a step, counted on the two graphs that run: what forward keeps, by module, and the most at once.
+
+The model is that of ``order.py`` and ``live.py``, which decide by it: a value lives from the node that makes it to its
+last reader, and results are written over inputs where ``reinplace.py`` allows it.  With the codegen "aten" these are
+the graphs as they run; for Inductor elementwise functions have no memory where other kernels compute them.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ..memory.meter import key_of
+from ..memory.workspaces import copies_of
+from . import keep, live, order
+from .cheap import tensors_of
+from .joint import flops_of, following, name_of, node_at, outputs_of
+
+# The argument with the images of each op that computes a convolution, beside its result or its gradient.
+IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}
+Parts = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class Bytes(NamedTuple):
+    """What a step needs, without the inputs of the graph, such as parameters.
+
+    kept: the bytes that forward keeps for backward.
+    peak: the most bytes of tensors at once, gradients of weights included.
+    with_workspaces: the most bytes with the estimated workspaces of convolutions (``memory/workspaces.py``).
+    """
+
+    kept: int
+    peak: int
+    with_workspaces: int
+
+
+class Module(NamedTuple):
+    """A module of the model: its name in the model, and its class."""
+
+    name: str
+    kind: str
+
+
+# What the model was given, and code that no module runs, such as a compiled function.
+GIVEN, MODEL = Module("(inputs)", ""), Module("(model)", "")
+
+
+def module_of(node: fx.Node) -> Module:
+    """The innermost module that has called a node, as Dynamo has noted it."""
+    stack = [*node.meta.get("nn_module_stack", {}).values()]
+    if not stack:
+        return MODEL
+    path, kind = stack[-1]
+    # The path begins with the local variable that holds the model: L['self'].encoder.0.conv.
+    name = path.partition("].")[2] or MODEL.name
+    return Module(name, kind if isinstance(kind, str) else kind.__name__)
+
+
+# The bytes of tensors alive at each call of forward, and at each call of backward.
+Course = tuple[Sequence[int], Sequence[int]]
+
+
+def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course]:
+    """The bytes of forward and backward, and their course.
+
+    Args:
+        parts: the graph of forward, whose first ``outputs`` results are those of the model, and that of backward.
+        outputs: the number of these results.
+        fused: whether Inductor generates the code.
+    """
+    forward, backward = (_alive(part, fused) for part in parts)
+    kept = sum(kept_by_module(parts[0], outputs).values())
+    needs = Bytes(kept, max(forward.peak, backward.peak), max(forward.with_workspaces, backward.with_workspaces))
+    return needs, (forward.course, backward.course)
+
+
+class _Alive(NamedTuple):
+    """The most bytes of tensors of a graph, the most with workspaces, and the bytes at each call."""
+
+    peak: int
+    with_workspaces: int
+    course: list[int]
+
+
+def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
+    graph = order.Backward(part.graph, fused)
+    alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
+    needed = (workspace(step.node, fused) for step in alive.places)
+    most = max(map(operator.add, alive.bytes_at, needed))
+    calls = zip(alive.places, alive.bytes_at, strict=True)
+    return _Alive(alive.peak[0], most, [nbytes for step, nbytes in calls if step.node.op == "call_function"])
+
+
+def workspace(node: fx.Node, fused: bool) -> int:
+    """The estimated bytes beside the arguments and the results of a node while it runs."""
+    places = IMAGES.get(name_of(node))
+    if places is None:
+        return live.workspace(node, fused)
+    images = [node_at(node, place) for place in places]
+    if len(images) == 1:
+        images.append(node)
+    return copies_of(t for image in images for t in tensors_of(image))
+
+
+def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:
+    """The bytes that forward keeps for backward, by the module that has made them."""
+    found = Counter[Module]()
+    for nbytes, node in _storages(outputs_of(forward.graph)[outputs:]).values():
+        found[module_of(node)] += nbytes
+    return found
+
+
+def returned_bytes(forward: fx.GraphModule, outputs: int) -> int:
+    """The bytes that the graph returns to the caller."""
+    return sum(nbytes for nbytes, _ in _storages(outputs_of(forward.graph)[:outputs]).values())
+
+
+def gradient_bytes(backward: fx.GraphModule) -> int:
+    """The bytes of the gradients that backward returns."""
+    return sum(nbytes for nbytes, _ in _storages(outputs_of(backward.graph)).values())
+
+
+def computed_again(nodes: Iterable[fx.Node]) -> dict[str, int]:
+    """For each class of modules the number of those of which backward computes something again."""
+    # A result of several stands for its call; a node that the graph has no longer has None as its argument.
+    calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
+    modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
+    return dict(Counter(module.kind or module.name for module in modules))
+
+
+def repeated(parts: Parts) -> float:
+    """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
+    forward, backward = parts
+    again = set(backward.graph.nodes) - following(backward.graph)
+    return sum(map(flops_of, again)) / max(1, sum(map(flops_of, forward.graph.nodes)))
+
+
+def _storages(nodes: Sequence[object]) -> dict[int, tuple[int, fx.Node]]:
+    """The bytes of the storages of nodes that are no inputs, and the first node of each."""
+    made = [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
+    # A result may be a view of an input.
+    given = {key_of(t) for node in made for n in node.all_input_nodes if n.op == "placeholder" for t in tensors_of(n)}
+    found: dict[int, tuple[int, fx.Node]] = {}
+    for node in made:
+        for t in tensors_of(node):
+            if key_of(t) not in given:
+                found.setdefault(key_of(t), (t.untyped_storage().nbytes(), node))
+    return found

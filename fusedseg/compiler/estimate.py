@@ -1,0 +1,201 @@
+"""What the backend would keep of a model that has not run.
+
+The partitioner divides the graph of forward and backward in two, and decides which values forward keeps and which ones
+backward computes again.  It works on shapes alone, so a model without values is enough, and no code is generated.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._torch import compiler_parts
+from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
+from ..memory.meter import mean_of
+from . import counting, layouts, settings
+from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, noting, noting_on
+
+OP = "fusedseg.compiler.estimate"
+# Options of the backend; or the ``activation_memory_budget`` of the compiler itself, whose default is 1.
+Way = Mapping[str, Any] | float
+# The graphs of a model in one way.
+Found = list[tuple[Graph, Captured]]
+
+
+class NotCompiled(RuntimeError):
+    """Raised if the compiler refuses a model, or finds no graph in it that is trained."""
+
+
+def estimate(
+    model: Model,
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Report:
+    """What ``torch.compile(model, backend="fusedseg")`` would keep, without running the model.
+
+    The report also has what eager mode and the compiler's own partitioner keep.  All bytes are those of tensors without
+    values, so neither a GPU nor the memory is needed, and no code is generated.  The loss is not part of it.  The
+    compiler's caches are emptied before and after, so that functions that were compiled before are compiled again when
+    they are called next.
+
+    Args:
+        model: a module, which is copied without its values, or a function that builds one.
+        inputs: the arguments: a shape for each, or a tensor, of which only shape, dtype and memory format matter.
+        options: the options of the backend.
+        autocast: the dtype of ``torch.autocast`` around forward; None for none.
+        dtype: the dtype of parameters, buffers and inputs that are given as shapes.
+
+    Raises:
+        NotCompiled: a RuntimeError; the compiler refuses the model, or no part of it needs a gradient.
+        TypeError, ValueError: the model is no module and builds none; an option does not exist.
+    """
+    with fake_mode() as mode:
+        net = fake_model(model, mode, dtype)
+        (found,) = estimate_ways(net, fake_inputs(inputs, dtype), [options or {}], autocast)
+    return found
+
+
+def estimate_ways(
+    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way], autocast: torch.dtype | None = None
+) -> list[Report]:
+    """A report for each of several ways to divide the graphs of a model, which are captured once.
+
+    All ways have the codegen of the first one that has options.
+
+    Args:
+        model: a module; it may be fake, inside its fake mode.
+        inputs: its arguments.
+        ways: options of the backend; or a number, which is the compiler's own ``activation_memory_budget``.
+        autocast: the dtype of autocast around forward.
+
+    Raises as ``estimate``.
+    """
+    from .backend import chosen
+    from .partition import Partition
+
+    parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
+    first = chosen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
+    fused = first.codegen == "inductor"
+    divisions = [
+        Partition(replace(way, codegen=first.codegen))
+        if isinstance(way, settings.Settings)
+        else _CompilersOwn(way, fused)
+        for way in parsed
+    ]
+    found: list[Found] = [[] for _ in ways]
+    try:
+        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+            # Norms that one way needs in pieces are in pieces in all.
+            bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
+            _compile(model, inputs, replace(first, bits=bits), _Divisions(divisions, found, fused))
+    # The compiler may raise any error.
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)
+        line = next(iter(str(cause).strip().splitlines()), "")
+        raise NotCompiled(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {line}") from error
+    if not found[0]:
+        raise NotCompiled(f"{OP}: the compiler finds no graph in the model")
+    if not any(graph.trained for graph, _ in found[0]):
+        raise NotCompiled(f"{OP}: no part of the model needs a gradient")
+    return [counted_in_eager_mode(type(model).__name__, of) for of in found]
+
+
+def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
+    """Compiles a model as the backend does, and runs its forward; no code is generated."""
+    from . import captured, enlarged, norms
+
+    parts = compiler_parts()
+    fused = asked.codegen == "inductor"
+
+    def as_it_is(graph: fx.GraphModule, example: object) -> Any:
+        return parts.make_boxed_func(graph.forward)
+
+    options: dict[str, Any] = {"decompositions": parts.decompositions} if fused else {}
+    compiler = parts.aot_autograd(
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.divide, keep_inference_input_mutations=True,
+        **options,
+    )  # fmt: skip
+
+    def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if asked.memory_format is not None:
+            layouts.rewrite(module, asked.memory_format)
+        divisions.begin(module, example_inputs)
+        if fused:
+            captured.unfold(module)
+            norms.rewrite(module.graph, norms.wanted_by(asked))
+            enlarged.rewrite(module)
+            return compiler(module, example_inputs)
+        return compiler(captured.rewrite(module, norms.wanted_by(asked)), example_inputs)
+
+    torch.compiler.reset()
+    try:
+        mean_of(torch.compile(model, backend=compile_graph, dynamic=False)(*inputs))
+    finally:
+        torch.compiler.reset()
+
+
+class _Divisions:
+    """Divides each captured graph in each way, and notes what it keeps."""
+
+    def __init__(self, ways: Sequence[Callable[..., Any]], found: Sequence[Found], fused: bool) -> None:
+        self._ways = ways
+        self._found = found
+        self._fused = fused
+
+    def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Notes a captured graph."""
+        with noting(module, example_inputs) as (graph, captured):
+            for of in self._found:
+                of.append((replace(graph), captured))
+
+    def divide(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+        """Divides a copy of a joint graph in each way; the model runs with the compiler's own."""
+        options["compiler"] = "inductor"
+        for way, of in zip(self._ways, self._found, strict=True):
+            graph, _ = of[-1]
+            with noting_on(graph), warnings.catch_warnings():
+                # What a way cannot reach is seen in its bytes.
+                warnings.simplefilter("ignore", UserWarning)
+                way(twin_of(joint), joint_inputs, **options)
+        stock = _by_budget(1.0, joint, joint_inputs, **options)
+        if self._fused:
+            # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
+            bytes_of_stock, _ = counting.bytes_of(stock, options["num_fwd_outputs"], fused=True)
+            for of in self._found:
+                of[-1][0].stock = bytes_of_stock
+        return stock
+
+
+class _CompilersOwn:
+    """Divides a graph as the compiler itself does with an ``activation_memory_budget``."""
+
+    def __init__(self, budget: float, fused: bool) -> None:
+        self._budget = budget
+        self._fused = fused
+
+    def __call__(self, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+        made = _by_budget(self._budget, joint, joint_inputs, **options)
+        note_after(None, made, options["num_fwd_outputs"], self._fused)
+        return made
+
+
+def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+    parts = compiler_parts()
+    with parts.config.patch(activation_memory_budget=budget):
+        return parts.min_cut(joint, joint_inputs, **options)
+
+
+def twin_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, which has the same constants."""
+    parts = (*vars(module).values(), *module.buffers(), *module.parameters())
+    constants = {id(part): part for part in parts if isinstance(part, Tensor)}
+    with warnings.catch_warnings():
+        # Copying a graph warns of a class of PyTorch that its own copy uses.
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(module, constants)

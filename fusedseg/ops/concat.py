@@ -1,0 +1,89 @@
+"""Concatenation along the channels of images in channels_last, and copies of slices of channels, at a copy's speed.
+
+``concat`` is ``torch.cat`` with the same bits and the same strides.  Where the Triton kernels serve the device, images
+whose channels are adjacent in memory are joined by a kernel (``kernels/concat.py``), because PyTorch's kernel copies
+their values one by one.  Slices of such images, such as the gradient of a concatenation, may be its sources.
+
+The transpose of a concatenation is slices of the gradient.  ``dense`` copies a slice for an op that needs its memory
+without gaps.  Both compute nothing for autograd, because graphs of the backend call them after differentiation.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _backend
+from .check import ACTIVATION_DTYPES
+from .layout import FORMATS, suggests_channels_last
+
+FAMILY = "concat"
+
+
+def pitch_of(x: Tensor) -> int | None:
+    """The distance in memory of two positions of an image whose channels are adjacent; None for other strides."""
+    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
+    return (_pitch if type(x) is Tensor else _pitch.__wrapped__)(x.shape, x.stride())
+
+
+# The pitch of a shape is found once.  The limit is for shapes that change in every call.
+@functools.lru_cache(1024)
+def _pitch(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
+    C = shape[1]
+    if len(shape) not in FORMATS or 0 in shape or (C > 1 and strides[1] != 1):
+        return None
+    pitch, step = C, None
+    for d in (*range(len(shape) - 1, 1, -1), 0):
+        if shape[d] == 1:
+            continue
+        if step is None:
+            pitch = step = strides[d]
+        elif strides[d] != step:
+            return None
+        step *= shape[d]
+    return pitch if pitch >= C else None
+
+
+def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat``, whose result is no view of a source."""
+    first = tensors[0]
+    if dim not in (1, 1 - first.dim()) or not _is_served(tensors):
+        return torch.cat(list(tensors), dim)
+    shape = [first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]]
+    y = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=FORMATS[first.dim()])
+    _launch(tensors, y)
+    return y
+
+
+def dense(x: Tensor) -> Tensor:
+    """A copy of an image without gaps in its memory; a slice of channels of an image in channels_last stays so."""
+    rows = x.dim() in FORMATS and suggests_channels_last(x)
+    memory_format = FORMATS[x.dim()] if rows else torch.contiguous_format
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    if rows and _is_served((x,)):
+        _launch((x,), y)
+        return y
+    return y.copy_(x)
+
+
+def _is_served(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel joins these tensors, and ``torch.cat`` would return channels_last."""
+    first = tensors[0]
+    if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES or not _backend.use_triton(first, FAMILY):
+        return False
+    size = first.shape[0], *first.shape[2:]
+    for x in tensors:
+        # Without these checks torch.cat would raise its own error, or promote a dtype.
+        alike = x.dtype == first.dtype and x.device == first.device and (x.shape[0], *x.shape[2:]) == size
+        if not alike or pitch_of(x) is None or not suggests_channels_last(x):
+            return False
+    return True
+
+
+def _launch(tensors: Sequence[Tensor], y: Tensor) -> None:
+    from ..kernels import concat as kernels
+
+    pitches = [pitch_of(x) for x in tensors]
+    with _backend.launching(y):
+        kernels.concat(tensors, pitches, y, y.shape[1])

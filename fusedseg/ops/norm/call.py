@@ -1,0 +1,200 @@
+"""The records of the norm op: what it is, the tensors that it has, the statistics that it finds, and its gradients.
+
+A module builds a ``Norm`` and ``Operands`` in each call.  The checks, the op and its implementations take these two.
+The fifth record is ``Kept`` (``kept.py``), the channels whose normalised input is kept.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...activation import Activation
+
+# The names of the ops in errors.
+NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
+
+# Whether the gradients of x, weight, bias, residual and slope are wanted.
+Needs = tuple[bool, bool, bool, bool, bool]
+
+# A function that a backward pass calls with the sums of g and of g * xhat.  It returns the sums to use instead, such as
+# the sums over all processes.
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Norm(NamedTuple):
+    """The description of what a norm op computes and keeps.
+
+    ``keep`` is "output" or "input".  The output is written over x and inverted in backward; from the input, the output
+    is computed again.  ``kind`` says which values share a mean and a variance: the values of a channel ("batch"), of a
+    channel of one sample ("instance"), or of one of ``groups`` equal groups of a sample's channels ("group").  If
+    ``own`` is True, the statistics are those of x, and the running statistics, if given, move towards them by
+    ``momentum``; otherwise the running statistics are used.  ``process_group`` is the name of the group whose processes
+    share their statistics, or None.
+    """
+
+    keep: str
+    act: Activation
+    eps: float = 1e-5
+    momentum: float = 0.0
+    own: bool = True
+    kind: str = "batch"
+    groups: int = 0
+    process_group: str | None = None
+
+    def of_given(self) -> "Norm":
+        """The norm as one of the batch if statistics are passed in, because they are the same for every sample."""
+        if self.own or self.kind == "batch":
+            return self
+        # The compiler before PyTorch 2.10 cannot follow ``_replace``.
+        return Norm(self.keep, self.act, self.eps, self.momentum, self.own, "batch", 0, self.process_group)
+
+    @property
+    def name(self) -> str:
+        """The name of the op in errors."""
+        return NAMES[self.keep] if self.process_group is None else f"{NAMES[self.keep]}_sync"
+
+
+class Operands(NamedTuple):
+    """The tensors of a call.
+
+    In backward, and where the output is computed again, ``x`` is the tensor that was kept: the output or the input, as
+    ``Norm.keep`` says.  ``slope`` is the slope of prelu.  ``batches`` is the number of batches, to which the call adds
+    1; with None, the call counts no batch.
+    """
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    slope: Tensor | None = None
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    batches: Tensor | None = None
+
+    # The compiler before PyTorch 2.10 cannot follow ``_replace``.
+    def with_x(self, x: Tensor) -> "Operands":
+        _, weight, bias, residual, slope, mean, var, batches = self
+        return Operands(x, weight, bias, residual, slope, mean, var, batches)
+
+    def with_residual(self, residual: Tensor) -> "Operands":
+        x, weight, bias, _, slope, mean, var, batches = self
+        return Operands(x, weight, bias, residual, slope, mean, var, batches)
+
+
+class Statistics(NamedTuple):
+    """The statistics that a forward pass finds, and that backward reads.
+
+    ``mean`` and ``rstd``, which is 1 / sqrt(variance + eps), have one value for every statistic: (C,), (N C,) or
+    (N groups,).  They are copies, because buffers may change before backward runs.  ``mean`` is None if nothing needs
+    it.  ``xhat`` is the normalised input of the kept channels, flat, or None.  For statistics of all processes,
+    ``share``, (C,), is the fraction of all values that this process has, and ``total``, (C,), counts all values;
+    backward does not need ``total``.
+    """
+
+    mean: Tensor | None
+    rstd: Tensor
+    xhat: Tensor | None = None
+    share: Tensor | None = None
+    total: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """The gradients of a norm op.
+
+    None stands for a gradient that does not exist.  A gradient that is not wanted may be present.
+    """
+
+    dx: Tensor
+    dweight: Tensor | None = None
+    dbias: Tensor | None = None
+    dresidual: Tensor | None = None
+    dslope: Tensor | None = None
+
+    def wanted(self, needs: Needs) -> tuple[Tensor | None, ...]:
+        """The gradients, or None for each that ``needs`` does not ask for."""
+        dx, dweight, dbias, dresidual, dslope = self
+        return (
+            dx if needs[0] else None,
+            dweight if needs[1] else None,
+            dbias if needs[2] else None,
+            dresidual if needs[3] else None,
+            dslope if needs[4] else None,
+        )
+
+
+def adjacent(*vectors: Tensor | None) -> bool:
+    """Whether the elements of all vectors are adjacent in memory.
+
+    Kernels read and write them so.  aten's batch norm of channels_last reads a strided weight so, too, and gives wrong
+    gradients.
+    """
+    for v in vectors:  # noqa: SIM110  a generator would take twice as long, in every call
+        if v is not None and not v.is_contiguous():
+            return False
+    return True
+
+
+def on_adjacent(
+    given: Operands, own: bool, run: Callable[[Operands], tuple[Tensor, Statistics]]
+) -> tuple[Tensor, Statistics]:
+    """Calls ``run`` with copies of vectors that lie otherwise, such as columns of a matrix.
+
+    ``own`` says that ``run`` moves the running statistics.
+    """
+    running = {"running_mean": given.running_mean, "running_var": given.running_var}
+    named = {"weight": given.weight, "bias": given.bias, **running}
+    vectors = {name: v for name, v in named.items() if v is not None}
+    copies = {name: v.contiguous() for name, v in vectors.items()}
+    found = run(given._replace(**copies))
+    for name in running if own else ():
+        if name in vectors and vectors[name] is not copies[name]:
+            vectors[name].copy_(copies[name])
+    return found
+
+
+def stats_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which the statistics of ``x`` are computed and kept."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(v: Tensor | None, dtype: torch.dtype) -> Any:
+    """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
+    return v if v is None or v.dtype == dtype else v.to(dtype)
+
+
+def statistics_count(x: Tensor, norm: Norm) -> int:
+    """The number of means of ``x``."""
+    if norm.kind == "batch":
+        return x.shape[1]
+    return x.shape[0] * (x.shape[1] if norm.kind == "instance" else norm.groups)
+
+
+def variance_of(rstd: Tensor, norm: Norm) -> Tensor:
+    """The variance without Bessel's correction."""
+    return (rstd**-2 - norm.eps).clamp_min(0.0)
+
+
+def move_running(given: Operands, norm: Norm, mean: Tensor | None, var: Tensor, count: int | Tensor) -> None:
+    """Moves the running statistics towards the statistics of x, or towards their averages over the samples of x.
+
+    ``var`` is the variance without Bessel's correction.  ``count`` is the number of values behind one mean: a number,
+    or a tensor (C,) for the values of all processes.  If there are no values, nothing moves.
+    """
+    running_mean, running_var = given.running_mean, given.running_var
+    if running_mean is None or running_var is None:
+        return
+    assert mean is not None
+    weight: float | Tensor = norm.momentum
+    if isinstance(count, Tensor):
+        weight = (count > 0).to(running_mean.dtype) * weight
+        unbiased = var * (count / (count - 1).clamp(min=1))
+    elif count == 0:
+        return
+    else:
+        unbiased = var * (count / (count - 1))
+    with torch.no_grad():
+        mean, unbiased = (v.view(-1, running_mean.shape[0]).mean(0) for v in (mean, unbiased))
+        running_mean.lerp_(mean.to(running_mean.dtype), weight)
+        running_var.lerp_(unbiased.to(running_var.dtype), weight)

@@ -1,0 +1,271 @@
+"""``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._sizes import parse_bytes
+from .._torch import FakeTensorMode
+from ..convert import convert as convert_blocks
+from ..memory.fake import Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.tables import gib
+from .answer import Option, Plan
+from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, Needs, Way, of_backend
+
+OP = "fusedseg.plan"
+# The budgets of the backend that a plan tries if it looks for the largest batch, and its numbers of bits.
+BUDGETS, BITS = (0.4, 0.3, 0.2), (8, 4)
+
+
+def plan(
+    model: Model,
+    input_shape: Sequence[Any],
+    budget: int | str,
+    *,
+    batch: int | None = None,
+    convert: Convert | None = convert_blocks,
+    code: str = "fusedseg.convert(model)",
+    codegen: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    optimizer: OptimizerFactory | None = torch.optim.AdamW,
+    reserve: float = 0.1,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Finds the largest batch that fits in a budget, or the cheapest way to fit a wanted ``batch``.
+
+    It tries the model as it is, converted, and compiled by the backend ``fusedseg``, each with and without autocast.
+    The backend is tried without options, with 8 and 4 bits, and with budgets, whose backward repeats a part of the
+    forward's arithmetic: for a wanted batch with ``"peak ..."`` that fits, and for the largest batch with the shares
+    ``BUDGETS``.  Bits add noise to the gradient, so they come after all other ways.
+
+    The bytes are those of ``fusedseg.profile``, with the estimated workspaces of convolutions; no GPU is needed.  They
+    grow with the batch on a straight line, so that two batches tell the largest one.
+
+    Args:
+        model: a function that builds the model, or a module, which is copied without its values.
+        input_shape: the shape of one sample without the batch, or a sequence of such shapes, one for each input.
+        budget: bytes of the whole step, or a text such as "16GiB".
+        batch: the wanted batch; None looks for the largest batch.
+        convert: a function that is called with a copy of the model and returns the converted model; None leaves out the
+            converted model.
+        code: the line of Python that makes the converted model.
+        codegen: the backend's option of this name.
+        dtype: the dtype of the model.
+        optimizer: as in ``profile``; its state is part of the memory.
+        reserve: the share of the budget that is kept free for fragmentation, and for workspaces that no estimate knows.
+        progress: a function that is called with a short text before each estimated step.
+
+    Returns:
+        A ``Plan``.
+
+    Raises:
+        ValueError: the budget cannot be read, or nothing fits in it; the batch is below 1; the reserve is outside
+            [0, 1).
+
+    ``profile`` lists further errors.
+    """
+    nbytes = parse_bytes(OP, budget)
+    if not 0.0 <= reserve < 1.0:
+        raise ValueError(f"{OP}: reserve must be at least 0 and below 1, got {reserve}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
+    usable = int(nbytes * (1 - reserve))
+    say = progress or (lambda text: None)
+    with fake_mode() as mode:
+        models = _Models(model, convert, mode, dtype)
+        counted = _Counted(models, input_shape, optimizer, codegen, say)
+        search = _Search(counted, usable, batch, code)
+        for amp in (False, True) if dtype.itemsize > 2 else (False,):
+            search.run(amp)
+    options = tuple(search.options)
+    if not any(option.fits for option in options):
+        least = min(options, key=lambda option: option.total)
+        back = f", of which {reserve:.0%} are kept back" if reserve else ""
+        raise ValueError(
+            f"{OP}: {models.name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
+            "take a smaller batch or input"
+        )
+    return Plan(models.name, options, nbytes, usable, batch, search.left_out)
+
+
+class _Models:
+    """The model without values, as it is and converted; each is built once."""
+
+    def __init__(self, model: Model, convert: Convert | None, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+        self._model = model
+        self._convert = convert
+        self._mode = mode
+        self.dtype = dtype
+        self._nets: dict[str, nn.Module] = {}
+        self.kinds = [EAGER, CONVERT] if convert is not None else [EAGER]
+
+    @property
+    def name(self) -> str:
+        return type(self._nets[EAGER]).__name__
+
+    def net(self, kind: str) -> nn.Module:
+        if kind not in self._nets:
+            net = fake_model(self._model, self._mode, self.dtype)
+            self._nets[kind] = self._convert(net) if kind == CONVERT and self._convert is not None else net
+        return self._nets[kind]
+
+
+class _Counted:
+    """What each way needs for a batch."""
+
+    def __init__(
+        self,
+        models: _Models,
+        input_shape: Sequence[Any],
+        optimizer: OptimizerFactory | None,
+        codegen: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.models = models
+        self._input_shape = input_shape
+        self._optimizer = optimizer
+        self._codegen = codegen
+        self._say = say
+        # The bytes that are there before a step of the stock model whatever the batch is, by kind.
+        self.before: dict[str, int] = {}
+
+    def eager(self, way: Way, batch: int) -> Needs:
+        """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
+        self._say(f"{way.label}, batch {batch}")
+        inputs = self._inputs(batch)
+        step = eager_step(self.models.net(way.kind), inputs, optimizer=self._optimizer, autocast=way.autocast)
+        if not self.before:
+            self.before = {kind: nbytes for kind, nbytes in step.before.items() if kind != "inputs"}
+        there = sum(step.before.values())
+        return Needs(step.saved, there + step.peak, there + step.with_workspaces)
+
+    def backend(self, ways: Sequence[Way], batch: int) -> list[Needs]:
+        """What the backend needs in all, in ways with the same autocast."""
+        self._say(f"{ways[0].label}, batch {batch}")
+        inputs = self._inputs(batch)
+        there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
+        chosen = {} if self._codegen is None else {"codegen": self._codegen}
+        asked = [replace(way, options={**chosen, **way.options}) for way in ways]
+        found = of_backend(self.models.net(EAGER), inputs, asked)
+        return [Needs(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
+
+    def _inputs(self, batch: int) -> list[Tensor]:
+        return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
+
+
+class _Search:
+    """Collects the options of all ways.
+
+    Attributes:
+        options: what each way needs.
+        left_out: the label of each way that cannot be counted, and the reason.
+    """
+
+    def __init__(self, counted: _Counted, usable: int, batch: int | None, code: str) -> None:
+        self._counted = counted
+        self._usable = usable
+        self._batch = batch
+        self._code = code
+        self.options: list[Option] = []
+        self.left_out: dict[str, str] = {}
+
+    def run(self, amp: bool) -> None:
+        """Counts all ways with autocast, or all without it."""
+        from ..compiler.estimate import NotCompiled
+
+        for kind in self._counted.models.kinds:
+            self._try([Way(kind, amp)], lambda ways, batch: [self._counted.eager(ways[0], batch)])
+        exact = Way(BACKEND, amp)
+        noisy = [replace(exact, options={"bits": bits}) for bits in BITS]
+        try:
+            if self._batch is None:
+                self._try([exact, *self._shares(exact), *noisy], self._counted.backend)
+            else:
+                self._try([exact, *noisy], self._counted.backend)
+                self._try(self._peak(exact), self._counted.backend)
+        except NotCompiled as error:
+            self.left_out[exact.label] = str(error).partition(": ")[2]
+
+    def _shares(self, exact: Way) -> list[Way]:
+        """The ways with a budget that the backend does not meet by itself."""
+        small = STARTS[0]
+        eager = next(option for option in self.options if option.way == replace(exact, kind=EAGER))
+        (first,) = self._counted.backend([exact], small)
+        shares = [share for share in BUDGETS if first.kept / small > share * eager.kept / eager.smallest]
+        return [replace(exact, options={"budget": share}) for share in shares]
+
+    def _peak(self, exact: Way) -> list[Way]:
+        """The way with a budget that leaves room for the state of the optimizer, if the wanted batch does not fit."""
+        if any(option.fits for option in self.options if option.way == exact):
+            return []
+        # The backend's peak has the arguments of the graph, and neither the optimizer's state nor workspaces.
+        option = next(option for option in self.options if option.way == exact)
+        room = self._usable - self._counted.before["optimizer state"] - option.workspaces
+        return [replace(exact, options={"budget": peak_text(room)})]
+
+    def _try(self, ways: Sequence[Way], needs: Callable[[Sequence[Way], int], Sequence[Needs]]) -> None:
+        """Adds an option for each way: for the wanted batch, or for the largest one that fits."""
+        if not ways:
+            return
+        if self._batch is not None:
+            for way, of in zip(ways, needs(ways, self._batch), strict=True):
+                self._add(way, self._batch, self._batch, of)
+            return
+        low, high = STARTS
+        first = needs(ways, low)
+        # The bytes of parameters, their gradients and the optimizer do not grow with the batch.
+        before = self._counted.before
+        fixed = sum(before.values()) + before["parameters"]
+        guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self._usable)
+        high = max(guess, high)
+        for way, small, large in zip(ways, first, needs(ways, high), strict=True):
+            line = Line.through({low: small.with_workspaces, high: large.with_workspaces})
+            found = max(line.reach(self._usable), 0)
+            at = found or 1
+            kept = Line.through({low: small.kept, high: large.kept}).at(at)
+            peak = Line.through({low: small.peak, high: large.peak}).at(at)
+            self._add(way, found, at, Needs(kept, peak, line.at(at), large.repeated))
+
+    def _add(self, way: Way, found: int, at: int, needs: Needs) -> None:
+        """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
+        self.options.append(
+            Option(
+                way,
+                batch=found,
+                total=needs.with_workspaces,
+                smallest=at,
+                fits=needs.with_workspaces <= self._usable,
+                kept=needs.kept,
+                workspaces=needs.with_workspaces - needs.peak,
+                repeated=needs.repeated,
+                code=self._lines(way),
+            )
+        )
+
+    def _lines(self, way: Way) -> str:
+        """The line of Python that makes a model run in this way."""
+        if way.kind == CONVERT:
+            return self._code
+        if way.kind == EAGER:
+            return ""
+        options = f", options={dict(way.options)}".replace("'", '"') if way.options else ""
+        return f'model = torch.compile(model, backend="fusedseg"{options})'
+
+
+def peak_text(nbytes: int) -> str:
+    """The backend's budget of a peak, rounded down."""
+    unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
+    return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
+
+
+def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:
+    """The shapes of all inputs with their batch."""
+    if isinstance(input_shape, Tensor) or not isinstance(input_shape, Sequence) or not input_shape:
+        raise TypeError(f"{OP}: input_shape must be the shape of a sample, or a sequence of such, got {input_shape!r}")
+    shapes = [input_shape] if all(isinstance(size, int) for size in input_shape) else input_shape
+    return [(batch, *shape) for shape in shapes]

@@ -1,0 +1,226 @@
+"""A 1x1 convolution behind an interpolation runs before it: what is swapped, what is left alone, and the values."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.compiler import convolve_first
+from tests.compiler.networks import compiled
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.usefixtures("compiled_afresh")
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class Up(nn.Module):
+    """A decoder's step: interpolation, 1x1 convolution, and something behind them."""
+
+    def __init__(self, dims=2, mode="bilinear", channels=2, bias=True, corners=None, **options):
+        super().__init__()
+        self.how = {"scale_factor": 2, "mode": mode, "align_corners": corners}
+        self.first = CONV[dims](3, 4, 1)
+        self.reduce = CONV[dims](4, channels, options.pop("kernel", 1), bias=bias, **options)
+
+    def forward(self, x):
+        return self.reduce(F.interpolate(self.first(x), **self.how)).sin()
+
+
+def swapped(net, *inputs, everywhere=True):
+    """The number of pairs that the pass swaps in a graph of Dynamo, and the result of the graph after it."""
+    counts = []
+
+    def backend(module, _):
+        counts.append(convolve_first.rewrite(module, everywhere=everywhere))
+        module.graph.lint()
+        return module
+
+    out = torch.compile(net, backend=backend)(*inputs)
+    return sum(counts), out
+
+
+def step(net, run, x):
+    """The result, and the gradients of the input and of the parameters."""
+    x = x.clone().requires_grad_()
+    out = run(x)
+    weights = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), [x, *net.parameters()])]
+
+
+MODES = [("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
+
+
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize(("mode", "dims"), MODES)
+def test_values_and_gradients_are_those_of_float64(mode, dims, corners):
+    if mode == "nearest" and corners:
+        pytest.skip("nearest has no corners")
+    net = Up(dims, mode, corners=None if mode == "nearest" else corners)
+    exact, x = copy.deepcopy(net).double(), torch.randn(2, 3, *(5, 4, 3)[:dims])
+    run = torch.compile(net, backend=lambda module, _: convolve_first.rewrite(module, everywhere=True) and module)
+    wanted = step(exact, exact, x.double())
+    for mine, theirs in zip(step(net, run, x), wanted, strict=True):
+        assert relative_error(mine, theirs) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias", "rows"), [(True, False), (False, True)], ids=["contiguous", "channels_last"])
+def test_codegens(codegen, bias, rows, monkeypatch, needs_interpreter, device):
+    """Both codegens convolve first where Triton serves the tensors, and so does Inductor elsewhere."""
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    swaps, swap = [], convolve_first._swap
+    monkeypatch.setattr(convolve_first, "_swap", lambda *given: swaps.append(swap(*given)))
+    net = Up(bias=bias)
+    exact, x = copy.deepcopy(net).double(), torch.randn(2, 3, 5, 4)
+    net, x = net.to(device), x.to(device)
+    if rows:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    wanted = step(exact, exact, x.cpu().double())
+    found = step(net, compiled(net, codegen), x)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert relative_error(mine.cpu(), theirs) <= 1e-5
+    assert len(swaps) == 1
+    assert found[0].stride() == net(x).stride()
+
+
+def test_aten_keeps_the_bits_of_eager_mode_without_triton():
+    net, x = Up(), torch.randn(2, 3, 5, 4)
+    assert swapped(net, x, everywhere=False)[0] == 0
+    for mine, theirs in zip(step(net, compiled(net), x), step(net, net, x), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("net", "why"),
+    [
+        (Up(channels=8), "the result would have more channels than the input"),
+        (Up(kernel=3), "it reads several positions"),
+        (Up(stride=2), "it leaves positions out"),
+        (Up(padding=1), "it adds positions, where it gives the bias"),
+        (Up(groups=2), "groups"),
+        (Up(mode="area"), "no backward that we know"),
+    ],
+    ids=lambda of: of if isinstance(of, str) else "",
+)
+def test_others_stay(net, why):
+    x = torch.randn(1, 3, 4, 4)
+    count, out = swapped(net, x)
+    assert count == 0, why
+    assert torch.equal(out, net(x))
+
+
+class Between(Up):
+    """What happens between the interpolation and the convolution is in ``between``."""
+
+    def __init__(self, between, **options):
+        super().__init__(**options)
+        self.between = between
+
+    def forward(self, x):
+        small = self.first(x)
+        up = F.interpolate(small, **self.how)
+        extra = self.between(small, up, self)
+        return self.reduce(up), extra
+
+
+def written_over(small, up, net):
+    small.mul_(2)
+    return small
+
+
+def written_through_a_view(small, up, net):
+    small.view(-1).add_(1)
+    return
+
+
+def second_reader(small, up, net):
+    return up.sum()
+
+
+def weight_changed(small, up, net):
+    with torch.no_grad():
+        net.reduce.weight.mul_(2)
+    return
+
+
+def unrelated(small, up, net):
+    return small.sin().sum() + small.exp().mean()
+
+
+@pytest.mark.parametrize(
+    ("between", "count"),
+    [(written_over, 0), (written_through_a_view, 0), (second_reader, 0), (weight_changed, 0), (unrelated, 1)],
+)
+def test_readers_and_writers_in_between(between, count):
+    """A tensor that is written over after its interpolation would give other values.
+
+    A write that nobody reads counts as one to this tensor, whatever it writes to.
+    """
+    net, x = Between(between), torch.randn(1, 3, 4, 4)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        found, (out, extra) = swapped(net, x)
+        assert found == count
+        wanted, wanted_extra = twin(x)
+    torch.testing.assert_close(out, wanted)
+    if extra is not None:
+        torch.testing.assert_close(extra, wanted_extra)
+
+
+def test_a_mode_that_changes_in_between():
+    """The small tensor gets no gradient through an interpolation that is not recorded."""
+
+    class Net(Up):
+        def forward(self, x):
+            small = self.first(x)
+            with torch.no_grad():
+                up = F.interpolate(small, **self.how)
+            return self.reduce(up) + small.mean()
+
+    net, x = Net(), torch.randn(1, 3, 4, 4)
+    count, out = swapped(net, x)
+    assert count == 0
+    found, wanted = (torch.autograd.grad(of.sum(), net.first.weight)[0] for of in (out, net(x)))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_autocast_on_a_cpu_stays():
+    """There autocast interpolates in fp32, and the result of the convolution is in half precision."""
+    net, x = Up(), torch.randn(1, 3, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        count, out = swapped(net, x)
+        wanted = net(x)
+    assert count == 0
+    assert out.dtype == wanted.dtype
+    assert torch.equal(out, wanted)
+
+
+def test_dynamic_sizes_stay():
+    """A question about a symbolic size would compile the graph again for each size."""
+    net = Up()
+    counts = []
+
+    def backend(module, _):
+        counts.append(convolve_first.rewrite(module, everywhere=True))
+        return module
+
+    run = torch.compile(net, backend=backend, dynamic=True)
+    for n in (4, 6, 7):
+        x = torch.randn(1, 3, n, n + 1)
+        torch.testing.assert_close(run(x), net(x))
+    assert counts == [0]
+
+
+def test_calls_by_name_and_several_pairs():
+    def run(x, w, b):
+        up = F.interpolate(input=x, size=(9, 7), mode="bilinear")
+        y = torch.conv2d(input=up, weight=w, bias=b)
+        return F.conv2d(F.interpolate(y, scale_factor=2.0), w[:, :2].contiguous(), stride=(1, 1), padding=0)
+
+    x, w, b = torch.randn(1, 3, 4, 4), torch.randn(2, 3, 1, 1), torch.randn(2)
+    count, out = swapped(run, x, w, b)
+    assert count == 2
+    torch.testing.assert_close(out, run(x, w, b))

@@ -1,0 +1,159 @@
+"""``compiler.estimate``: what a model would keep and need, against the allocator, in the terms of the model."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from fusedseg.compiler import NotCompiled, estimate, report
+from fusedseg.compiler.estimate import estimate_ways
+from fusedseg.memory import allocator_peak
+from fusedseg.memory.fake import fake_mode
+from fusedseg.memory.meter import mean_of
+from tests.compiler.networks import mixed
+from tests.compiler.test_training import Net
+
+ATEN = {"codegen": "aten"}
+MIB = 2**20
+
+
+class Dense(nn.Module):
+    """Layers that read the concatenation of all results so far; the code was not written with this network."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(16 * n), nn.SiLU(), nn.Conv2d(16 * n, 16, 3, padding=1)) for n in range(1, 5)
+        )
+        self.classes = nn.Linear(80 * 8 * 8, 256)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return self.classes(nn.functional.adaptive_avg_pool2d(x, 8).flatten(1))
+
+
+def wide():
+    """Weights that are far larger than activations."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+
+def measured(run, net, x):
+    def step():
+        mean_of(run(x)).backward()
+        net.zero_grad()
+
+    step()
+    return allocator_peak(step)
+
+
+def test_the_peak_is_the_allocators():
+    """The estimate left out what convolutions allocate: .79 of the measured peak here, .42 of eager where .59 was."""
+    net, x = Dense(), torch.randn(8, 3, 64, 64)
+    run = torch.compile(net, backend="fusedseg", options=ATEN)
+    peaks = measured(net, net, x), measured(run, net, x)
+    for of, peak in zip(estimate(Dense, tuple(x.shape), options=ATEN).steps(), peaks, strict=True):
+        assert of.with_workspaces == pytest.approx(peak, rel=0.04)
+        assert of.peak < of.with_workspaces
+
+
+def test_gradients_of_weights_are_in_the_peak():
+    net, x = wide(), torch.randn(4, 512)
+    weights = sum(parameter.nbytes for parameter in net.parameters())
+    run = torch.compile(net, backend="fusedseg", options=ATEN)
+    for of in estimate(net, tuple(x.shape), options=ATEN).steps():
+        assert of.peak >= weights
+    assert of.peak == pytest.approx(measured(run, net, x), rel=0.01)
+
+
+def test_images_in_channels_last_need_no_copy():
+    net, x = Dense().to(memory_format=torch.channels_last), torch.empty(8, 3, 64, 64)
+    x = x.to(memory_format=torch.channels_last)
+    planes = estimate(Dense, (8, 3, 64, 64), options=ATEN).steps()
+    for of, in_planes in zip(estimate(net, x, options=ATEN).steps(), planes, strict=True):
+        assert of.with_workspaces - of.peak < 0.3 * (in_planes.with_workspaces - in_planes.peak)
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_the_report_speaks_of_the_model(codegen):
+    """It named ops of aten: "to copy ×34, native batch norm ×22"."""
+    found = estimate(Dense, (8, 3, 64, 64), options={"codegen": codegen})
+    text = str(found)
+    for line in ("layers.3.0  BatchNorm2d", "(model)", "4 BatchNorm2d", "with workspaces"):
+        assert line in text
+    for word in ("aten", "native", "legit", "to copy", "convert element", "getitem"):
+        assert word not in text
+    rows = found.modules()
+    assert {row.module for row in rows} <= {"(inputs)", "(model)", *(name for name, _ in Dense().named_modules())}
+    eager, ours = found.kept
+    assert sum(row.eager for row in rows) == eager
+    assert sum(row.ours for row in rows) == ours
+    assert sum(json.loads(found.to_json())["graphs"][0]["ours_by"].values()) == ours
+
+
+def test_an_estimate_is_the_report_of_a_run():
+    net = mixed()
+    run = torch.compile(net, backend="fusedseg", options=ATEN)
+    run(torch.randn(2, 3, 16, 16)).mean().backward()
+    assert estimate(net, (2, 3, 16, 16), options=ATEN).steps() == report(run).steps()
+
+
+def test_several_graphs_are_one_step():
+    """Each graph had a peak of its own, and nobody added what the graphs before it keep."""
+    found = estimate(Net(broken=True), (2, 3, 14, 14), options=ATEN)
+    first, second = found.graphs
+    _, ours = found.steps()
+    assert ours.kept == first.ours.kept + second.ours.kept
+    assert ours.peak == max(first.ours.peak + second.gradients, first.ours.kept + second.ours.peak)
+    assert max(found.courses()[1][1]) <= ours.peak
+
+
+def test_torch_compile_is_counted_beside_it():
+    found = estimate(mixed, (2, 3, 64, 64), options={"codegen": "inductor"})
+    eager, ours = found.steps()
+    assert ours.kept < found.stock_step().kept < eager.kept
+    assert "; torch.compile " in str(found)
+    assert estimate(mixed, (2, 3, 64, 64), options=ATEN).stock_step() is None
+
+
+def test_the_compilers_own_budgets():
+    with fake_mode():
+        net, x = Dense(), torch.empty(2, 3, 32, 32)
+        default, less = estimate_ways(net, [x], [1.0, 0.1])
+    assert default.repeated == 0 < less.repeated
+    assert less.kept[1] < default.kept[1]
+
+
+def test_a_model_whose_graph_has_a_constant():
+    """MONAI's SwinUNETR was refused: each way gets a copy of the graph, and the constant could not be copied."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.tensor([0.5, 2.0])
+
+    with fake_mode():
+        found = estimate_ways(Scaled(2, 2), [torch.empty(1, 2)], [{}, 1.0])
+    assert [len(way.graphs) for way in found] == [1, 1]
+
+
+def test_a_model_that_is_not_trained_is_refused():
+    with pytest.raises(NotCompiled, match=r"fusedseg\.compiler\.estimate: no part of the model needs a gradient"):
+        estimate(nn.Linear(2, 2).requires_grad_(False), (1, 2))
+
+
+def test_a_model_that_reads_values_is_refused():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    with pytest.raises(NotCompiled, match="the compiler refuses the model: "):
+        estimate(Reads(2, 2), (1, 2))
+
+
+def test_the_old_name_says_what_to_write():
+    with pytest.raises(RuntimeError, match=r"compiler\.partitions is gone; write fusedseg\.compiler\.estimate"):
+        fusedseg.compiler.partitions(mixed(), [torch.empty(2, 3, 16, 16)], [{}])

@@ -1,0 +1,276 @@
+"""Linear upsampling on both backends: values and gradients beside float64, formats, slices, equal bits, errors."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fusedseg.functional import Interpolated, conv_abn, upsample
+from fusedseg.memory import SavedBytes
+from fusedseg.ops import interpolate
+from fusedseg.ops import upsample as op
+from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.tensors import channels_last
+
+# The shape, and the size or the factors of the result.
+CASES = {
+    "double": ((2, 3, 5, 7), {"scale_factor": 2}),
+    "odd": ((2, 3, 5, 7), {"size": (11, 9)}),
+    "one-pixel": ((1, 5, 1, 1), {"size": (3, 4)}),
+    "to-one-pixel": ((1, 2, 4, 3), {"size": (1, 1)}),
+    "factors": ((1, 2, 5, 4), {"scale_factor": (1.5, 2.3)}),
+    "smaller": ((1, 3, 9, 8), {"size": (4, 3)}),
+    "equal": ((1, 3, 4, 5), {"size": (4, 5)}),
+    "one-axis": ((1, 3, 4, 5), {"size": (8, 5)}),
+    "by-eight": ((1, 2, 3, 2), {"scale_factor": 8}),
+    "line": ((2, 3, 9), {"scale_factor": 2}),
+    "volume": ((1, 3, 3, 4, 2), {"scale_factor": 2}),
+    "volume-odd": ((1, 2, 3, 2, 3), {"size": (5, 3, 7)}),
+    "volume-of-images": ((1, 2, 3, 3, 4), {"scale_factor": (1, 2, 2)}),
+}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+by_corners = pytest.mark.parametrize("corners", [False, True], ids=["", "corners"])
+FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
+
+
+def stock(x, given, corners):
+    return F.interpolate(x, mode=op.MODES[x.dim() - 2], align_corners=corners, **given)
+
+
+def linear(x, given, corners=False):
+    """The arguments of ``ops/upsample.py``."""
+    y = stock(x.float(), given, corners)
+    factors = given.get("scale_factor")
+    factors = (factors,) * (x.dim() - 2) if isinstance(factors, int | float) else factors
+    return op.Linear(tuple(y.shape[2:]), factors, corners)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@FORMATS
+@by_corners
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_float64(name, corners, rows, dtype, needs_interpreter, monkeypatch, device):
+    import fusedseg
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    shape, given = CASES[name]
+    if rows and len(shape) == 3:
+        pytest.skip("a signal has no other memory format")
+    x = torch.randn(shape).to(dtype)
+    leaf = x.double().requires_grad_()
+    expected = stock(leaf, given, corners)
+    dy = torch.randn(expected.shape).to(dtype)
+    (dx,) = torch.autograd.grad(expected, leaf, dy.double())
+    x, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
+    x.requires_grad_()
+    with SavedBytes([]) as saved:
+        y = upsample(x, **given, align_corners=corners)
+    assert type(y.grad_fn).__name__ == "UpsampleFunctionBackward"
+    assert saved.nbytes == 0
+    found = torch.autograd.grad(y, x, dy)[0]
+    # PyTorch's own weights are rounded to fp32 where a factor is given.
+    exact = dtype == torch.float64 and "scale_factor" not in given
+    assert relative_error(y.detach(), expected) <= (1e-14 if exact else max(1e-7, FORWARD_TOLERANCE[dtype]))
+    assert relative_error(found, dx) <= (1e-14 if exact else max(1e-7, FORWARD_TOLERANCE[dtype]))
+    assert y.dtype == found.dtype == dtype
+    like = stock(x.detach(), given, corners)
+    assert y.stride() == like.stride()
+    assert found.stride() == x.stride() or 1 in (*shape[2:], *y.shape[2:])
+
+
+@by_corners
+@pytest.mark.parametrize("name", ["odd", "volume-odd", "factors", "smaller", "one-pixel"])
+def test_reference(name, corners):
+    """The matrices of weights are PyTorch's interpolation, and their transpose its gradient."""
+    shape, given = CASES[name]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    expected = stock(x, given, corners)
+    dy = torch.randn_like(expected)
+    of = linear(x.detach(), given, corners)
+    torch.testing.assert_close(op.reference_forward(x, of), expected, rtol=1e-9, atol=1e-9)
+    wanted = torch.autograd.grad(expected, x, dy)[0]
+    torch.testing.assert_close(op.reference_backward(dy, shape[2:], of), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_first_and_second_order(backend, device):
+    x = torch.randn(1, 2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    for given in ({"scale_factor": 2}, {"size": (2, 5)}):
+        assert torch.autograd.gradcheck(lambda x, given=given: upsample(x, **given), x)
+        assert torch.autograd.gradgradcheck(lambda x, given=given: upsample(x, **given).square(), x)
+
+
+def test_a_batch_of_gradients(backend, device):
+    x = torch.randn(1, 2, 3, 2, device=device, requires_grad=True)
+    y = upsample(x, scale_factor=2)
+    dys = torch.randn(3, *y.shape, device=device)
+    (found,) = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
+    for mine, dy in zip(found, dys, strict=True):
+        torch.testing.assert_close(mine, torch.autograd.grad(y, x, dy, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("name", ["expanded", "sliced", "transposed", "every-second"])
+def test_other_strides(name, backend, device):
+    """Inputs and gradients that are neither contiguous nor channels_last, among them slices of channels."""
+    wide = channels_last(torch.randn(2, 8, 5, 4, dtype=torch.float64)).to(device)
+    x = {
+        "expanded": wide[:, :1].expand(-1, 3, -1, -1),
+        "sliced": wide[:, 2:7],
+        "transposed": wide.transpose(2, 3),
+        "every-second": wide[:, :, ::2],
+    }[name].requires_grad_()
+    y, expected = upsample(x, scale_factor=2), stock(x, {"scale_factor": 2}, False)
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = channels_last(torch.randn(*y.shape[:1], 9, *y.shape[2:], dtype=y.dtype)).to(device)[:, -y.shape[1] :]
+    for of in (dy, dy[:1, :, :1, :1].expand(y.shape)):
+        found, wanted = (torch.autograd.grad(t, x, of, retain_graph=True)[0] for t in (y, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("needs_interpreter")
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 3, 2, 3, 2)], ids=["image", "volume"])
+def test_into_a_slice_of_channels(shape, monkeypatch, device):
+    import fusedseg
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    x = torch.randn(shape, device=device)
+    size = tuple(2 * n for n in shape[2:])
+    of, C = op.Linear(size, None, False), shape[1]
+    whole = channels_last(torch.full((shape[0], C + 7, *size), 7.0, device=device))
+    y = op.forward(x, of, out=whole[:, 4 : 4 + C])
+    assert y.data_ptr() == whole[:, 4:].data_ptr()
+    torch.testing.assert_close(whole[:, 4 : 4 + C], op.forward(x, of))
+    assert (whole[:, :4] == 7).all()
+    assert (whole[:, 4 + C :] == 7).all()
+
+
+@pytest.mark.usefixtures("needs_interpreter")
+@FORMATS
+def test_equal_bits_in_any_order_of_programs(rows, monkeypatch, device):
+    """PyTorch's gradient adds by atomic operations on a GPU, in an order that changes from call to call."""
+    import fusedseg
+    from tests.tools.interpreter import reordered
+    from tests.tools.traffic import checked
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    x, dy = torch.randn(2, 3, 9, 5), torch.randn(2, 3, 18, 10)
+    x, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
+    of = op.Linear((18, 10), None, False)
+
+    def both():
+        # An atomic operation, or an access outside of a tensor, raises an error.
+        with checked(device):
+            return op.forward(x, of), op.backward(dy, (9, 5), of)
+
+    first = both()
+    with reordered(device):
+        again = both()
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.usefixtures("needs_interpreter")
+@FORMATS
+def test_walks_of_several_programs(rows, monkeypatch, device):
+    """A program computes some lines of a map; what it reads at both ends of its walk is read by its neighbours too."""
+    from fusedseg.kernels.launcher import forget_plans
+
+    import fusedseg
+    from fusedseg.kernels import upsample as kernels
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    monkeypatch.setattr(kernels, "FEWEST_LINES", 2)
+    monkeypatch.setattr(kernels, "MOST_LINES", 4)
+    forget_plans()
+    x, dy = torch.randn(1, 2, 9, 3, dtype=torch.float64), torch.randn(1, 2, 17, 5, dtype=torch.float64)
+    x, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
+    for corners in (False, True):
+        of = op.Linear((17, 5), None, corners)
+        torch.testing.assert_close(op.forward(x, of), op.reference_forward(x, of), rtol=1e-12, atol=1e-12)
+        wanted = op.reference_backward(dy, (9, 3), of)
+        torch.testing.assert_close(op.backward(dy, (9, 3), of), wanted, rtol=1e-12, atol=1e-12)
+    forget_plans()
+
+
+def test_positions_are_exact():
+    """With fp32 positions the last outputs of a long signal read by weights that are off by 1e-3."""
+    axis = op.axis_of(20_001, 40_003, None, False)
+    assert axis.fits
+    o = 39_999
+    s = (o * axis.step + axis.shift) / axis.den
+    assert abs(s - ((o + 0.5) * 20_001 / 40_003 - 0.5)) < 1e-9
+
+
+def test_what_is_left_to_aten(needs_interpreter, monkeypatch):
+    """Integers, symbols, empty batches, and an axis with an input that very many outputs read."""
+    import fusedseg
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    of = op.Linear((130, 130), None, False)
+    assert not op.serves(torch.randn(1, 1, 1, 1), (1, 1), of)
+    assert op.serves(torch.randn(1, 1, 9, 9), (9, 9), of)
+    assert not op.serves(torch.randn(0, 1, 9, 9), (9, 9), of)
+    assert not op.serves(torch.ones(1, 1, 9, 9, dtype=torch.uint8), (9, 9), of)
+    torch.testing.assert_close(upsample(torch.ones(1, 1, 1, 1), 130), torch.ones(1, 1, 130, 130))
+    assert upsample(torch.ones(0, 1, 2, 2), 4).shape == (0, 1, 4, 4)
+
+
+def test_captured_and_fused_ops_take_the_kernels(backend, device, monkeypatch):
+    """The op of captured graphs, and sources of convolutions, call the same functions."""
+    calls = []
+    for name in ("forward", "backward"):
+        plain = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *a, plain=plain, name=name: calls.append(name) or plain(*a))
+    x = torch.randn(1, 4, 3, 2, device=device, requires_grad=True)
+    y = interpolate.interpolate(x, scale_factor=2, mode="bilinear")
+    torch.testing.assert_close(y, stock(x, {"scale_factor": 2}, False))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, torch.full_like(dx, 4))
+    wanted = ["forward", "backward"] if backend == "triton" else []
+    assert calls == wanted
+    calls.clear()
+    w = torch.randn(2, 4, 1, 1, device=device, requires_grad=True)
+    source = Interpolated(x, (6, 4), "bilinear")
+    z = conv_abn(source, w, None, None, None, None, training=True)
+    assert torch.isfinite(torch.autograd.grad(z.square().sum(), x)[0]).all()
+    assert set(calls) == set(wanted)
+
+
+@pytest.mark.parametrize("fit", ["resize", "pad"])
+def test_the_decoder_of_our_u_nets_takes_the_kernels(fit, device, monkeypatch, needs_interpreter):
+    import fusedseg
+    from fusedseg.unet import Up
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    calls, plain = [], op.backward
+    monkeypatch.setattr(op, "backward", lambda *a: calls.append(a) or plain(*a))
+    up = Up(4, 2, 2, fit=fit).to(device)
+    x = torch.randn(1, 4, 2, 2, device=device, requires_grad=True)
+    up(x, torch.randn(1, 2, 5, 5, device=device)).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "x", "given"),
+    [
+        (TypeError, "x must be a tensor, got list", [1.0], {"size": 2}),
+        (TypeError, "x must be float16, .* got torch.int64", torch.ones(1, 1, 2, 2, dtype=torch.int64), {"size": 2}),
+        (ValueError, r"1 to 3 spatial dimensions, got \(2, 2\)", torch.ones(2, 2), {"size": 2}),
+        (ValueError, "one of size and scale_factor must be given, got None and None", torch.ones(1, 1, 2), {}),
+        (ValueError, r"size must be positive, one number or 2, got \(3,\)", torch.ones(1, 1, 2, 2), {"size": (3,)}),
+        (ValueError, "scale_factor must be positive.* got -1.0", torch.ones(1, 1, 2), {"scale_factor": -1.0}),
+    ],
+)
+def test_refused(error, text, x, given):
+    with pytest.raises(error, match=f"fusedseg.upsample: .*{text}"):
+        upsample(x, **given)
+
+
+def test_pitch_of():
+    wide = channels_last(torch.randn(2, 8, 3, 4))
+    assert op.pitch_of(wide) == op.pitch_of(wide[:, 2:5]) == 8
+    assert op.pitch_of(wide.contiguous()) is None
+    assert op.pitch_of(wide[:, :, ::2]) is None
+    for t, size in itertools.product((wide, wide[:, 1:2]), ((6, 8), (1, 1))):
+        of = op.Linear(size, None, False)
+        assert op.reference_forward(t, of).shape[2:] == size
