@@ -120,7 +120,7 @@ def conv3d_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, zero, one, D, H, W, tiles_h, ti
     for s in tl.static_range(STEPS):
         tile = tl.load(w_ptrs + (s * LANES * COLUMNS + tl.arange(0, COLUMNS)[None, :]))
         # Triton knows no `(*weights, tile)`.
-        weights = weights + (tile,)  # noqa: RUF005
+        weights = weights + (tile,)  # type: ignore[assignment]  # noqa: RUF005
 
     z = z_begin - 1
     x = load_tile(x_ptrs, inside, z, D, H, W, 0, C)

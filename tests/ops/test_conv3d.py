@@ -207,3 +207,37 @@ def test_errors_are_those_of_aten(timed):
     _, weight, bias = inputs()
     with pytest.raises(RuntimeError, match="to have 32 channels, but got 48 channels"):
         op.convolution(x, weight, bias, *REST)
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Conv3d(16, 32, 3, padding=1)
+        self.second = torch.nn.Conv3d(32, 48, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.nn.functional.silu(self.first(x)))
+
+
+@pytest.mark.usefixtures("compiled_afresh")
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_graph_of_the_codegen_aten_calls_it(faster, timed, launched):
+    timed["triton"] = 1.0 if faster else 3.0
+    torch.manual_seed(0)
+    exact = Two().half().double()
+    model = Two().half()
+    model.load_state_dict(exact.state_dict())
+    x = inputs(16)[0]
+    wide = x.double().requires_grad_()
+    x.requires_grad_()
+    z = torch.compile(model, backend="fusedseg", options={"codegen": "aten"})(x)
+    dz = torch.randn_like(z)
+    z.backward(dz)
+    expected = exact(wide)
+    expected.backward(dz.double())
+    assert_close(z, expected)
+    assert_close(x.grad, wide.grad)
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad)
+    # With both measurements for each of two convolutions, and in the end their calls.
+    assert launched.count("forward") == launched.count("input gradient") == (4 if faster else 2)

@@ -110,13 +110,13 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, backward: bool) -> Tensor:
-    from ...kernels import conv3d as kernels
+    from ...kernels.conv3d import conv3d, ordered_weight
 
     y = torch.empty((x.shape[0], channels, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=ROWS)
     if not (weight.is_contiguous() or weight.is_contiguous(memory_format=ROWS)):
         weight = weight.contiguous()
     with _backend.launching(x):
-        kernels.conv3d(x, kernels.ordered_weight(weight, backward), bias, y)
+        conv3d(x, ordered_weight(weight, backward), bias, y)
     return y
 
 
