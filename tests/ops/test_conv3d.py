@@ -209,6 +209,49 @@ def test_errors_are_those_of_aten(timed):
         op.convolution(x, weight, bias, *REST)
 
 
+@pytest.fixture
+def hopper(device):
+    if device.type != "cuda" or not op.runs_on(device):
+        pytest.skip("measures on a GPU of sm_90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gpu_measures_once_and_both_agree(device, hopper, dtype):
+    x, weight, bias = inputs(size=(40, 64, 64), device=device, dtype=dtype)
+    for _ in range(2):
+        y = op.convolution(x, weight, bias, *REST)
+        dx, dw, dbias = op.convolution_backward(y, x, weight, [32], *REST, [True, True, True])
+    assert [record.agree for record in choice._records.values()] == [True, True]
+    expected = torch.ops.aten.convolution_backward(y, x, weight, [32], *REST, [True, True, True])
+    tolerance = choice.AGREEMENT[dtype]
+    for found, wanted in zip((y, dx), (op.reference_forward(x, weight, bias), expected[0]), strict=True):
+        assert ((found.double() - wanted.double()).norm() / wanted.double().norm()).item() <= tolerance
+        assert found.stride() == wanted.stride()
+    assert dw.shape == weight.shape
+    assert dbias.shape == bias.shape
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_measures_nothing(device, hopper, monkeypatch):
+    x, weight, bias = inputs(size=(16, 32, 32), device=device)
+    expected = op.forward(x, weight, bias)
+    op.reference_forward(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op.convolution(x, weight, bias, *REST)
+    assert not choice._records
+    graph.replay()
+    assert_close(y, expected.double())
+    # After a measurement, the graph takes the kernel that was found faster.
+    monkeypatch.setattr(choice, "recorded", lambda kind, x, run: choice.Record(1.0, 2.0, 0.0, True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op.convolution(x, weight, bias, *REST)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
 class Two(torch.nn.Module):
     def __init__(self):
         super().__init__()
