@@ -12,7 +12,7 @@ from fusedseg import _backend
 from fusedseg.__main__ import main
 from fusedseg.doctor import gpu, report
 from fusedseg.ops.self_test import first_use, verdicts
-from fusedseg.ops.self_test.checks import CHECKS
+from fusedseg.ops.self_test.checks import CHECKS, DTYPES
 
 CPU = torch.device("cpu")
 JOBS = [gpu.Job("cpu", family, "float16") for family in ("norm", "pool", "conv")]
@@ -107,9 +107,9 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     path = tmp_path / "fusedseg.json"
     assert main(["doctor", "--gpu", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    for family in CHECKS:
-        for dtype in ("float16", "bfloat16", "float32"):
-            assert f"  cuda:0 {family} {dtype}: passed (0.5 s)\n" in out
+    jobs = [(family, dtype) for family in CHECKS for dtype in gpu.TESTED if dtype in DTYPES[family]]
+    for family, dtype in jobs:
+        assert f"  cuda:0 {family} {first_use.short(dtype)}: passed (0.5 s)\n" in out
     # The other GPU is of the same model.
     assert "cuda:1 norm" not in out
     assert "  cuda:0 (Card, sm_90): triton (a GPU (sm_90), and triton is installed)" in out
@@ -119,7 +119,15 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     assert any(line.startswith("torch ") for line in content["versions"])
     (card,) = content["gpus"]
     assert (card["gpu"], card["architecture"], card["multiprocessors"]) == ("Card", "sm_90", 132)
-    assert len(content["jobs"]) == 3 * len(CHECKS)
+    assert len(content["jobs"]) == len(jobs)
+
+
+def test_kernels_for_hopper_are_tested_on_hopper_alone(on_a_gpu, monkeypatch, capsys):
+    assert main(["doctor", "--gpu"]) == 0
+    assert "cuda:0 conv3d float16: passed" in capsys.readouterr().out
+    monkeypatch.setattr(_backend, "architecture", lambda device: "sm_80")
+    assert main(["doctor", "--gpu"]) == 0
+    assert "conv3d" not in capsys.readouterr().out
 
 
 def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):

@@ -29,7 +29,7 @@ KINDS = (
     ("pool", r"pool"),
     ("concatenation", r"CatArray|concat_kernel"),
     ("bits", r"low_bit"),
-    ("convolution or product", r"[fdw]prop|dgrad|wgrad|convolve|conv_abn|GemmConvolution|gemm|nvjet"),
+    ("convolution or product", r"[fdw]prop|dgrad|wgrad|convolve|conv_abn|conv3d_|GemmConvolution|gemm|nvjet"),
     ("norm and activation", r"norm|cudnn::bn_|relu|clamp_scalar|threshold|RowwiseMoments|GammaBeta"),
     # In channels_last, PyTorch concatenates with these copies too.
     ("copy or cast", r"copy|Memcpy"),

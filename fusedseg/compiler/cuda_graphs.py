@@ -36,6 +36,8 @@ def why_not(module: fx.GraphModule, static: Sequence[int], mutated: set[int]) ->
     devices = devices_of(module)
     if elsewhere := sorted(str(device) for device in devices if device.type != "cuda"):
         return f"it has tensors on {', '.join(elsewhere)}"
+    if any(isinstance(value_of(node), torch.SymInt) for node in module.graph.nodes):
+        return "it is compiled for several sizes"
     if len(devices) != 1:
         return f"its tensors are on {len(devices)} devices"
     if mutated - set(static):

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from .. import _backend, _torch
 from ..ops import concat, interpolate
+from ..ops.conv import conv3d
 from ..ops.max_pool import op as pools
 from ..ops.norm import graph as norms
 from . import in_turn, joined, parted, reinplace, slices
@@ -21,7 +22,7 @@ from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs
 
 aten = torch.ops.aten
 SAME = (
-    "convolution", "native_batch_norm", "native_group_norm", "native_layer_norm", "relu", "relu_", "mm", "addmm", "bmm",
+    "native_batch_norm", "native_group_norm", "native_layer_norm", "relu", "relu_", "mm", "addmm", "bmm",
     "sigmoid", "tanh", "t", "detach",
 )  # fmt: skip
 ARITHMETIC = ("add", "sub", "mul", "div")
@@ -30,6 +31,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name).default: getattr(torch, name) for name in SAME},
     **{getattr(aten, name).Tensor: getattr(torch, name) for name in ARITHMETIC},
     **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
+    aten.convolution.default: conv3d.convolution,
+    aten.convolution_backward.default: conv3d.convolution_backward,
     aten.cat.default: concat.concat,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,

@@ -3,7 +3,7 @@
     dw = convolution_backward(dy, x, w)         the last reader of x
     dx = convolution_backward(dy, like x, w)    from the shape of x alone
 
-The kernels are those of the one call of aten, so the bits are the same.  For the codegen "aten".
+The kernels are those of one call, so the bits are the same.  For the codegen "aten".
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ops.conv import conv3d
 from ..ops.conv.convolution import shape_only
 from .joint import has_symbols, last_readers, name_of, node_at, value_of
 
@@ -23,10 +24,10 @@ def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: An
     *geometry, mask = given
     instead = shape_only(dy, x, w)
     if instead is None:
-        return aten.convolution_backward(dy, x, w, *given)
+        return conv3d.convolution_backward(dy, x, w, *given)
     _, dw, dbias = aten.convolution_backward(dy, x, w, *geometry, [False, *mask[1:]])
     del x
-    dx, _, _ = aten.convolution_backward(dy, instead, w, *geometry, [True, False, False])
+    dx, _, _ = conv3d.convolution_backward(dy, instead, w, *geometry, [True, False, False])
     return dx, dw, dbias
 
 

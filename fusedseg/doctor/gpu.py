@@ -20,7 +20,7 @@ import torch
 from .. import _backend
 from ..cli.command import first_line
 from ..ops.self_test import first_use
-from ..ops.self_test.checks import DTYPES
+from ..ops.self_test.checks import DTYPES, runs_on
 from ..ops.self_test.verdicts import Verdict
 
 # Seconds for all jobs together.  The process and PyTorch need a few more to start.
@@ -77,7 +77,7 @@ def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
         for dtype in TESTED
         for gpu in gpus
         for family, dtypes in DTYPES.items()
-        if dtype in dtypes
+        if dtype in dtypes and runs_on(family, gpu)
     ]
     for outcome in run(jobs, LIMIT):
         if outcome.found["kind"] == DIED:

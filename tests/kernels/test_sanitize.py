@@ -12,8 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusedseg.ops.conv.conv3d import runs_on
 from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_concat as concats
+from tests.kernels import test_conv3d as volumes
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
@@ -85,6 +87,13 @@ def test_convolution(conv, rows, device):
         given = convs.inputs(conv, torch.float32, device, rows)
         out = convs.output(conv, torch.float32, device, rows)
         convs.check(conv, given, out, training=training, running=running, kept=kept)
+
+
+@pytest.mark.parametrize("name", ["48-to-16", "16-to-64", "one-row"])
+def test_convolution_of_volumes(name, device):
+    if not runs_on(device):
+        pytest.skip("the kernel is made for sm_90")
+    volumes.check(*volumes.CASES[name], device)
 
 
 @pytest.mark.usefixtures("replanned")

@@ -28,6 +28,7 @@ NORM_OPS = ["tests/ops/test_norm_act*.py", "tests/ops/test_inplace*.py", "tests/
 CONV_OPS = ["tests/ops/test_conv*.py", "tests/ops/test_join_conv.py", "tests/nn/test_conv*.py"]
 RELATED = {
     "kernels/activation.py": ["tests/kernels/test_activation.py", "tests/test_activation.py"],
+    "kernels/conv3d.py": ["tests/kernels/test_conv3d.py"],
     "kernels/conv*.py": ["tests/kernels/test_conv_abn*.py", "tests/kernels/test_sanitize.py"],
     "kernels/max_pool.py": ["tests/kernels/test_max_pool.py", "tests/ops/test_max_pool.py"],
     "kernels/concat.py": ["tests/kernels/test_concat.py", "tests/ops/test_concat.py"],

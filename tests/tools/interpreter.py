@@ -14,12 +14,13 @@ Program = tuple[int, int, int]
 
 @contextlib.contextmanager
 def true_bfloat16() -> Iterator[None]:
-    """Inside, bf16 is rounded to nearest even, as a GPU's ``cvt.rn`` does, and ``dot`` multiplies bf16 values.
+    """Inside, bf16 is rounded to nearest even, as a GPU's ``cvt.rn`` does, and products multiply bf16 values.
 
     Triton's interpreter stores bf16 values as integers that hold their bits.  It truncates fp32 and treats fp64 as an
-    integer: the errors are twice as large as a GPU's and all have one sign.  Its ``dot`` multiplies the integers.
+    integer: the errors are twice as large as a GPU's and all have one sign.  Its ``*`` and its ``dot`` multiply the
+    integers.
     """
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    cast, dot, fmul = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_fmul
 
     def rounding_cast(self, src, dst_type):
         if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
@@ -40,7 +41,14 @@ def true_bfloat16() -> Iterator[None]:
     def widening_dot(self, a, b, *args, **kwargs):
         return dot(self, widened(a), widened(b), *args, **kwargs)
 
-    with mock.patch.multiple(InterpreterBuilder, cast_impl=rounding_cast, create_dot=widening_dot):
+    def widening_fmul(self, a, b):
+        if a.dtype.scalar != tl.bfloat16:
+            return fmul(self, a, b)
+        # The product of two bf16 is exact in fp32, and is rounded once.
+        return rounding_cast(self, fmul(self, widened(a), widened(b)), tl.bfloat16)
+
+    changed = {"cast_impl": rounding_cast, "create_dot": widening_dot, "create_fmul": widening_fmul}
+    with mock.patch.multiple(InterpreterBuilder, **changed):
         yield
 
 

@@ -76,6 +76,20 @@ def copy_cast_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
 
 
+def test_a_product_of_bfloat16_multiplies_values():
+    """Without ``true_bfloat16``, the interpreter multiplies the integers that hold the bits."""
+    a, b = torch.randn(2, 64).bfloat16()
+    out = torch.empty(64, dtype=torch.bfloat16)
+    product_kernel[(1,)](a, b, out, BLOCK=64)
+    assert torch.equal(out, a * b)
+
+
+@triton.jit
+def product_kernel(a_ptr, b_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(a_ptr + offs) * tl.load(b_ptr + offs))
+
+
 def test_a_dot_of_bfloat16_multiplies_values():
     """Without ``true_bfloat16``, the interpreter multiplies the integers that hold the bits."""
     a, b = torch.randn(2, 16, 16).bfloat16()

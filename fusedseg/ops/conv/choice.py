@@ -12,7 +12,7 @@ by time differs between runs.
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,7 +73,8 @@ class Record(NamedTuple):
         return "triton" if self.agree and self.triton <= MARGIN * self.aten else "aten"
 
 
-_records: dict[Key, Record] = {}
+# By ``Key``, or by the kinds of other ops.
+_records: dict[Hashable, Record] = {}
 
 
 def tf32_allowed() -> bool:
@@ -132,14 +133,18 @@ def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -
     )
 
 
+def device_name(device: torch.device) -> str:
+    return _gpu_name(device) if device.type == "cuda" else device.type
+
+
 @functools.cache
-def _device_name(device: torch.device) -> str:
+def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
 def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
     return Key(
-        device=_device_name(x.device) if x.is_cuda else x.device.type,
+        device=device_name(x.device),
         dtype=str(x.dtype).removeprefix("torch."),
         training=training,
         channels_last=layout is not None and layout.rows,
@@ -190,17 +195,9 @@ def choose(
     elif not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
         return "aten"
     key = key_of(x, layout, w, geometry, training, positions)
-    record = _records.get(key)
+    record = recorded(key, x, forward)
     if record is None:
-        if not x.is_cuda or _capturing(x):
-            return "triton" if conv_backend == "triton" else "aten"
-        # Events belong to the current device, which may not be that of x.
-        with torch.cuda.device_of(x):
-            record = measure(x.dtype, forward, cuda_seconds)
-        if math.isnan(record.difference):
-            # A result that is not finite says nothing about the next batch, so it is not recorded.
-            return "triton" if conv_backend == "triton" else "aten"
-        _records[key] = record
+        return "triton" if conv_backend == "triton" else "aten"
     if conv_backend == "auto":
         return record.choice
     if not record.agree:
@@ -209,6 +206,26 @@ def choose(
             f"{record.difference:.1e}, for {key}; please report it, and use 'auto' or 'aten'"
         )
     return "triton"
+
+
+def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record | None:
+    """The measurement of a kind of call, which is made at its first call; ``run`` computes it by "triton" or "aten".
+
+    It is None if nothing can be measured now: on a CPU, while a CUDA graph is captured, or if the result is not finite.
+    """
+    record = _records.get(kind)
+    if record is not None:
+        return record
+    if not x.is_cuda or _capturing(x):
+        return None
+    # Events belong to the current device, which may not be that of x.
+    with torch.cuda.device_of(x):
+        record = measure(x.dtype, run, cuda_seconds)
+    if math.isnan(record.difference):
+        # A result that is not finite says nothing about the next batch, so it is not recorded.
+        return None
+    _records[kind] = record
+    return record
 
 
 def _capturing(x: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
-norm, the convolution in training and in eval mode, pools, interpolations, concatenations, the sums of losses of few and
-of many classes, and packing.
+norm, the convolution in training and in eval mode, the 3x3x3 convolution and the gradient of its input, pools,
+interpolations, concatenations, the sums of losses of few and of many classes, and packing.
 
 The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
 """
@@ -18,13 +18,17 @@ from torch.nn import functional as F
 from ... import _backend
 from .. import upsample
 from ..check import HALF
+from ..conv import conv3d
 from ..layout import layout_of
 from ..low_bit import reference as low_bit_reference
 from ..low_bit.spec import lines_of
 from ..segmentation.spec import SumsSpec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+FORMATS = {
+    "contiguous": torch.contiguous_format, "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}  # fmt: skip
 SHAPE = (2, 8, 16, 16)
 CONV_SHAPE, CONV_CHANNELS = (2, 32, 8, 8), 64
 # Logits of classes that do not fit in one tile.
@@ -177,6 +181,20 @@ def _conv(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         yield Compared(f"z ({fmt}, {taps}x{taps}, {mode})", z, expected, tolerance)
 
 
+def _conv3d(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    # 48 channels take two steps a tap, and leave lanes idle.  The last tile and the last plane are incomplete.
+    C, K = 48, 32
+    x = _random((2, C, 3, 7, 33), dtype, device, "channels_last_3d", 0)
+    weight = _random((K, C, 3, 3, 3), dtype, device, "contiguous", 1)
+    bias = _random((K,), dtype, device, "contiguous", 2)
+    y = conv3d.forward(x, weight, bias)
+    expected = F.conv3d(x.double(), weight.double(), bias.double(), padding=1)
+    yield Compared("y", y, expected, NORM_TOLERANCE[dtype])
+    dy = _random((2, K, 3, 7, 33), dtype, device, "channels_last_3d", 3)
+    of_x = F.conv_transpose3d(dy.double(), weight.double(), padding=1)
+    yield Compared("dx", conv3d.input_gradient(dy, weight), of_x, NORM_TOLERANCE[dtype])
+
+
 def _pool_float64(x: Tensor, dz: Tensor, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
     """z and dx of a pool, one position of the windows after another.
 
@@ -285,9 +303,15 @@ Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
 CHECKS: dict[str, Check] = {
     "norm": _norm, "conv": _conv, "pool": _pool, "upsample": _upsample, "concat": _concat, "sums": _sums,
-    "low_bit": _low_bit,
+    "low_bit": _low_bit, "conv3d": _conv3d,
 }  # fmt: skip
-DTYPES = {name: tuple(CONV_TOLERANCE if name == "conv" else NORM_TOLERANCE) for name in CHECKS}
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"conv": tuple(CONV_TOLERANCE), "conv3d": HALF}
+DTYPES = {name: _DTYPES.get(name, tuple(NORM_TOLERANCE)) for name in CHECKS}
+
+
+def runs_on(family: str, device: torch.device) -> bool:
+    """Whether the ops use a family of kernels on a device."""
+    return family != conv3d.FAMILY or conv3d.runs_on(device)
 
 
 def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -1,0 +1,177 @@
+"""The convolution of 3x3x3 taps for few channels: by a Triton kernel (``kernels/conv3d.py``) where that is faster.
+
+``convolution`` and ``convolution_backward`` have the arguments of aten's ops, for graphs of the compiler.  The kernel
+computes the convolution and the gradient of its input.  The gradient of the weight is always the vendor's.
+
+The kernel takes the vendor's place if ``serves`` allows it, and if a measurement at the first call of a kind of
+convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can be
+made, so while a CUDA graph is captured.  It also computes if deterministic algorithms are required, because a choice by
+time differs between runs.
+
+Sums are fp32 in a fixed order, and the result is rounded once.  A bias is added before that, where the vendor rounds
+twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import _backend
+from ..check import HALF
+from . import choice
+
+aten = torch.ops.aten
+FAMILY = "conv3d"
+# The kernel is made for the products of Hopper (wgmma).  On other GPUs nobody has measured it.
+ARCHITECTURE = "sm_90"
+# The channels of the input and of the output.
+LEAST_CHANNELS, MOST_CHANNELS, STEP_CHANNELS = 16, 64, 16
+ONES = (1, 1, 1)
+ROWS = torch.channels_last_3d
+
+
+class Kind(NamedTuple):
+    """The kind of a call.  Calls of equal kinds share a measurement."""
+
+    what: str
+    device: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    out_channels: int
+    has_bias: bool
+    # A setting of the user for the vendor's library.
+    benchmark: bool
+
+
+class Arguments(NamedTuple):
+    """The arguments that both of aten's ops take after the tensors and ``bias_sizes``."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def served(self, x: Tensor, weight: Tensor) -> bool:
+        return not self.transposed and serves(x, weight, self.stride, self.padding, self.dilation, self.groups)
+
+
+PLAIN = Arguments(ONES, ONES, ONES, False, (0, 0, 0), 1)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel is made for a device; on a CPU, Triton's interpreter runs it in tests."""
+    return device.type == "cpu" or (
+        device.type == "cuda" and torch.version.hip is None and _backend.architecture(device) == ARCHITECTURE
+    )
+
+
+def serves(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether the kernel computes a convolution, and the gradient of its input.
+
+    It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
+    dilation 1 and without groups, x in channels_last_3d without gaps, and samples of fewer than 2**31 elements.
+    """
+    # Cheap conditions come first, because most convolutions fail one of them.
+    return (
+        x.dim() == 5
+        and x.dtype in HALF
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and tuple(weight.shape[2:]) == (3, 3, 3)
+        and groups == 1
+        and tuple(stride) == tuple(padding) == tuple(dilation) == ONES
+        and x.shape[1] == weight.shape[1]
+        and all(LEAST_CHANNELS <= C <= MOST_CHANNELS and C % STEP_CHANNELS == 0 for C in weight.shape[:2])
+        # A single position has the same strides in both formats.
+        and x.shape[0] > 0
+        and x.shape[2:].numel() > 1
+        and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
+        and x.is_contiguous(memory_format=ROWS)
+        and runs_on(x.device)
+        # This comes last, because it may test the kernel.
+        and _backend.use_triton(x, FAMILY)
+    )
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of ``x`` by the kernel; ``serves`` is true."""
+    return _launch(x, weight, bias, weight.shape[0], backward=False)
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the input by the kernel; ``serves`` is true, and ``dy`` has no gaps in channels_last_3d."""
+    return _launch(dy, weight, None, weight.shape[1], backward=True)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, backward: bool) -> Tensor:
+    from ...kernels.conv3d import conv3d, ordered_weight
+
+    y = torch.empty((x.shape[0], channels, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=ROWS)
+    if not (weight.is_contiguous() or weight.is_contiguous(memory_format=ROWS)):
+        weight = weight.contiguous()
+    with _backend.launching(x):
+        conv3d(x, ordered_weight(weight, backward), bias, y)
+    return y
+
+
+def reference_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.convolution(x, weight, bias, *PLAIN)
+
+
+def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    shape = (dy.shape[0], weight.shape[1], *dy.shape[2:])
+    # aten reads the shape and the strides of x alone.
+    x = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=ROWS)
+    return aten.convolution_backward(dy, x, weight, None, *PLAIN, [True, False, False])[0]
+
+
+def _is_faster(what: str, x: Tensor, weight: Tensor, has_bias: bool, run: Callable[[str], Tensor]) -> bool:
+    """Whether the kernel is right and faster for such a call.  ``run`` computes it by "triton" or "aten"."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    channels = weight.shape[1 if what == "input gradient" else 0]
+    kind = Kind(
+        what, choice.device_name(x.device), x.dtype, tuple(x.shape), channels, has_bias, torch.backends.cudnn.benchmark
+    )
+    record = choice.recorded(kind, x, run)
+    return record is not None and record.choice == "triton"
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    """``aten.convolution``; ``given`` is ``Arguments``."""
+    if Arguments(*given).served(x, weight):
+
+        def run(backend: str) -> Tensor:
+            return (forward if backend == "triton" else reference_forward)(x, weight, bias)
+
+        if _is_faster("forward", x, weight, bias is not None, run):
+            return forward(x, weight, bias)
+    return torch.convolution(x, weight, bias, *given)
+
+
+def convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *given: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``aten.convolution_backward``; ``given`` is ``Arguments`` and the mask of the wanted gradients.
+
+    Only the gradient of the weight reads values of ``x``.
+    """
+    *shared, (need_x, *need_others) = given
+    served = need_x and Arguments(*shared).served(x, weight)
+    if served and dy.dtype == x.dtype and dy.is_contiguous(memory_format=ROWS):
+
+        def run(backend: str) -> Tensor:
+            return (input_gradient if backend == "triton" else reference_input_gradient)(dy, weight)
+
+        if _is_faster("input gradient", dy, weight, False, run):
+            dw = dbias = None
+            if any(need_others):
+                _, dw, dbias = aten.convolution_backward(dy, x, weight, bias_sizes, *shared, [False, *need_others])
+            return input_gradient(dy, weight), dw, dbias
+    return aten.convolution_backward(dy, x, weight, bias_sizes, *given)
