@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import dead_bias, layouts
+from . import captured
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -27,10 +27,6 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
-    # Before other passes replace the norms.
-    dead_bias.rewrite(module, settings)
-    if settings.memory_format is not None:
-        layouts.rewrite(module, settings.memory_format, fuses=settings.codegen == "inductor")
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -59,7 +55,7 @@ def chosen(settings: Settings) -> Settings:
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
-    from . import captured, cuda_graphs
+    from . import cuda_graphs
     from .emit import emit
     from .partition import Partition
 
@@ -72,26 +68,21 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
             "inference_compiler": partial(cuda_graphs.forward, inference=True),
         }
     compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
-    return compiler(captured.rewrite(module), example_inputs)
+    return compiler(captured.rewrite(module, settings), example_inputs)
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import captured, convolve_first, enlarged
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
-    captured.unfold(module)
-    convolve_first.rewrite(module, everywhere=True)
-    enlarged.rewrite(module)
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}
     if settings.cudagraphs:
         patches["triton.cudagraphs"] = True
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
-    return parts.compile_fx(
-        module, example_inputs, config_patches={**patches, "custom_partitioner_fn": Partition(settings)}
-    )
+    patches["custom_partitioner_fn"] = Partition(settings)
+    return parts.compile_fx(captured.rewrite(module, settings), example_inputs, config_patches=patches)
 
 
 def _reset() -> None:

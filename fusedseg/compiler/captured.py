@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import op as norms
-from . import convolve_first
+from . import convolve_first, dead_bias, enlarged, layouts
 from .joint import node_at
+from .settings import Settings
 
 
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +72,18 @@ def unfold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def rewrite(module: fx.GraphModule) -> fx.GraphModule:
-    """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
+def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
+    """Rewrites a captured graph for the codegen of the settings."""
+    fuses = settings.codegen == "inductor"
+    # Before other passes replace the norms.
+    dead_bias.rewrite(module, settings)
+    if settings.memory_format is not None:
+        layouts.rewrite(module, settings.memory_format, fuses=fuses)
     unfold(module)
-    convolve_first.rewrite(module, everywhere=False)
+    convolve_first.rewrite(module, everywhere=fuses)
+    if fuses:
+        enlarged.rewrite(module)
+        return module
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from .._torch import compiler_parts
 from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
-from . import counting, layouts, settings
+from . import counting, settings
 from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, noting, noting_on
 
 OP = "fusedseg.compiler.estimate"
@@ -106,7 +106,7 @@ def estimate_ways(
 
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
-    from . import captured, enlarged
+    from . import captured
 
     parts = compiler_parts()
     fused = asked.codegen == "inductor"
@@ -121,14 +121,8 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     )  # fmt: skip
 
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        if asked.memory_format is not None:
-            layouts.rewrite(module, asked.memory_format, fuses=fused)
         divisions.begin(module, example_inputs)
-        if fused:
-            captured.unfold(module)
-            enlarged.rewrite(module)
-            return compiler(module, example_inputs)
-        return compiler(captured.rewrite(module), example_inputs)
+        return compiler(captured.rewrite(module, asked), example_inputs)
 
     torch.compiler.reset()
     try:

@@ -24,7 +24,8 @@ class _Graphs:
     """The graphs that the backend makes of a model, and the functions that run them."""
 
     def __init__(self, net, inputs, **options):
-        divide = Partition(Settings(codegen="aten", **options))
+        settings = Settings(codegen="aten", **options)
+        divide = Partition(settings)
         self.outputs = 0
         self.made = []
 
@@ -42,7 +43,7 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module), given))
+            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module, settings), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()
