@@ -6,7 +6,6 @@ The entry point group ``torch_dynamo_backends`` names ``backend``, so that no im
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -62,10 +61,11 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
     parts = _torch.compiler_parts()
     compilers: dict[str, Callable[..., Any]] = {"fw_compiler": emit, "bw_compiler": emit}
     if settings.cudagraphs or mode == "reduce-overhead":
+        recorder = cuda_graphs.Recorder()
         compilers = {
-            "fw_compiler": cuda_graphs.forward,
-            "bw_compiler": cuda_graphs.backward,
-            "inference_compiler": partial(cuda_graphs.forward, inference=True),
+            "fw_compiler": recorder.forward,
+            "bw_compiler": recorder.backward,
+            "inference_compiler": recorder.inference,
         }
     compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
     return compiler(captured.rewrite(module, settings), example_inputs)
