@@ -6,13 +6,12 @@ The entry point group ``torch_dynamo_backends`` names ``backend``, so that no im
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import fx
 
 from .. import _torch
-from . import dead_bias, layouts
+from . import captured
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -27,10 +26,6 @@ def backend(
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = chosen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
-    # Before other passes replace the norms.
-    dead_bias.rewrite(module, settings)
-    if settings.memory_format is not None:
-        layouts.rewrite(module, settings.memory_format)
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -59,40 +54,35 @@ def chosen(settings: Settings) -> Settings:
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
-    from . import captured, cuda_graphs, norms
+    from . import cuda_graphs
     from .emit import emit
     from .partition import Partition
 
     parts = _torch.compiler_parts()
     compilers: dict[str, Callable[..., Any]] = {"fw_compiler": emit, "bw_compiler": emit}
     if settings.cudagraphs or mode == "reduce-overhead":
+        recorder = cuda_graphs.Recorder()
         compilers = {
-            "fw_compiler": cuda_graphs.forward,
-            "bw_compiler": cuda_graphs.backward,
-            "inference_compiler": partial(cuda_graphs.forward, inference=True),
+            "fw_compiler": recorder.forward,
+            "bw_compiler": recorder.backward,
+            "inference_compiler": recorder.inference,
         }
     compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
-    return compiler(captured.rewrite(module, norms.wanted_by(settings)), example_inputs)
+    return compiler(captured.rewrite(module, settings), example_inputs)
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
-    from . import captured, convolve_first, enlarged, norms
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
-    captured.unfold(module)
-    convolve_first.rewrite(module, everywhere=True)
-    norms.rewrite(module.graph, norms.wanted_by(settings))
-    enlarged.rewrite(module)
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}
     if settings.cudagraphs:
         patches["triton.cudagraphs"] = True
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
-    return parts.compile_fx(
-        module, example_inputs, config_patches={**patches, "custom_partitioner_fn": Partition(settings)}
-    )
+    patches["custom_partitioner_fn"] = Partition(settings)
+    return parts.compile_fx(captured.rewrite(module, settings), example_inputs, config_patches=patches)
 
 
 def _reset() -> None:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
-from . import convolve_first, norms
+from . import convolve_first, dead_bias, enlarged, layouts, norms
 from .joint import node_at
+from .settings import Settings
 
 
 def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,11 +67,19 @@ def unfold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def rewrite(module: fx.GraphModule, how: norms.How = norms.How()) -> fx.GraphModule:  # noqa: B008  it is frozen
-    """Puts these functions into a captured graph, in place of the stock ones; for the codegen "aten" alone."""
+def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
+    """Rewrites a captured graph for the codegen of the settings."""
+    fuses = settings.codegen == "inductor"
+    # Before other passes replace the norms.
+    dead_bias.rewrite(module, settings)
+    if settings.memory_format is not None:
+        layouts.rewrite(module, settings.memory_format)
     unfold(module)
-    convolve_first.rewrite(module, everywhere=False)
-    norms.rewrite(module.graph, how)
+    convolve_first.rewrite(module, everywhere=fuses)
+    norms.rewrite(module.graph, norms.wanted_by(settings))
+    if fuses:
+        enlarged.rewrite(module)
+        return module
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]

@@ -46,9 +46,46 @@ def why_not(module: fx.GraphModule, static: Sequence[int], mutated: set[int]) ->
     return ""
 
 
-def _recorded(
-    module: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], backward: bool, inference: bool
-) -> Run:
+class Recorder:
+    """Compiles forward and backward of a graph that Dynamo has captured."""
+
+    def __init__(self) -> None:
+        # The device on which forward is recorded; None if it is not.  Otherwise what it keeps has no fixed addresses.
+        self._device: torch.device | None = None
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        """Forward before a backward; parameters and buffers of the model have fixed addresses."""
+        made, self._device = _compiled(module, inputs, _of_the_model())
+        return made
+
+    def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        """Forward without a backward."""
+        made, _ = _compiled(module, inputs, _of_the_model(), inference=True)
+        return made
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        """Backward of a recorded forward; everything but the gradients that it is given has a fixed address."""
+        if self._device is None:
+            return emit(module, inputs)
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        static = [i for i, node in enumerate(places) if not is_gradient(node)]
+        made, device = _compiled(module, inputs, static, backward=True)
+        return _after_a_recording(made, self._device) if device is None else made
+
+
+def _of_the_model() -> Sequence[int]:
+    """The places of parameters and buffers among the inputs of forward, as AOTAutograd knows them."""
+    return _torch.cuda_graph_parts().TracingContext.get().fw_metadata.static_input_indices
+
+
+def _compiled(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    static: Sequence[int],
+    backward: bool = False,
+    inference: bool = False,
+) -> tuple[Run, torch.device | None]:
+    """The function that runs a graph, and the device on which the trees record it; None if they do not."""
     parts = _torch.cuda_graph_parts()
     # Emitted code hides what it writes: our calls have no schema.
     mutated = set(parts.find_input_mutations(module.graph))
@@ -56,16 +93,17 @@ def _recorded(
     attributes = [operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr"]
     constants = tuple(value for value in attributes if isinstance(value, Tensor))
     places, traces = parts.get_placeholder_info(module.graph), parts.get_stack_traces(module)
-    gpus = [device for device in devices_of(module) if device.type == "cuda"]
+    devices = devices_of(module)
     run: Run = emit(module, inputs)
     if reason:
         say_once(f": option cudagraphs has no effect on a graph of the model, because {reason}")
-        return _after_a_recording(run, gpus[0], parts) if backward and gpus else run
+        return run, None
+    (device,) = devices
     made = parts.cudagraphify_impl(
         run,
         list(inputs),
         static,
-        device_index=gpus[0].index,
+        device_index=device.index,
         is_backward=backward,
         is_inference=inference,
         # Where an output was made, for the error of a reader that comes after the next replay.
@@ -76,11 +114,12 @@ def _recorded(
     )
     made._boxed_call = True
     made.source = run.source
-    return made
+    return made, device
 
 
-def _after_a_recording(run: Run, device: torch.device, parts: Any) -> Run:
-    """Backward that is not recorded, after a forward that may be: the trees wait for a backward."""
+def _after_a_recording(run: Run, device: torch.device) -> Run:
+    """Backward that is not recorded, after a forward that is: the trees wait for a backward."""
+    parts = _torch.cuda_graph_parts()
 
     def unrecorded(arguments: list[Any]) -> Any:
         manager = parts.get_manager(device.index, create_if_none_exists=False)
@@ -92,16 +131,3 @@ def _after_a_recording(run: Run, device: torch.device, parts: Any) -> Run:
     found._boxed_call = True
     found.source = run.source
     return found
-
-
-def forward(module: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Run:
-    """Compiles forward; parameters and buffers of the model have fixed addresses."""
-    static = _torch.cuda_graph_parts().TracingContext.get().fw_metadata.static_input_indices
-    return _recorded(module, inputs, static, backward=False, inference=inference)
-
-
-def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-    """Compiles backward; everything but the gradients that it is given has a fixed address."""
-    places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    static = [i for i, node in enumerate(places) if not is_gradient(node)]
-    return _recorded(module, inputs, static, backward=True, inference=False)

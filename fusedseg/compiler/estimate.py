@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from .._torch import compiler_parts
 from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
-from . import counting, layouts, settings
+from . import counting, settings
 from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, noting, noting_on
 
 OP = "fusedseg.compiler.estimate"
@@ -108,7 +108,7 @@ def estimate_ways(
 
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
-    from . import captured, enlarged, norms
+    from . import captured
 
     parts = compiler_parts()
     fused = asked.codegen == "inductor"
@@ -123,15 +123,8 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     )  # fmt: skip
 
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        if asked.memory_format is not None:
-            layouts.rewrite(module, asked.memory_format)
         divisions.begin(module, example_inputs)
-        if fused:
-            captured.unfold(module)
-            norms.rewrite(module.graph, norms.wanted_by(asked))
-            enlarged.rewrite(module)
-            return compiler(module, example_inputs)
-        return compiler(captured.rewrite(module, norms.wanted_by(asked)), example_inputs)
+        return compiler(captured.rewrite(module, asked), example_inputs)
 
     torch.compiler.reset()
     try:

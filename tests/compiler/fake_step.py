@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fusedseg import _torch
-from fusedseg.compiler import captured, norms
+from fusedseg.compiler import captured
 from fusedseg.compiler.emit import emit
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import Settings
@@ -24,7 +24,8 @@ class _Graphs:
     """The graphs that the backend makes of a model, and the functions that run them."""
 
     def __init__(self, net, inputs, **options):
-        divide = Partition(Settings(codegen="aten", **options))
+        settings = Settings(codegen="aten", **options)
+        divide = Partition(settings)
         self.outputs = 0
         self.made = []
 
@@ -42,8 +43,7 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            how = norms.How(whole=options.get("bits") is None)
-            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module, how), given))
+            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module, settings), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()

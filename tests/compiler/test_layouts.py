@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg._torch import FakeTensorMode
-from fusedseg.compiler import captured, layouts, norms
+from fusedseg.compiler import norms
 from fusedseg.ops.avg_pool import avg_pool3d
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act
@@ -43,15 +43,8 @@ def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, net, stock):
         mean_of(model(torch.randn(2, 1, 16, 16, 16))).backward()
     assert len(of_stock.found) == stock
 
-    rewrite = captured.rewrite
-
-    def laid_out(module, how):
-        layouts.rewrite(module, ROWS)
-        return rewrite(module, norms.How(keeps_rows=True))
-
-    monkeypatch.setattr(captured, "rewrite", laid_out)
     model, x = inputs_of(net)
-    graphs = _Graphs(model, (x,))
+    graphs = _Graphs(model, (x,), memory_format=ROWS)
     # With a CUDA build PyTorch says how a GPU's convolutions lay their results out.
     for device in ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",):
         with FakeTensorMode(), torch.no_grad(), Copies() as ours:

@@ -151,6 +151,23 @@ def test_what_the_trees_are_told(told):
     assert not inference["mutated_input_idxs"]
 
 
+def test_no_backward_is_recorded_without_its_forward(told):
+    """With bits, forward has a number on the CPU, and backward has none.
+
+    What a forward keeps that is not recorded lies elsewhere in each step, and each step would be a new recording.
+    """
+    reasons = iter(["it has tensors on cpu", "", ""])
+    with (
+        mock.patch.object(cuda_graphs, "why_not", side_effect=lambda *given: next(reasons)),
+        mock.patch.object(cuda_graphs, "devices_of", return_value={torch.device("cuda", 0)}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        run = compiled(nn.Conv2d(3, 4, 1), "aten", cudagraphs=True)
+        run(torch.randn(1, 3, 4, 4)).sum().backward()
+    assert not told
+
+
 def test_a_graph_that_cannot_be_recorded_says_why(told):
     settings.say_once.cache_clear()
     run = compiled(nn.Conv2d(3, 4, 1), "aten", cudagraphs=True)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401
 import fusedseg
 from fusedseg.compiler import backend, captured, norms, split
 from fusedseg.compiler import rounded as compiled_bits
+from fusedseg.compiler.settings import Settings
 
 
 class eager(contextlib.ContextDecorator):
@@ -573,7 +574,7 @@ def aot_eager(dynamic):
 
 def aot_eager_of_rewritten(graph, inputs):
     """The same, with interpolation and pools as this package computes them."""
-    return torch._dynamo.lookup_backend("aot_eager")(captured.rewrite(graph), inputs)
+    return torch._dynamo.lookup_backend("aot_eager")(captured.rewrite(graph, Settings(codegen="aten")), inputs)
 
 
 def finish(found, log):

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusedseg.ops import upsample
 from fusedseg.ops.conv.conv3d import runs_on
 from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_concat as concats
@@ -20,7 +21,8 @@ from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
 from tests.kernels.conv_abn_cases import Conv
-from tests.tools.tensors import slots_of
+from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.tensors import channels_last, slots_of
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.gpu]
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
@@ -116,6 +118,28 @@ def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
 )
 def test_max_pool(name, rows, device):
     pools.check(*pools.CASES[name], rows, device)
+
+
+# Lines of one and of several vectors of channels; more lines than a program computes; a factor that is no integer.
+INTERPOLATIONS = {
+    "image": ((1, 6, 5, 7), (10, 14), False),
+    "corners": ((2, 3, 4, 3), (9, 5), True),
+    "volume": ((1, 3, 2, 3, 4), (5, 6, 8), False),
+}
+
+
+@by_layout
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+def test_upsample(name, rows, device):
+    shape, size, corners = INTERPOLATIONS[name]
+    of = upsample.Linear(size, None, corners)
+    x, dy = torch.randn(shape), torch.randn(*shape[:2], *size)
+    wanted = upsample.reference_forward(x.double(), of), upsample.reference_backward(dy.double(), shape[2:], of)
+    given = [(channels_last(t) if rows else t).to(device) for t in (x, dy)]
+    found = upsample.forward(given[0], of), upsample.backward(given[1], shape[2:], of)
+    assert all(
+        relative_error(mine, theirs) <= FORWARD_TOLERANCE[x.dtype] for mine, theirs in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("name", "gap"), [("two", 8), ("odd-channels", 3), ("more-than-a-launch", 0)])

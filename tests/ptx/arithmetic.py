@@ -31,6 +31,8 @@ def compute(w, i) -> None:
     ptx = i.modifiers[-1]
     if ptx in ("f32", "f64"):
         floats(w, i, result, sources)
+    elif ptx in ("f16", "bf16"):
+        product_of_halves(w, i, result, sources)
     else:
         integers(w, i, result, sources)
 
@@ -44,6 +46,16 @@ def floats(w, i, result, sources) -> None:
     if "ftz" in i.modifiers:
         form, given = f"flushed({form})", [f"flushed({value})" for value in given]
     w.assign(result, form.format(*given, kind=kind), kind, i.guard)
+
+
+def product_of_halves(w, i, result, sources) -> None:
+    """The product of two fp16 or bf16, which is exact in fp32, and rounded once."""
+    *how, ptx = i.modifiers
+    if i.op != "mul" or how not in ([], ["rn"]):
+        raise Unsupported("only products of half precision")
+    kind = KINDS[ptx]
+    a, b = (f"to_float({ptx!r}, {value})" for value in w.given(sources, kind))
+    w.assign(result, f"from_float({ptx!r}, {a} * {b})", kind, i.guard)
 
 
 def integers(w, i, result, sources) -> None:

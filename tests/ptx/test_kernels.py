@@ -38,6 +38,8 @@ PART = [
     # Concatenations.
     *cases("test_sanitize.py::test_concat", "two-8", "odd-channels-3", "more-than-a-launch-0"),
     *cases("test_compiled.py::test_concat_at_an_odd_address", "torch.float16", "torch.float32"),
+    # Linear upsampling.
+    *cases("test_sanitize.py::test_upsample", "image-rows", "volume-planes"),
     # Norms in several launches.
     *cases(ODD, "split-batch-planes", "split-instance-planes", "split-group-rows"),
     *cases("test_sanitize.py::test_running_statistics", "True-True", "False-False"),
@@ -46,6 +48,7 @@ PART = [
     *cases("test_norm_act_groups.py::test_many_kept_channels_of_rows", "16-torch.float32"),
     *cases(ORDER, "batch-rows"),
     # Convolutions.
+    *cases("test_sanitize.py::test_convolution_of_volumes", "48-to-16"),
     *cases("test_sanitize.py::test_convolution", "taps"),
     *cases("test_compiled.py::test_convolution_at_an_odd_address", "torch.bfloat16-False-rows"),
     *cases("test_compiled.py::test_tf32_loses_what_is_cut_off_and_nothing_else", "rows"),
