@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
-BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
+# activations, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
 # What ops share, in the files beside their folders: it knows no op.
 SHARED = {"ops/check", "ops/double_backward", "ops/layout", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
@@ -25,7 +25,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),
-    "rules": (set(), {"torch"}),
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..rules import CHEAP
+from .op_table import CHEAP
 
 # Keep a result if computing it again needs a recomputed input at least this many times its size.
 LARGER = 4
@@ -69,5 +69,5 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 # The ops of this package that may run again.  A norm that keeps its output has nothing to rebuild, and a synchronised
-# norm must not communicate again; that of ``norms.py`` has a form of its own (``forms.py``).
+# norm must not communicate again; that of ``capture/norms.py`` has a form of its own (``plan/recompute.py``).
 OURS = frozenset({"max_pool", "interpolate"})

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend
-from fusedseg.compiler import slices, split
+from fusedseg.compiler.codegen import slices
+from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.nn import JoinConv2d
 from fusedseg.ops.conv import sources
 from tests.compiler.networks import compiled, results
@@ -129,8 +130,8 @@ SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget
 @pytest.mark.parametrize("name", SPLITS)
 def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
     """Source by source, backward of such a convolution took 2 ms where the concatenation takes .5."""
-    found, rewrite = [], split.rewrite
-    monkeypatch.setattr(split, "rewrite", lambda graph: found.append(rewrite(graph)))
+    found, rewrite = [], split_convolutions.rewrite
+    monkeypatch.setattr(split_convolutions, "rewrite", lambda graph: found.append(rewrite(graph)))
     monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
     options, count = SPLITS[name]
     net, twin, x = pair("transposed")

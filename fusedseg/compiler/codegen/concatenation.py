@@ -1,0 +1,138 @@
+"""Concatenations that are written source by source, for the codegen "aten".
+
+A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
+first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
+
+A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
+enlarged map is convolved in slabs of samples.  This may change last bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from ...ops import interpolate
+from ...ops.conv.slabs import SLAB_BYTES, slabs
+from ..graph import has_symbols, name_of, nbytes_of, node_at, nodes_at, value_of
+
+aten = torch.ops.aten
+INTERPOLATE = interpolate.interpolate_op._opoverload
+
+
+def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
+    """Copies a source to its channels."""
+    whole[:, begin : begin + source.shape[1]].copy_(source)
+    return whole
+
+
+def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: interpolate.How) -> Tensor:
+    """Enlarges ``x`` into its channels."""
+    C = x.shape[1]
+    nbytes = whole.numel() // whole.shape[1] * C * whole.element_size()
+    step = -(-C // max(1, nbytes // SLAB_BYTES))
+    for k in range(0, C, step):
+        put(whole, interpolate.forward(x[:, k : k + step], *how), begin + k)
+    return whole
+
+
+def add_enlarged(total: Tensor, first: bool, x: Tensor, how: interpolate.How, weight: Tensor, *given: Any) -> Tensor:
+    """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
+    for n in slabs(total.shape[0], total.nbytes):
+        part = torch.convolution(interpolate.forward(x[n], *how), weight, *given)
+        if first:
+            total[n] = part
+        else:
+            total[n] += part
+    return total
+
+
+def sums(graph: fx.Graph) -> int:
+    """Writes such sums, and returns their number."""
+    return sum(_write_sum(graph, node) for node in reversed(list(graph.nodes)) if node.target is aten.add.Tensor)
+
+
+def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
+    value, terms = value_of(node), _terms(node, node)
+    if len(terms) < 2 or has_symbols(value) or nbytes_of(node) < 2 * SLAB_BYTES:
+        return False
+    last = [_is_large_map(term.args[0], term) for term in terms]
+    if not any(last) or not value.is_contiguous():
+        return False
+    total: fx.Node | None = None
+    with graph.inserting_before(node):
+        for enlarged, term in sorted(zip(last, terms, strict=True), key=lambda row: row[0]):
+            source = node_at(term, 0)
+            if enlarged:
+                whole = _allocated(graph, value) if total is None else total
+                given = (whole, total is None, source.args[0], source.args[1:], *term.args[1:])
+                total = graph.call_function(add_enlarged, given)
+            else:
+                made = graph.node_copy(term)
+                total = made if total is None else graph.call_function(aten.add.Tensor, (total, made))
+            total.meta["val"] = value
+    assert total is not None
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+    for old in reversed(list(graph.nodes)):
+        if old in terms or (not old.users and old.target in (aten.add.Tensor, INTERPOLATE)):
+            graph.erase_node(old)
+    return True
+
+
+def _terms(node: object, outermost: fx.Node) -> list[fx.Node]:
+    """The convolutions of which a node is the sum; none if there is another term, or somebody else reads one."""
+    if not isinstance(node, fx.Node) or (node is not outermost and len(node.users) != 1):
+        return []
+    if name_of(node) == "convolution":
+        return [node]
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    of = [_terms(term, outermost) for term in node.args]
+    return [term for terms in of for term in terms] if all(of) else []
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Writes such concatenations like this, and returns their number."""
+    return sum(_write(graph, node) for node in list(graph.nodes) if name_of(node) == "cat")
+
+
+def _write(graph: fx.Graph, node: fx.Node) -> bool:
+    sources = nodes_at(node, 0)
+    value = value_of(node)
+    enlarged = [_is_large_map(source, node) for source in sources]
+    if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
+        return False
+    if len(set(sources)) < len(sources) or node.args[1:] not in ((1,), (1 - value.dim(),)):
+        return False
+    if any(value_of(source).dtype != value.dtype for source in sources):
+        return False
+    with graph.inserting_before(node):
+        whole = _allocated(graph, value)
+        begins = [sum(value_of(source).shape[1] for source in sources[:place]) for place in range(len(sources))]
+        # The maps come last, because the other sources are gone by then.
+        for map_of, source, begin in sorted(zip(enlarged, sources, begins, strict=True), key=lambda row: row[0]):
+            given = (whole, source.args[0], begin, source.args[1:]) if map_of else (whole, source, begin)
+            whole = graph.call_function(put_enlarged if map_of else put, given)
+            whole.meta["val"] = value
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    for map_of, source in zip(enlarged, sources, strict=True):
+        if map_of:
+            graph.erase_node(source)
+    return True
+
+
+def _allocated(graph: fx.Graph, value: Tensor) -> fx.Node:
+    """Memory for a result."""
+    options: dict[str, Argument] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    made = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
+    made.meta["val"] = value
+    return made
+
+
+def _is_large_map(source: object, reader: fx.Node) -> bool:
+    if not isinstance(source, fx.Node) or source.target is not INTERPOLATE:
+        return False
+    return set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES
