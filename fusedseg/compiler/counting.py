@@ -15,8 +15,7 @@ from torch import fx
 
 from ..memory.meter import key_of
 from ..memory.workspaces import copies_of
-from .cheap import tensors_of
-from .graph import flops_of, following, name_of, node_at, outputs_of
+from .graph import flops_of, following, name_of, node_at, outputs_of, tensors_of
 from .plan import keep, peak, schedule
 
 # The argument with the images of each op that computes a convolution, beside its result or its gradient.

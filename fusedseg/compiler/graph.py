@@ -1,5 +1,10 @@
-"""A joint graph of forward and backward, as AOTAutograd traces it, and new nodes in it."""
+"""A joint graph of forward and backward, as AOTAutograd traces it: what its nodes are, and new nodes in it.
 
+A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
+matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
+"""
+
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -10,13 +15,40 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from .cheap import has_flops, hint_of, numel_of, tensors_of
-from .op_table import FORM, OF_OP
+from .op_table import CHEAP, FORM, OF_OP
 
 # Ops whose result may begin at the memory of an argument although their schema does not say so.
 UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
 # Ops that read the sizes of their argument alone.
 SIZES_ALONE = {op for op, row in OF_OP.items() if row.kind == FORM}
+# Keep a result if computing it again needs a recomputed input at least this many times its size.
+LARGER = 4
+# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
+SMALL = 16
+# The ops of this package that may run again.  A norm that keeps its output has nothing to rebuild, and a synchronised
+# norm must not communicate again; that of ``capture/norms.py`` has a form of its own (``plan/recompute.py``).
+OURS = frozenset({"max_pool", "interpolate"})
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """The results of a node, which are tensors without values."""
+    value = node.meta.get("val")
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """A size as a number.  A symbolic size has the size of the example as its hint; reading the hint adds no guard."""
+    return size if isinstance(size, int) else size.node.hint or 1
+
+
+def numel_of(t: Tensor) -> int:
+    """The number of elements, with hints in place of symbolic sizes."""
+    return math.prod(map(hint_of, t.shape))
+
+
+def size_of(node: fx.Node) -> int:
+    """The number of elements of the largest result."""
+    return max(map(numel_of, tensors_of(node)), default=0)
 
 
 def outputs_of(graph: fx.Graph) -> list[Argument]:
@@ -112,6 +144,35 @@ def nbytes_of(node: fx.Node) -> int:
     return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
 
 
+def call_of(node: fx.Node) -> str:
+    """The call of a function to which the node belongs; the compiler may write one call as many nodes."""
+    stack = node.meta.get("source_fn_stack")
+    return stack[-1][0] if stack else node.name
+
+
+def has_flops(node: fx.Node) -> bool:
+    """Whether the node is a convolution, a matrix product or attention."""
+    from torch.utils.flop_counter import flop_registry
+
+    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
+    op = node.target
+    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
+        # The compiler cannot keep such a number for backward.
+        return False
+    name = op._schema.name.partition("::")[2]
+    if op.namespace == "fusedseg":
+        return name in OURS
+    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
+
+
 def flops_of(node: fx.Node) -> int:
     """The arithmetic of a product, where a multiplication and a sum are two; 0 for other nodes."""
     if not has_flops(node):
@@ -164,6 +225,14 @@ def copied(graph: fx.Graph, node: fx.Node, swapped: dict[fx.Node, fx.Node], befo
         return graph.node_copy(node, lambda source: swapped.get(source, source))
 
 
+def twin_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, and for each node its copy."""
+    twin, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    twin.output(twin.graph_copy(graph, twins))
+    twin.output_node().meta.update(graph.output_node().meta)
+    return twin, twins
+
+
 def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before: fx.Node) -> list[fx.Node]:
     """Writes the calls of another graph before a node, for these inputs, and returns its results."""
     env: dict[object, fx.Node] = dict(zip(inner.find_nodes(op="placeholder"), sources, strict=True))
@@ -210,17 +279,6 @@ def is_dense(x: Tensor) -> bool:
                 return False
             expected = n * expected
     return True
-
-
-class Goal(NamedTuple):
-    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic.
-
-    After that they do where a byte less at the peak costs at most ``price`` of arithmetic.
-    """
-
-    peak: float
-    flops: float
-    price: float = 0
 
 
 class Outputs(NamedTuple):

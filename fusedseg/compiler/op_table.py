@@ -1,7 +1,7 @@
 """The only table of what the package knows about PyTorch's functions: one row for each function, or family of them.
 
     who reads it                                                what it takes
-    what the backend computes again (``cheap.py``)              ops, cheap
+    what the backend computes again (``graph.py``)              ops, cheap
     rounding (``low_bit/``)                                     ops, kind, kinks, pieces, keeps_sign
     norms (``capture/norms.py``), and ``codegen/in_place.py``   ops, backward, parameter, fixed
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from .. import _backend, _torch
-from .graph import Joint, Outputs, is_tensor, outputs_of, value_of
-from .low_bit import arithmetic, choose_bits
+from .graph import Joint, Outputs, is_tensor, outputs_of, twin_of, value_of
+from .low_bit import arithmetic, choose_bits, packing
 from .plan import choose, eager_mode, keep, recompute, schedule
 from .report import note_after, note_unpacked
 from .rewrite import simplify, split_convolutions
@@ -131,7 +131,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     simplify.rewrite(graph)
-    recompute.forget_running(graph)
+    simplify.forget_running(graph)
     if settings.bits is None:
         choices = _exact_choices(graph, outputs, settings, stock)
         decided = keep.decide(choices.joint) if limits is None else choose.chosen(choices, limits).decision
@@ -169,20 +169,20 @@ def _rounded(module: fx.GraphModule, outputs: Outputs, settings: Settings, stock
     """Packs what forward keeps, unless the step would keep more, or peak higher, than without bits."""
     assert settings.bits is not None
     graph, fused_code, limits = module.graph, settings.codegen == "inductor", settings.limits
-    exact_graph, _ = choose.twin_of(graph)
+    exact_graph, _ = twin_of(graph)
     exact_choices = _exact_choices(exact_graph, outputs, settings, stock)
     exact, exact_met = choose.nearest(exact_choices, limits)
     split_convolutions.rewrite(graph)
     recompute.round_inputs(graph)
     graph.eliminate_dead_code()
     of = Joint(graph, outputs)
-    choices: choose.Choices = choose.RoundedChoices(of, stock, fused_code, settings.bits)
+    choices: choose.Choices = packing.RoundedChoices(of, stock, fused_code, settings.bits)
     wanted, met = None, True
     if limits is not None:
         choice, met = choose.nearest(choices, limits, exact.cost)
         wanted = choice.decision
     of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
-    cost = choose.packed(of, decided, found, settings.seed, fused_code)
+    cost = packing.packed(of, decided, found, settings.seed, fused_code)
     if cost.is_within(exact.cost):
         if fused_code:
             arithmetic.rewrite(module)

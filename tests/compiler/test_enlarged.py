@@ -29,7 +29,7 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
         return emit(module, inputs)
 
     def backend(module, inputs):
-        pools_and_upsampling.rewrite(module)
+        pools_and_upsampling.rewrite_for_inductor(module)
         parts = _torch.compiler_parts()
         compiler = parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)
         return compiler(module, inputs)
@@ -54,7 +54,7 @@ def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
         return emit(module, inputs)
 
     def backend(module, inputs):
-        pools_and_upsampling.rewrite(module)
+        pools_and_upsampling.rewrite_for_inductor(module)
         parts = _torch.compiler_parts()
         return parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)(module, inputs)
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusedseg.activation import OTHERS, TABLE
-from fusedseg.compiler.cheap import is_cheap
-from fusedseg.compiler.graph import name_of
+from fusedseg.compiler.graph import is_cheap, name_of
 from fusedseg.compiler.op_table import EXACT, FLAG, FORM, LINEAR, OF_OP, PRODUCT, ROWS, SMOOTH
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.compiler.graph import Goal
 from fusedseg.compiler.plan import schedule
+from fusedseg.compiler.plan.schedule import Goal
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import CODEGENS, as_eager, compiled, results, same
 from tests.compiler.test_passes import names, traced

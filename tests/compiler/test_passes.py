@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusedseg.compiler.codegen import in_place
+from fusedseg.compiler.codegen import in_place, norms
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import name_of
 from fusedseg.compiler.rewrite import simplify, split_convolutions
@@ -101,7 +101,7 @@ def test_reinplace_writes_over_what_nobody_reads():
         return aten.add(w, z)
 
     module = traced(run, torch.randn(4))
-    in_place.results(module.graph)
+    in_place.rewrite(module.graph)
     # x is the caller's, and z is read after the sigmoid.
     assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
 
@@ -115,7 +115,7 @@ def test_reinplace_writes_gradients_over_gradients():
     inputs = torch.randn(4), torch.randn(4)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert in_place.results(module.graph) == 3
+    assert in_place.rewrite(module.graph) == 3
     module.recompile()
     assert same(module(*inputs), expected)
 
@@ -135,14 +135,14 @@ def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
         module = traced(partial(run, dim=dim), x, dy)
         expected = module(x, dy)
         # The last one would write over the caller's x.
-        assert in_place.results(module.graph) == 4
+        assert in_place.rewrite(module.graph) == 4
         module.recompile()
         assert same(module(x, dy), expected)
         # What the trace says may be wrong.
         turned = [t.mT.contiguous().mT for t in (x, dy)]
         assert same(module(*turned), expected)
         module = traced(partial(run, dim=dim), *turned)
-        in_place.results(module.graph)
+        in_place.rewrite(module.graph)
         module.recompile()
         assert same(module(*turned), expected)
 
@@ -156,7 +156,7 @@ def test_reinplace_exchanges_the_terms_of_a_sum():
     x = torch.randn(4)
     module = traced(run, x)
     expected = module(x)
-    in_place.results(module.graph)
+    in_place.rewrite(module.graph)
     module.recompile()
     assert names(module.graph) == ["cos", "add_", "sin", "add"]
     assert same(module(x), expected)
@@ -176,7 +176,7 @@ def test_reinplace_knows_views():
     for function in (run, part):
         module = traced(function, torch.randn(4))
         before = names(module.graph)
-        in_place.results(module.graph)
+        in_place.rewrite(module.graph)
         # Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then.
         after = [name.replace("add_", "add") for name in names(module.graph) if "without_views" not in name]
         assert after == before
@@ -192,7 +192,7 @@ def test_reinplace_moves_statistics_where_they_are():
         return out[0]
 
     module = traced(run, torch.randn(4, 3), torch.zeros(3), torch.ones(3), torch.tensor(0))
-    assert in_place.statistics(module.graph) == 2
+    assert norms.write_statistics(module.graph) == 2
     assert [name for name in names(module.graph) if "getitem" not in name] == ["add_", "_native_batch_norm_legit"]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend
-from fusedseg.compiler.codegen import slices
+from fusedseg.compiler.codegen import concatenation
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.nn import JoinConv2d
 from fusedseg.ops.conv import sources
@@ -105,8 +105,8 @@ def test_only_what_needs_a_copy_gets_one():
     given = dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1), dy.contiguous()
     module = traced(backward, *given)
     expected = module(*given)
-    assert slices.rewrite(module.graph) == 1
-    assert len(module.graph.find_nodes(op="call_function", target=slices.dense)) == 1
+    assert concatenation.make_dense(module.graph) == 1
+    assert len(module.graph.find_nodes(op="call_function", target=concatenation.dense)) == 1
     assert "clone" not in names(module.graph)
     module.recompile()
     torch.testing.assert_close(module(*given), expected)
@@ -121,7 +121,7 @@ def test_the_backend_decides(monkeypatch):
     for backend, count in (("auto", 0), ("aten", 0), ("triton", 1)):
         monkeypatch.setattr(fusedseg, "backend", backend)
         module = traced(backward, dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1))
-        assert slices.rewrite(module.graph) == count
+        assert concatenation.make_dense(module.graph) == count
 
 
 SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget": "peak 1GiB"}, 1)}

@@ -1,46 +1,17 @@
-"""Changes of the graph that Dynamo captures, before AOTAutograd traces it into aten ops.
+"""The passes over a captured graph in their order, before AOTAutograd traces it into aten ops.
 
-Here a call of a function is one node still.  With the codegen "aten", an interpolation becomes an op that the tracer
-does not take apart (``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each
-result in place of int64 positions and of its input.  Norms are found here too (``norms.py``), for both codegens.
+Here a call of a function is one node still.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ...ops.interpolate import interpolate
-from ...ops.max_pool import op as pools
 from ..graph import node_at
 from ..settings import Settings
 from . import convolve_first, dead_bias, memory_format, norms, pools_and_upsampling
-
-
-def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
-
-    def max_pool(input: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:  # noqa: A002
-        trained = torch.is_grad_enabled() and input.requires_grad
-        found = pools.of_stock(dims, input, args, kwargs) if trained else None
-        if found is None:
-            return stock(input, *args, **kwargs)
-        x, pool = found
-        if x.is_cpu and dims == 3 and x.dtype in pools.HALF and torch.is_autocast_enabled("cpu"):
-            # Autocast does the same for the stock function on a CPU.
-            x = x.float()
-        return pools.max_pool_op(x, *pool, True)[0]
-
-    return max_pool
-
-
-POOLS = (2, F.max_pool2d), (3, F.max_pool3d), (2, torch.max_pool2d), (3, torch.max_pool3d)
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.interpolate: interpolate,
-    **{stock: _max_pool(dims, stock) for dims, stock in POOLS},
-}
 
 JOINING = (F.interpolate, torch.cat)
 
@@ -78,10 +49,7 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     convolve_first.rewrite(module, everywhere=fuses)
     norms.rewrite(module.graph, norms.wanted_by(settings))
     if fuses:
-        pools_and_upsampling.rewrite(module)
-        return module
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in FUNCTIONS:
-            node.target = FUNCTIONS[node.target]
-    module.recompile()
+        pools_and_upsampling.rewrite_for_inductor(module)
+    else:
+        pools_and_upsampling.rewrite_for_aten(module)
     return module

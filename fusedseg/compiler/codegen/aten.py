@@ -16,9 +16,9 @@ from ... import _backend, _torch
 from ...ops import concat, interpolate
 from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
-from ...ops.norm import graph as norms
+from ...ops.norm import graph as norm_ops
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
-from . import concatenation, convolution_backward, in_place, parted, slices
+from . import concatenation, convolution_backward, in_place, norms
 
 aten = torch.ops.aten
 SAME = (
@@ -41,8 +41,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
-    norms.norm_act: norms.forward,
-    norms.norm_act_backward: norms.backward,
+    norm_ops.norm_act: norm_ops.forward,
+    norm_ops.norm_act_backward: norm_ops.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
@@ -143,7 +143,7 @@ def _function(source: Source) -> Any:
 
 def _has_kernels(graph: fx.Graph) -> bool:
     """Whether Triton kernels compute norms of a graph."""
-    found = (node_at(node, 0) for node in graph.nodes if node.target is norms.norm_act)
+    found = (node_at(node, 0) for node in graph.nodes if node.target is norm_ops.norm_act)
     return any(_backend.takes_triton(value_of(x).device) for x in found)
 
 
@@ -157,14 +157,14 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     if not gradients:
-        parted.rewrite(module.graph)
-    in_place.statistics(module.graph)
+        norms.divide(module.graph)
+    norms.write_statistics(module.graph)
     if not gradients and _has_kernels(module.graph):
         # Values are those of eager mode up to rounding anyway.
         concatenation.sums(module.graph)
     concatenation.rewrite(module.graph)
-    slices.rewrite(module.graph)
-    in_place.results(module.graph)
+    concatenation.make_dense(module.graph)
+    in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
     source = source_of(module)
     if gradients:

@@ -1,10 +1,14 @@
-"""Concatenations that are written source by source, for the codegen "aten".
+"""Concatenations and their gradients, for the codegen "aten".
 
 A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
 first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
 
 A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
 enlarged map is convolved in slabs of samples.  This may change last bits.
+
+The gradients of the sources are slices of the channels of one gradient.  In channels_last they lie in its memory with
+gaps.  Elementwise ops read them there.  Some ops need memory without gaps, and would copy a slice themselves, by
+PyTorch's kernel, which takes its values one by one.  So they get a copy by the kernel of ``ops/concat.py``.
 """
 
 from typing import Any
@@ -13,9 +17,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from ... import _backend
 from ...ops import interpolate
+from ...ops.concat import dense, pitch_of
 from ...ops.conv.slabs import SLAB_BYTES, slabs
-from ..graph import has_symbols, name_of, nbytes_of, node_at, nodes_at, value_of
+from ...ops.layout import FORMATS, suggests_channels_last
+from ..graph import has_symbols, is_op, is_tensor, name_of, nbytes_of, node_at, nodes_at, op_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE = interpolate.interpolate_op._opoverload
@@ -136,3 +143,44 @@ def _is_large_map(source: object, reader: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or source.target is not INTERPOLATE:
         return False
     return set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES
+
+
+# Ops, and functions of ``ops/norm/graph.py``, whose first argument is a gradient that they need without gaps.
+READERS = {
+    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward",
+    "max_pool_backward", "norm_act_backward",
+}  # fmt: skip
+
+
+def make_dense(graph: fx.Graph) -> int:
+    """Gives these ops their copies, and returns how many."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        source = node.args[0] if _called(node) in READERS else None
+        if not isinstance(source, fx.Node) or not _is_gradient_of_a_source(source):
+            continue
+        if source not in copies:
+            value = value_of(source)
+            with graph.inserting_before(node):
+                copies[source] = graph.call_function(dense, (source,))
+            copies[source].meta["val"] = torch.empty_like(value, memory_format=FORMATS[value.dim()])
+        node.update_arg(0, copies[source])
+    return len(copies)
+
+
+def _called(node: fx.Node) -> str:
+    """The name of the op or the function that a node calls, without a namespace and an overload."""
+    if node.op != "call_function":
+        return ""
+    function: Any = node.target
+    return op_of(node)._schema.name.rpartition("::")[2] if is_op(node) else function.__name__
+
+
+def _is_gradient_of_a_source(node: fx.Node) -> bool:
+    """Whether a node is a slice of the channels of an image in channels_last, on a device of the kernel."""
+    if name_of(node) != "slice" or node.args[1:2] != (1,) or not is_tensor(node):
+        return False
+    value = value_of(node)
+    if value.dim() not in FORMATS or has_symbols(value) or not _backend.takes_triton(value.device):
+        return False
+    return pitch_of(value) not in (None, value.shape[1]) and suggests_channels_last(value)

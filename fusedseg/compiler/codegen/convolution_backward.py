@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from ...ops.conv import conv3d
 from ...ops.conv.convolution import shape_only
-from ..graph import has_symbols, last_readers, name_of, node_at, value_of
+from ..graph import last_readers
+from ..plan.aliasing import spent_input
 
 aten = torch.ops.aten
 
@@ -31,24 +32,10 @@ def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: An
     return dx, dw, dbias
 
 
-def input_of(node: fx.Node) -> fx.Node | None:
-    """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
-    if name_of(node) != "convolution_backward":
-        return None
-    dy, x, w = (node_at(node, place) for place in range(3))
-    transposed, mask = node.args[7], node.args[10]
-    assert isinstance(mask, (list, tuple))
-    apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
-    if not apart or has_symbols(value_of(dy), value_of(x)):
-        return None
-    # ``shape_only`` may find no memory for a larger input.
-    return x if value_of(dy).numel() >= value_of(x).numel() else None
-
-
 def rewrite(graph: fx.Graph) -> int:
     """Writes such gradients where they are the last reader, and returns their number."""
     last = last_readers(graph)
-    found = [(node, x) for node in graph.nodes if (x := input_of(node)) is not None and last[x] is node]
+    found = [(node, x) for node in graph.nodes if (x := spent_input(node)) is not None and last[x] is node]
     for node, x in found:
         dy, _, *rest = node.args
         node.target, node.args = convolution_backward, ([x], dy, *rest)

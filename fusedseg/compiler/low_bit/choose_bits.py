@@ -14,18 +14,14 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...ops.low_bit import graph as ops
-from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ...ops.max_pool.op import max_pool_op
 from .. import op_table
-from ..cheap import SMALL, size_of, tensors_of
 from ..graph import (
+    SMALL,
     Joint,
     Outputs,
     behind,
-    call,
-    form_in,
     is_dense,
     is_op,
     is_tensor,
@@ -33,13 +29,12 @@ from ..graph import (
     nbytes_of,
     node_at,
     op_of,
+    size_of,
+    tensors_of,
     value_of,
 )
 from ..plan import nearly_free, recompute
 from ..plan.keep import (
-    AGAIN,
-    KEEP,
-    LABEL,
     Decision,
     call_node,
     decide,
@@ -459,46 +454,3 @@ def settled(
             return joint, decided, found
         known.stuck.update(node for node in found.asking if not write_chain(graph, node))
         graph.eliminate_dead_code()
-
-
-class Storage:
-    """The nodes that pack, right after a value is computed, and those that unpack, before its first reader."""
-
-    def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
-        self.graph = graph
-        self.packed: dict[fx.Node, tuple[Any, ...]] = {}
-        self.made: dict[fx.Node, fx.Node] = {}
-        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
-        key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
-        for place, node in enumerate(order):
-            after = behind(node)
-            size, stride = form_in(graph, node, after)
-            if node in rounded.integers:
-                bits = rounded.integers[node]
-                packed = _keep(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
-                unpack = ops.bits_unpack._opoverload
-                self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
-                continue
-            bits, kink = rounded.bits[node], None
-            if node in rounded.kinks:
-                norm = rounded.kinks[node]
-                after = behind(call_node(norm.mean))  # type: ignore[arg-type]
-                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
-                kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
-            given = (node, bits, key, place, kink, stride)
-            codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
-            results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, size, stride)
-
-    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """The unpacked value of a node, for a reader in backward."""
-        if node not in self.made:
-            self.made[node] = call(self.graph, *self.packed[node], before=before)
-            self.made[node].meta[LABEL] = AGAIN
-        return self.made[node]
-
-
-def _keep(node: fx.Node) -> fx.Node:
-    node.meta[LABEL] = KEEP
-    return node

@@ -19,13 +19,12 @@ from torch import fx
 
 from ..._sizes import text_of
 from ..budget import Budget
-from ..cheap import size_of
-from ..graph import Goal, Joint, flops_of, nbytes_of
-from ..low_bit import choose_bits
+from ..graph import Joint, flops_of, nbytes_of
 from ..settings import OP
-from . import keep, nearly_free
+from . import keep
 from .min_cut import Cut
 from .peak import Live
+from .schedule import Goal
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
 CHEAP = 1
@@ -87,7 +86,7 @@ class Choices:
         return self.live.kept(decision)
 
     def cost(self, decision: keep.Decision) -> Cost:
-        return _cost(self.live, decision)
+        return cost_of(self.live, decision)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -200,68 +199,7 @@ class WayDown:
         return Verdict.TAKEN
 
 
-class RoundedChoices(Choices):
-    """The choices with ``bits``: what is kept is packed, and so costs fewer bytes.
-
-    Each choice is counted on a copy of the graph with everything that packs, unpacks and answers questions.
-    """
-
-    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
-        super().__init__(joint, eager, fused)
-        self._bits = bits
-
-    def nbytes(self, node: fx.Node) -> int:
-        nbytes, bits = super().nbytes(node), choose_bits.bits_of(node, self._bits)
-        return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
-
-    def first(self) -> keep.Decision:
-        return keep.decide(self.joint, nearly_free.scores)
-
-    def cut(self) -> Cut:
-        def is_rounded(node: fx.Node) -> bool:
-            return self.nbytes(node) < super(RoundedChoices, self).nbytes(node)
-
-        return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < choose_bits.SMOOTH_BITS else None)
-
-    def kept(self, decision: keep.Decision) -> int:
-        return sum(map(self.nbytes, decision.kept))
-
-    def cost(self, decision: keep.Decision) -> Cost:
-        graph, twins = twin_of(self.joint.graph)
-        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.again}
-        outputs = self.joint.outputs
-        of, decided, found = choose_bits.settled(
-            graph, outputs, self._bits, keep.Decision(again=again, goal=decision.goal)
-        )
-        return packed(of, decided, found, seed=0, fused=self.fused)
-
-
-def twin_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, and for each node its copy."""
-    twin, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-    twin.output(twin.graph_copy(graph, twins))
-    twin.output_node().meta.update(graph.output_node().meta)
-    return twin, twins
-
-
-def packed(of: Joint, decided: keep.Decision, found: choose_bits.Rounded, seed: int, fused: bool) -> Cost:
-    """Writes a decision into its graph, with everything that packs and unpacks, and counts it there."""
-    graph, outputs = of.graph, of.outputs
-    foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
-    keep.apply(of, decided, choose_bits.Storage(graph, found, seed))
-    graph.eliminate_dead_code()
-    labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
-    joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
-    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.AGAIN})
-    counted.goal = decided.goal
-    cost = _cost(Live(joint, fused), counted)
-    for node, label in labels.items():
-        if label is not None:
-            node.meta[keep.LABEL] = label
-    return cost
-
-
-def _cost(live: Live, decision: keep.Decision) -> Cost:
+def cost_of(live: Live, decision: keep.Decision) -> Cost:
     peak = live.peak(decision)
     return Cost(live.kept(decision), peak.flops, peak.nbytes, peak.with_workspaces)
 

@@ -24,9 +24,26 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ...ops.low_bit.spec import FEWEST_VALUES
-from ..cheap import LARGER, SMALL, call_of, has_flops, is_cheap, size_of, tensors_of
-from ..graph import Goal, Joint, behind, call, calls_view, copied, is_op, is_random, nbytes_of, node_at
+from ..graph import (
+    LARGER,
+    SMALL,
+    Joint,
+    behind,
+    call,
+    call_of,
+    calls_view,
+    copied,
+    has_flops,
+    is_cheap,
+    is_op,
+    is_random,
+    nbytes_of,
+    node_at,
+    size_of,
+    tensors_of,
+)
 from . import nearly_free, recompute
+from .schedule import Goal
 
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..cheap import has_flops
-from ..graph import Joint
+from ..graph import Joint, has_flops
 from . import keep, recompute
 from .keep import call_node, is_free, is_view
 

@@ -8,8 +8,7 @@
 
 from torch import fx
 
-from ..cheap import LARGER, size_of
-from ..graph import Joint, flops_of, name_of, nbytes_of
+from ..graph import LARGER, Joint, flops_of, name_of, nbytes_of, size_of
 
 # The share of forward's arithmetic that may run again.
 SHARE = 0.02

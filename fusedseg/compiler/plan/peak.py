@@ -12,8 +12,19 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...ops.low_bit import graph as packing
-from ..cheap import size_of
-from ..graph import UNSAFE_VIEWS, Joint, arguments_of, is_op, name_of, nbytes_of, node_at, op_of, value_of, writes
+from ..graph import (
+    UNSAFE_VIEWS,
+    Joint,
+    arguments_of,
+    is_op,
+    name_of,
+    nbytes_of,
+    node_at,
+    op_of,
+    size_of,
+    value_of,
+    writes,
+)
 from . import keep, recompute, schedule
 
 PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)

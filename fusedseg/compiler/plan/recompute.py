@@ -204,13 +204,3 @@ def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
     x = value_of(norm.x)
     alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
     return norm if x.is_contiguous() and alike else None
-
-
-def forget_running(graph: fx.Graph) -> None:
-    """Backward of a batch norm in training mode gets no running statistics, which it does not read.
-
-    Otherwise forward would keep copies of them.
-    """
-    for node in graph.nodes:
-        if name_of(node) == "native_batch_norm_backward" and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])

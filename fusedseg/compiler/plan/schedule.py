@@ -9,12 +9,13 @@ readers, if that lowers the peak, and is worth its arithmetic.
 import operator
 from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from ..codegen import convolution_backward, in_place
-from ..graph import Goal, flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
+from ..graph import flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
+from .aliasing import gives_memory
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
@@ -27,6 +28,17 @@ INLINED = {
 READING = {
     "_unsafe_index_put", "amax", "amin", "cat", "index_put", "mean", "scatter_add", "sum", "var", "var_mean",
 }  # fmt: skip
+
+
+class Goal(NamedTuple):
+    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic.
+
+    After that they do where a byte less at the peak costs at most ``price`` of arithmetic.
+    """
+
+    peak: float
+    flops: float
+    price: float = 0
 
 
 Over = list[tuple[int, int]]
@@ -304,12 +316,6 @@ def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
     return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or name_of(node) in INLINED)
-
-
-def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
-    """The inputs in whose place a result may be, if nobody reads them later."""
-    x = None if fused else convolution_backward.input_of(node)
-    return in_place.may_overwrite(node) if x is None else [x]
 
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:

@@ -63,3 +63,13 @@ def part(graph: fx.Graph) -> int:
                 count += 1
             found.add(item.args[1])
     return count
+
+
+def forget_running(graph: fx.Graph) -> None:
+    """Backward of a batch norm in training mode gets no running statistics, which it does not read.
+
+    Otherwise forward would keep copies of them.
+    """
+    for node in graph.nodes:
+        if name_of(node) == "native_batch_norm_backward" and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
