@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
-from . import captured
+from .capture import passes
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -54,8 +54,8 @@ def chosen(settings: Settings) -> Settings:
 def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
-    from . import cuda_graphs
-    from .emit import emit
+    from .codegen import cuda_graphs
+    from .codegen.aten import emit
     from .partition import Partition
 
     parts = _torch.compiler_parts()
@@ -68,7 +68,7 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
             "inference_compiler": recorder.inference,
         }
     compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
-    return compiler(captured.rewrite(module, settings), example_inputs)
+    return compiler(passes.rewrite(module, settings), example_inputs)
 
 
 def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
@@ -82,7 +82,7 @@ def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: S
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     patches["custom_partitioner_fn"] = Partition(settings)
-    return parts.compile_fx(captured.rewrite(module, settings), example_inputs, config_patches=patches)
+    return parts.compile_fx(passes.rewrite(module, settings), example_inputs, config_patches=patches)
 
 
 def _reset() -> None:
