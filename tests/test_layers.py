@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm", "ops/upsample"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ops.conv import conv3d
-from ..ops.conv.convolution import shape_only
+from ..ops.conv.reference import shape_only
 from .joint import has_symbols, last_readers, name_of, node_at, value_of
 
 aten = torch.ops.aten

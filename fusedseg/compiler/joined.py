@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ..ops import interpolate
-from ..ops.conv.slabs import SLAB_BYTES, slabs
+from ..ops.conv.reference import SLAB_BYTES, slabs
 from .joint import has_symbols, name_of, nbytes_of, node_at, nodes_at, value_of
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ... import _backend
 from .. import unfused
 from ..check import HALF, check_dtype, check_input, has_values
-from ..conv.convolution import per_dimension
+from ..conv.geometry import per_dimension
 from ..double_backward import is_batch, one_by_one
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
 from . import reference
