@@ -32,7 +32,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
@@ -43,7 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm", "ops/upsample"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/norm", "ops/upsample"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.

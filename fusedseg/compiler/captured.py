@@ -1,7 +1,7 @@
 """Changes of the graph that Dynamo captures, before AOTAutograd traces it into aten ops.
 
 Here a call of a function is one node still.  With the codegen "aten", an interpolation becomes an op that the tracer
-does not take apart (``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each
+does not take apart (``ops/upsample.py``), and a max-pool becomes the op of this package, which keeps a byte for each
 result in place of int64 positions and of its input.
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
 from ..ops.norm import op as norms
+from ..ops.upsample import interpolate
 from . import convolve_first, dead_bias, enlarged, layouts
 from .joint import node_at
 from .settings import Settings

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from .. import _backend
-from ..ops.concat import dense, pitch_of
-from ..ops.layout import FORMATS, suggests_channels_last
+from ..ops.concat import dense
+from ..ops.layout import FORMATS, pitch_of, suggests_channels_last
 from .joint import has_symbols, is_op, is_tensor, name_of, op_of, value_of
 
 # Ops, and functions of ``norm_calls.py``, whose first argument is a gradient that they need without gaps.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import interpolate, unfused, upsample
+from .. import unfused, upsample
 from .geometry import Geometry, RawGeometry, parse_geometry
 
 MODES = {
@@ -37,7 +37,7 @@ class Enlarge(NamedTuple):
             # aten reads the shape and the memory format of the tensor alone.
             x = upsample.suggested(dlarge, shape)
             return getattr(aten, f"_adaptive_avg_pool{len(self.size)}d_backward")(dlarge, x)
-        return interpolate.backward(dlarge, self.size, shape, None, self.mode, self.align_corners)
+        return upsample.backward(dlarge, self.size, shape, None, self.mode, self.align_corners)
 
 
 class Interpolated:
@@ -89,7 +89,7 @@ class Interpolated:
 
     def formed(self) -> Tensor:
         size, mode, align_corners = self.enlarge
-        return interpolate.eager(self.x, size, None, mode, align_corners)
+        return upsample.eager(self.x, size, None, mode, align_corners)
 
     def channels(self, start: int, stop: int) -> "Interpolated":
         return Interpolated(self.x[:, start:stop], *self.enlarge)

@@ -195,26 +195,9 @@ def _conv3d(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     yield Compared("dx", conv3d.input_gradient(dy, weight), of_x, NORM_TOLERANCE[dtype])
 
 
-def _pool_float64(x: Tensor, dz: Tensor, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """z and dx of a pool, one position of the windows after another.
-
-    aten's own backward raises an error if the user requires deterministic algorithms.
-    """
-    x, dz = x.double(), dz.double()
-    z = F.max_pool2d(x, kernel, stride, padding)
-    border = [padding] * 4
-    inside = F.pad(x, border, value=-torch.inf)
-    dx, taken = torch.zeros_like(inside), torch.zeros_like(z, dtype=torch.bool)
-    for i in range(kernel):
-        for j in range(kernel):
-            rows, columns = (
-                slice(k, k + (n - 1) * stride + 1, stride) for k, n in zip((i, j), z.shape[2:], strict=True)
-            )
-            at = dx[:, :, rows, columns]
-            wins = (inside[:, :, rows, columns] == z) & ~taken
-            at += torch.where(wins, dz, 0.0)
-            taken |= wins
-    return z, dx[..., padding : padding + x.shape[2], padding : padding + x.shape[3]]
+def _reference(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in float64 on the CPU, where aten has no op that deterministic algorithms forbid."""
+    return tuple(t.cpu().double() for t in tensors)
 
 
 def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
@@ -225,13 +208,16 @@ def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         dz = _random((*SHAPE[:2], SHAPE[2] // 2, SHAPE[3] // 2), dtype, device, fmt, 1)
         z, dx, rows = torch.empty_like(dz), torch.empty_like(x), fmt == "channels_last"
         codes = torch.empty_like(dz, dtype=torch.uint8)
-        expected = _pool_float64(x, dz, kernel, 2, padding)
+        z64, index = F.max_pool2d(*_reference(x), kernel, 2, padding, return_indices=True)
+        dx64 = torch.zeros(x.shape, dtype=torch.float64).flatten(2)
+        dx64.scatter_add_(2, index.flatten(2), *_reference(dz.flatten(2)))
         geometry = ((2, 2), (padding, padding), (1, 1), 1)
         max_pool_fwd(x, z, codes, rows, (kernel, kernel), geometry)
         max_pool_bwd(dz, codes, dx, rows, (kernel, kernel), geometry)
         # A pool picks values.  Its gradient adds the few windows of a position, and rounds their sum.
-        yield Compared(f"z ({fmt}, {kernel}x{kernel})", z, expected[0], 0.0)
-        yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, expected[1], 0.0 if kernel == 2 else NORM_TOLERANCE[dtype])
+        yield Compared(f"z ({fmt}, {kernel}x{kernel})", z, z64, 0.0)
+        tolerance = 0.0 if kernel == 2 else NORM_TOLERANCE[dtype]
+        yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, dx64.view_as(dx), tolerance)
 
 
 def _sums_float64(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,10 +279,13 @@ def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         linear = upsample.Linear(size, None, corners)
         x = _random(SHAPE, dtype, device, fmt, 0)
         dy = _random((*SHAPE[:2], *size), dtype, device, fmt, 1)
-        y, dx = upsample.forward(x, linear), upsample.backward(dy, SHAPE[2:], linear)
+        y, dx = upsample.linear_forward(x, linear), upsample.linear_backward(dy, SHAPE[2:], linear)
+        x64, dy64 = _reference(x, dy)
         of, tolerance = f"({fmt}, {size[0]}x{size[1]})", NORM_TOLERANCE[dtype]
-        yield Compared(f"y {of}", y, upsample.reference_forward(x.double(), linear), tolerance)
-        yield Compared(f"dx {of}", dx, upsample.reference_backward(dy.double(), SHAPE[2:], linear), tolerance)
+        y64 = F.interpolate(x64, size, mode="bilinear", align_corners=corners)
+        dx64 = torch.ops.aten.upsample_bilinear2d_backward(dy64, size, SHAPE, corners)
+        yield Compared(f"y {of}", y, y64, tolerance)
+        yield Compared(f"dx {of}", dx, dx64, tolerance)
 
 
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
@@ -322,9 +311,10 @@ def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:
     """
     results = list(CHECKS[family](dtype, device))
     # The results come to the host together, so that it waits for the device once.
-    errors = torch.stack([(of.found.double() - of.expected).norm() / of.expected.norm() for of in results]).tolist()
-    for of, error in zip(results, errors, strict=True):
+    expected = [of.expected.to(of.found.device) for of in results]
+    errors = [(of.found.double() - right).norm() / right.norm() for of, right in zip(results, expected, strict=True)]
+    for of, error in zip(results, torch.stack(errors).tolist(), strict=True):
         # The condition is `not <=` instead of `>`, because NaN is no agreement either.
         if not error <= of.tolerance:
             raise WrongResult(f"{of.what} is off by {error:.1e} of its size, and {of.tolerance:.0e} is allowed")
-    return max(errors)
+    return max(errors).item()
