@@ -221,9 +221,7 @@ def test_a_device_that_no_longer_answers_ends_the_program(stand_in, tested, monk
     _, faults = tested
     faults["norm"] = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     monkeypatch.setattr(first_use, "answers", lambda device: False)
-    with pytest.raises(
-        RuntimeError, match="illegal memory access.*program again with FUSEDSEG_BACKEND=aten"
-    ):
+    with pytest.raises(RuntimeError, match=r"illegal memory access.*program again with FUSEDSEG_BACKEND=aten"):
         serves()
     monkeypatch.undo()
     assert first_use.answers(CPU)
