@@ -117,7 +117,7 @@ def is_apart(sources: Sequence[Source], geometry: Geometry) -> bool:
     if geometry.groups > 1 or is_tensor(sources):
         return False
     if torch.compiler.is_compiling() and _backend.off_cpu(tensors_of(sources)[0]):
-        # On a GPU the parts take longer than the concatenation, and the compiler may form it again in backward.
+        # On a GPU one convolution of the concatenation is faster, and the compiler may form it again in backward.
         return False
     return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
 
@@ -129,7 +129,7 @@ def commutes(source: Source, w: Tensor, geometry: Geometry) -> bool:
     return is_pointwise(w.shape[2:], geometry) and source.x.numel() < source.shape.numel()
 
 
-class Part(NamedTuple):
+class Term(NamedTuple):
     """Sources that are convolved at once, or a range of the channels of one source, with the weight for them.
 
     ``first`` is the place of the first of them among all sources.
@@ -140,35 +140,35 @@ class Part(NamedTuple):
     w: Tensor
 
 
-def _parts(sources: Sequence[Source], w: Tensor, whole: Sequence[bool]) -> list[Part]:
-    """A part for each source; parts of ``Interpolated`` sources come first.
+def _terms(sources: Sequence[Source], w: Tensor, whole: Sequence[bool]) -> list[Term]:
+    """A term for each source; those of ``Interpolated`` sources come first.
 
-    Interpolation needs memory for a moment, so it runs before all other parts allocate memory.  An ``Interpolated``
+    Interpolation needs memory for a moment, so it runs before the other terms allocate memory.  An ``Interpolated``
     with more channels than the result is split into ranges of as many channels as the result has, unless it stays
     ``whole``.
     """
-    parts, start = [], 0
+    terms, start = [], 0
     for of, source in enumerate(sources):
         C, K = source.shape[1], w.shape[0]
         ranges: list[Source] = [source]
         if isinstance(source, Interpolated) and not whole[of]:
             ranges = [source.channels(c, min(c + K, C)) for c in range(0, C, K)]
         for part in ranges:
-            parts.append(Part(of, (part,), w[:, start : start + part.shape[1]]))
+            terms.append(Term(of, (part,), w[:, start : start + part.shape[1]]))
             start += part.shape[1]
-    return sorted(parts, key=lambda part: not isinstance(part.sources[0], Interpolated))
+    return sorted(terms, key=lambda term: not isinstance(term.sources[0], Interpolated))
 
 
 def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The vendor's convolution of the concatenation of the sources."""
     if not is_apart(sources, geometry):
         return convolve(concatenated(sources), w, bias, geometry)
-    first, *others = _parts(sources, w, whole=[False] * len(sources))
+    first, *others = _terms(sources, w, whole=[False] * len(sources))
 
     def of_samples(n: slice) -> Tensor:
         y = convolve(concatenated(samples_of(first.sources, n)), first.w, bias, geometry)
-        for part in others:
-            y += convolve(concatenated(samples_of(part.sources, n)), part.w, None, geometry)
+        for term in others:
+            y += convolve(concatenated(samples_of(term.sources, n)), term.w, None, geometry)
         return y
 
     shape = geometry.output_shape(shape_of(sources), w.shape)
@@ -191,9 +191,9 @@ def convolve_sources_backward(
     """
     need_w, need_bias, *needs = wanted
     shrinks = [commutes(source, w, geometry) for source in sources]
-    todo = [Part(0, tuple(sources), w)]
+    todo = [Term(0, tuple(sources), w)]
     if is_apart(sources, geometry) or any(shrinks):
-        todo = _parts(sources, w, whole=shrinks)
+        todo = _terms(sources, w, whole=shrinks)
     if isinstance(sources, list):
         sources.clear()
     # The gradients of each source and of its part of the weight, in the order of its channels.
@@ -203,7 +203,7 @@ def convolve_sources_backward(
     todo.reverse()
     while todo:
         of, count = todo[-1].first, len(todo[-1].sources)
-        # The first part computes the gradient of the bias.
+        # The first term computes the gradient of the bias.
         asked = (need_w, need_bias and dbias is None, *needs[of : of + count])
         if shrinks[of]:
             dw, db, *dxs = _at_small_size(dy, todo.pop(), geometry, asked)
@@ -213,27 +213,27 @@ def convolve_sources_backward(
             gradients.append(dx)
         dws[of].append(dw)
         dbias = db if dbias is None else dbias
-        # The next part needs the memory.
+        # The next term needs the memory.
         del dxs, dx
     return _cat([dw for each in dws for dw in each]), dbias, *(_cat(each) for each in dsources)
 
 
-def _at_small_size(dy: Tensor, part: Part, geometry: Geometry, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def _at_small_size(dy: Tensor, term: Term, geometry: Geometry, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of the weight, of the bias and of the tensor of an ``Interpolated``, which is not enlarged."""
-    (source,) = part.sources
+    (source,) = term.sources
     assert isinstance(source, Interpolated)
     need_w, need_bias, need_x = wanted
     shrunk = source.enlarge.backward(dy, (*dy.shape[:2], *source.x.shape[2:]))
-    dx, dw, dbias = convolve_backward(shrunk, [source.x], part.w, geometry, (need_x, need_w, need_bias))
+    dx, dw, dbias = convolve_backward(shrunk, [source.x], term.w, geometry, (need_x, need_w, need_bias))
     return dw, dbias, dx
 
 
 def _at_full_size(
-    dy: Tensor, todo: list[Part], geometry: Geometry, wanted: Sequence[bool]
+    dy: Tensor, todo: list[Term], geometry: Geometry, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the weight, of the bias and of the tensors of the sources of the last part.
+    """The gradients of the weight, of the bias and of the tensors of the sources of the last term.
 
-    The part is taken off the list.  An ``Interpolated`` is enlarged again, slab by slab.
+    The term is taken off the list.  An ``Interpolated`` is enlarged again, slab by slab.
     """
     _, sources, w = todo.pop()
     ranges = slabs(dy.shape[0], dy.nbytes) if isinstance(sources[0], Interpolated) else []
