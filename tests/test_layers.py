@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # It numbers the positions of a window by numpy.
     "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
-    "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
+    "ops/segmentation": ({"_backend", "_torch", "kernels", "ops/upsample"} | SHARED, {"torch"}),
     "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),

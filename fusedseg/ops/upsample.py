@@ -71,6 +71,14 @@ class LinearAxis(NamedTuple):
         largest = max((self.large + 1) * self.step + abs(self.shift), (self.small + 1) * self.den)
         return largest < 2**31 and self.readers <= MOST_READERS
 
+    def first(self, o: int) -> int:
+        """The first input that output ``o`` reads."""
+        return min(max(o * self.step + self.shift, 0) // self.den, self.small - 1)
+
+    def inputs(self, start: int, stop: int) -> slice:
+        """The inputs that the outputs from ``start`` to ``stop`` read."""
+        return slice(self.first(start), min(self.first(stop - 1) + 2, self.small))
+
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The weight of each input for each output, (large, small)."""
         o, i = (torch.arange(n, device=device) for n in (self.large, self.small))
