@@ -21,10 +21,11 @@ from torch.nn import functional as F
 from .. import _backend, _torch
 from . import unfused
 from .check import ACTIVATION_DTYPES
-from .double_backward import is_batch, one_by_one
+from .double_backward import refuse_batches
 from .layout import FORMATS, pitch_of
 
 aten = torch.ops.aten
+OP = "fusedseg.upsample"
 Sizes = int | Sequence[int] | None
 Factors = float | Sequence[float] | None
 # The arguments of the op after x.
@@ -190,11 +191,8 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, t: Tensor, small: Sequence[int], linear: Linear, transposed: bool) -> Tensor:
         ctx.given = small, linear, not transposed
         ctx.set_materialize_grads(False)
-        if not transposed:
-            return linear_forward(t, linear)
-        if is_batch(t):
-            return one_by_one(lambda dy: (linear_backward(dy, small, linear),), t)[0]
-        return linear_backward(t, small, linear)
+        refuse_batches(OP, t)
+        return linear_backward(t, small, linear) if transposed else linear_forward(t, linear)
 
     @staticmethod
     def backward(ctx, dt):
