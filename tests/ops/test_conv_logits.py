@@ -32,6 +32,8 @@ GEOMETRIES = {
     "2d-aligned": ((5, 4), (13, 9), True),
     "3d-larger": ((3, 4, 5), (7, 8, 10), False),
     "3d-aligned": ((3, 4, 5), (7, 8, 10), True),
+    # The single plane was never repeated: the sums were wrong, or the shapes of logits and target differed.
+    "3d-from-one-plane": ((1, 4, 5), (3, 8, 10), False),
     "3d-smaller": ((9, 8, 7), (2, 3, 3), False),
     "one-axis": ((3, 4, 5), (3, 9, 5), True),
     "to-one": ((9, 8), (1, 1), True),

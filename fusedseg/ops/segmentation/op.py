@@ -215,5 +215,5 @@ def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Tensor | None, ...
     """The logits, or the features, with weight and bias or None, and the form of the convolution."""
     if isinstance(logits, Tensor):
         return (logits, None, None), None
-    *tensors, form = logits.conv if isinstance(logits, ConvLogits) else logits
-    return tuple(tensors), form
+    conv = logits.conv if isinstance(logits, ConvLogits) else logits
+    return (conv.features, conv.weight, conv.bias), conv.form

@@ -170,6 +170,8 @@ def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
     # The numbers of planes and rows of a tile.
     D = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
     H = max(1, tile // (K * D * columns.large))
+    # Two dimensions have one plane before and after.
+    has_planes = planes.small > 1 or planes.large > 1
     for n in range(features.shape[0]):
         later = None
         for d in range(0, planes.large, D):
@@ -179,7 +181,7 @@ def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
             shape = (K, *part.shape[1:])
             z = wide.logits_of(part).view(shape)
             weights = of_planes[d:end, used]
-            if planes.small > 1:
+            if has_planes:
                 z = torch.matmul(weights, z.flatten(2)).view(K, end - d, *shape[2:])
             dz = None if grads is None else torch.zeros_like(z)
             for r in range(0, rows.large, H):
@@ -197,7 +199,7 @@ def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
                 if not has_values(features):
                     break
             if grads is not None and dz is not None:
-                if planes.small > 1:
+                if has_planes:
                     dz = torch.matmul(weights.mT, dz.flatten(2)).view(shape)
                 if later is not None:
                     dz[:, : later.shape[1]] += later
