@@ -31,7 +31,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
@@ -42,12 +41,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/norm", "ops/upsample"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.
     "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
-    "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
+    "ops/segmentation": ({"_backend", "_torch", "kernels", "ops/upsample"} | SHARED, {"torch"}),
     "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
