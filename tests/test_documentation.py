@@ -196,6 +196,14 @@ def test_a_command_is_parsed(command, where, monkeypatch):
     check_command(shlex.split(command, comments=True), monkeypatch)
 
 
+def test_ci_passes_options_that_its_commands_have(monkeypatch):
+    """A landing failed at ``fusedseg profile --compare``, and its repair named ``--ways``: neither is an option."""
+    found = re.findall(r"^user/bin/(fusedseg .*?)(?: 2> .*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert len(found) == 2
+    for command in found:
+        check_command(shlex.split(command), monkeypatch)
+
+
 def test_commands_write_different_files():
     """The second command of docs/memory.md failed: "memory.png exists"."""
     written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|curve|json) (\S+)", command)]
