@@ -187,7 +187,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
 else:
     FakeTensor = _needed(f"{_FAKE}.FakeTensor", _FLOW)
     FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode", _FLOW)
@@ -198,7 +197,6 @@ else:
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", _FLOW)
     tree_leaves = _needed(f"{_TREE}.tree_leaves", _FLOW)
     tree_map = _needed(f"{_TREE}.tree_map", _FLOW)
-    tree_map_only = _needed(f"{_TREE}.tree_map_only", _FLOW)
 
 
 def resolve_process_group(name: str) -> Any:
