@@ -191,7 +191,7 @@ class Plain(nn.Module):
 ALL = [
     pytest.param(act, norm, batch, around, id=f"{act}, {norm}, {batch}{', shortcut' if around is Shortcut else ''}")
     for around in (Plain, Shortcut)
-    for batch in range(1, 5)
+    for batch in (1, 2)
     for norm in STOCK
     for act in EVERY
 ]
