@@ -87,18 +87,15 @@ def test_a_preset_of_two_encoders_in_fp32(capsys):
     assert "autocast to fp16" in capsys.readouterr().out
 
 
-def test_plan_ends_with_the_line_of_the_backend(capsys, tmp_path):
-    """Where eager mode does not fit, and the compiled stock model does without repeated arithmetic."""
+def test_plan_has_the_line_of_the_backend(tmp_path):
+    """``tests/planning/test_plan.py`` checks that the answer ends with the line of the way that it chooses."""
     figures = tmp_path / "plan.json"
     argv = ["plan", VOLUMES, "--input", "2,1,16,16,16", "--optimizer", "none", "--reserve", "0", "--dtype", "fp16"]
-    assert main([*argv, "--budget", "1GiB", "--json", str(figures)]) == 0
+    assert main([*argv, "--budget", "1GiB", "--codegen", "aten", "--json", str(figures)]) == 0
     options = {option["label"]: option for option in json.loads(figures.read_text())["options"]}
     compiled, eager = options["fusedseg"], options["eager"]
     assert compiled["kept_bytes"] < 0.6 * eager["kept_bytes"]
-    capsys.readouterr()
-    assert main([*argv, "--budget", f"{compiled['total_bytes']}B"]) == 0
     assert compiled["code"] == 'model = torch.compile(model, backend="fusedseg")'
-    assert compiled["code"] in capsys.readouterr().out
 
 
 def test_plan_prints_a_table(capsys, tmp_path):
