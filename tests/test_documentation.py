@@ -17,7 +17,6 @@ import io
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ import torch
 import fusedseg
 from tests.integrations.real import LIBRARY, framework
 from tests.tools.threads import threads
+from tests.tools.warm import run_bare
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,12 +103,12 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 def run_elsewhere(block: Block, frameworks: list[str]) -> None:
-    """Runs a block that shows a framework in a fresh process, in which nothing has imported the framework."""
+    """Runs a block that shows a framework in a process in which nothing has imported the framework, only PyTorch."""
     for name in frameworks:
         framework(name)
     head = f"import sys, warnings; sys.path[:] = {sys.path!r}; warnings.simplefilter('ignore')\n"
     code = head + ("" if torch.version.cuda else LIBRARY) + block.text
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_bare(code)
     assert done.returncode == 0, f"{block.where}: {done.stderr}"
     if block.output is not None:
         assert done.stdout.rstrip() == block.output.rstrip()
