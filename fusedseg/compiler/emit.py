@@ -17,7 +17,7 @@ from ..ops import concat, interpolate
 from ..ops.conv import conv3d
 from ..ops.max_pool import op as pools
 from ..ops.norm import graph as norms
-from . import in_turn, joined, parted, reinplace, slices
+from . import in_turn, joined, parted, reinplace, shorter, slices
 from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 
 aten = torch.ops.aten
@@ -36,13 +36,12 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.cat.default: concat.concat,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
+    aten.zeros.default: torch.zeros,
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
-    norms.norm_act: norms.forward,
-    norms.norm_act_backward: norms.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
@@ -158,8 +157,10 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     if not gradients:
         parted.rewrite(module.graph)
+    has_kernels = _has_kernels(module.graph)
+    shorter.rewrite(module.graph)
     reinplace.statistics(module.graph)
-    if not gradients and _has_kernels(module.graph):
+    if not gradients and has_kernels:
         # Values are those of eager mode up to rounding anyway.
         joined.sums(module.graph)
     joined.rewrite(module.graph)

@@ -9,6 +9,7 @@ Running statistics are written where they are, in place of a copy that is copied
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ OVERWRITING: dict[Any, Any] = {
     **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
-    **norms.OVER,
 }
 
 
@@ -60,8 +60,16 @@ OVERWRITING: dict[Any, Any] = {
 # and the form that moves them where they are.
 MOVING: dict[Any, tuple[int, Any]] = {
     _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
-    **norms.MOVING,
+    norms.statistics: (1, norms.statistics_moving),
 }
+
+
+def _moving(node: fx.Node) -> tuple[int, Any] | None:
+    """The row of ``MOVING`` for a node that calls a norm; None for other nodes."""
+    function = node.target
+    if isinstance(function, norms.Forward):
+        return 4, replace(function, moving=True)
+    return MOVING.get(function)
 
 
 def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
@@ -155,10 +163,13 @@ def _is_whole(root: object, x: Tensor) -> bool:
 
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
-    if node.target in (norms.norm_act, norms.forward_moving) and set(items_of(node)) != {0}:
+    function = node.target
+    if isinstance(function, norms.Backward):
+        return replace(function, over=True)
+    if isinstance(function, norms.Forward):
         # A norm that writes over its input keeps no mean.
-        return None
-    return OVERWRITING.get(node.target)
+        return replace(function, over=True) if set(items_of(node)) == {0} else None
+    return OVERWRITING.get(function)
 
 
 def statistics(graph: fx.Graph) -> int:
@@ -168,8 +179,9 @@ def statistics(graph: fx.Graph) -> int:
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
     for node in list(graph.nodes):
-        if node.target in MOVING:
-            count += _norm(graph, node, copies, outputs)
+        form = _moving(node)
+        if form is not None:
+            count += _norm(graph, node, form, copies, outputs)
         elif node.target is aten.add.Tensor and node.args[0] in copies:
             buffer = node.args[0]
             copy = copies[buffer]
@@ -218,9 +230,14 @@ def _is_counter(buffer: object, more: Tensor) -> bool:
     return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
 
 
-def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
-    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
-    items, (first, moving) = items_of(node), MOVING[node.target]
+def _norm(
+    graph: fx.Graph, node: fx.Node, form: tuple[int, Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
+) -> bool:
+    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise.
+
+    ``form`` is its row of ``MOVING``.
+    """
+    items, (first, moving) = items_of(node), form
     pairs = [(node.args[first], 3), (node.args[first + 1], 4)]
     for buffer, place in pairs:
         new, copy = items.get(place), copies.get(buffer)
