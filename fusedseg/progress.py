@@ -58,7 +58,7 @@ class Progress:
         sys.stderr.flush()
 
 
-class Lines:
+class ProgressLines:
     """Prints what a long command is doing, and for how long, a line every ten seconds.
 
     It is for output that goes into a file or a pipe.  The lines go to stdout, because stderr is for errors there.  If

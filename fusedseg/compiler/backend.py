@@ -12,7 +12,7 @@ from torch import fx
 
 from .. import _torch
 from ..progress import Progress
-from . import captured
+from .capture import passes
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
 
@@ -75,8 +75,8 @@ def _aten(
 ) -> Any:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
-    from . import cuda_graphs
-    from .emit import emit
+    from .codegen import cuda_graphs
+    from .codegen.aten import emit
     from .partition import Partition
 
     parts = _torch.compiler_parts()
@@ -92,7 +92,7 @@ def _aten(
     divide = _showing(progress, "choosing what forward keeps", Partition(settings))
     compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)
     progress.update("tracing forward and backward")
-    return compiler(captured.rewrite(module, settings), example_inputs)
+    return compiler(passes.rewrite(module, settings), example_inputs)
 
 
 def _inductor(
@@ -109,7 +109,7 @@ def _inductor(
         patches = {**parts.list_mode_options(mode), **patches}
     patches["custom_partitioner_fn"] = Partition(settings)
     progress.update("Inductor traces and compiles forward and backward")
-    return parts.compile_fx(captured.rewrite(module, settings), example_inputs, config_patches=patches)
+    return parts.compile_fx(passes.rewrite(module, settings), example_inputs, config_patches=patches)
 
 
 def _reset() -> None:

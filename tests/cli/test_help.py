@@ -125,7 +125,7 @@ def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, m
     now = 100.0
     monkeypatch.setattr("fusedseg.progress.time.monotonic", lambda: now)
     monkeypatch.setattr("sys.stderr", Terminal(is_terminal))
-    lines = progress.Lines()
+    lines = progress.ProgressLines()
     for step in range(1, 26):
         now += 1.0
         lines.say(f"step {step}")
