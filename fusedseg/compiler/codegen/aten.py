@@ -167,6 +167,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     concatenation.make_dense(module.graph)
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
+    shorter.write_convolutions(module.graph)
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

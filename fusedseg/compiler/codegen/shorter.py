@@ -2,6 +2,8 @@
 
 norms
     become objects that know already what they compute, so that a call takes tensors alone.
+convolutions
+    that no kernel of this package can compute become calls of PyTorch's function.
 casts
     become calls of ``Tensor.to``, which reads its arguments in half of the time of the op.
 zeros
@@ -10,11 +12,13 @@ zeros
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ... import _torch
+from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
 from ..graph import has_symbols, node_at, value_of
 
@@ -37,6 +41,40 @@ def rewrite(graph: fx.Graph) -> None:
     for nodes in alike.values():
         if len(nodes) > 1:
             _put_together(graph, nodes)
+
+
+def write_convolutions(graph: fx.Graph) -> int:
+    """Writes such convolutions and their gradients, and returns their number.
+
+    It is the last pass, because others look for the ops.
+    """
+    found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
+    for node in found:
+        node.target = CONVOLUTIONS[node.target].function
+    return len(found)
+
+
+class Convolution(NamedTuple):
+    """The function of an op, and the places of its input, its weight, and its stride among the arguments."""
+
+    function: Any
+    x: int
+    weight: int
+    stride: int
+
+
+CONVOLUTIONS = {
+    aten.convolution.default: Convolution(torch.convolution, 0, 1, 3),
+    aten.convolution_backward.default: Convolution(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
+}
+
+
+def _is_the_vendors(node: fx.Node) -> bool:
+    """Whether shapes and dtypes of a convolution leave no choice."""
+    of = CONVOLUTIONS[node.target]
+    x, weight = value_of(node_at(node, of.x)), value_of(node_at(node, of.weight))
+    given = conv3d.Arguments(*node.args[of.stride : of.stride + len(conv3d.Arguments._fields)])
+    return not has_symbols(x, weight) and not given.fit(x, weight)
 
 
 def _is_cast(node: fx.Node) -> bool:
