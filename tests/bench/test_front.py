@@ -4,13 +4,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench.front import RECORDS, front_lines
+from bench.conftest import REPORT, pytest_terminal_summary
+from bench.front import NETWORKS, RECORDS, WAYS, front_lines
 from bench.gpu import steps
 from bench.report import FRONT, RESULTS, ReportError, front_of, lines_between, main, report_lines
-from bench.results import load
+from bench.results import Report, load
 
 ROOT = Path(__file__).parents[2]
 H100 = ROOT / "bench" / "results" / "nvidia-h100-80gb-hbm3"
@@ -24,6 +27,15 @@ def test_the_readme_has_the_table_of_the_results():
 
 def test_the_page_of_results_is_what_the_report_prints():
     assert lines_between(ROOT / "docs" / "results.md", RESULTS) == report_lines(load(H100))
+
+
+def test_a_run_of_the_benches_ends_with_the_table(tmp_path):
+    report, printed = Report(torch.device("cpu"), tmp_path), []
+    report.files = load(H100)
+    terminal = SimpleNamespace(section=printed.append, write_line=printed.append)
+    pytest_terminal_summary(terminal, SimpleNamespace(stash={REPORT: report}))
+    table = front_of(report.files)
+    assert printed[-1 - len(table) : -1] == table
 
 
 def test_a_row_for_each_way_and_a_column_for_each_network():
@@ -41,8 +53,6 @@ def test_a_row_for_each_way_and_a_column_for_each_network():
 
 
 def test_the_table_is_of_cases_and_ways_that_the_bench_runs():
-    from bench.front import NETWORKS, WAYS
-
     assert {*NETWORKS, *RECORDS} <= {str(case) for case in steps.CASES}
     assert WAYS.keys() <= steps.WAYS.keys()
 
