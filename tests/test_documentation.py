@@ -279,16 +279,6 @@ def test_every_picture_is_there_and_small():
     assert not large
 
 
-def test_the_first_picture_shows_what_is_counted_today():
-    """The text of the picture in the README has the figures that its command draws."""
-    pytest.importorskip("matplotlib")
-    pictures = importlib.import_module("docs.make_pictures")
-    peaks = [pictures.NETWORKS[0].report(way).total / pictures.GIBIBYTE for way in pictures.NAMES]
-    text = re.search(r'alt="([^"]+)"', (ROOT / "README.md").read_text())
-    assert text
-    assert re.findall(r"at (\d\.\d) GiB", text[1]) == [f"{peak:.1f}" for peak in peaks]
-
-
 def test_links_within_the_readme_lead_somewhere():
     """Sphinx checks the links in docs/, so this test reads only the README."""
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text()):
