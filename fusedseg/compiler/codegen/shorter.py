@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
-from ..graph import has_symbols, node_at, value_of
+from ..graph import has_symbols, name_of, node_at, value_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def rewrite(graph: fx.Graph) -> None:
         made = norms.prepared(node.target, node.args)
         if made is not None:
             node.target, node.args = made
-        elif node.target is aten._to_copy.default and _is_cast(node):
+        elif name_of(node) == "_to_copy" and _is_cast(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
