@@ -3,7 +3,7 @@
     who reads it                                        what it takes
     what the backend computes again (``compiler/cheap.py``)     ops, cheap
     the compiler backend (``compiler/branches.py``)     ops, kind, kinks, pieces; keeps_sign (``rounded.py``)
-    the codegens (``chains.py``, ``reinplace.py``)      ops, backward, parameter, fixed
+    the codegens (``norms.py``, ``reinplace.py``)      ops, backward, parameter, fixed
 
 To teach all of them a function, add a row.  ``tests/test_rules.py`` walks the table, and compares each row with what
 the function does.

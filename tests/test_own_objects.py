@@ -29,7 +29,6 @@ ALLOWED = {
         "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS,
     },
     "fusedseg/cli/models.py": {"found": USERS},
-    "fusedseg/compiler/chains.py": {"aten": NAMED},
     "fusedseg/compiler/emit.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
     "fusedseg/compiler/reinplace.py": {"aten": NAMED},
     "fusedseg/compiler/estimate.py": {"error": VERSIONS},

@@ -21,12 +21,12 @@ from .joint import calls_view, is_op, is_tensor, items_of, name_of, op_of, splic
 
 LINEAR, SMOOTH, EXACT = rules.LINEAR, rules.SMOOTH, rules.EXACT
 # Products, which are right on average where their factors do not come from the same rounding.
-PRODUCTS = {op for op, row in rules.OF_OP.items() if row.kind == rules.PRODUCT} | {"div", "sample_norm_backward"}
+PRODUCTS = {op for op, row in rules.OF_OP.items() if row.kind == rules.PRODUCT} | {"div", "norm_act_backward"}
 # They read the form of a tensor, and not its values.
 FORMS = {op for op, row in rules.OF_OP.items() if row.kind == rules.FORM}
 _OURS = {
-    "interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round",
-    "sample_norm_backward",
+    "interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round", "norm_act",
+    "norm_act_backward",
 }  # fmt: skip
 
 

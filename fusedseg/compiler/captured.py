@@ -2,7 +2,7 @@
 
 Here a call of a function is one node still.  With the codegen "aten", an interpolation becomes an op that the tracer
 does not take apart (``ops/interpolate.py``), and a max-pool becomes the op of this package, which keeps a byte for each
-result in place of int64 positions and of its input.
+result in place of int64 positions and of its input.  Norms are found here too (``norms.py``), for both codegens.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from ..ops.interpolate import interpolate
 from ..ops.max_pool import op as pools
-from ..ops.norm import op as norms
-from . import convolve_first, dead_bias, enlarged, layouts
+from . import convolve_first, dead_bias, enlarged, layouts, norms
 from .joint import node_at
 from .settings import Settings
 
@@ -47,14 +46,10 @@ JOINING = (F.interpolate, torch.cat)
 
 
 def unfold(module: fx.GraphModule) -> None:
-    """Writes modules of this package as stock functions: what they keep elsewhere is decided by the backend here.
+    """Writes the concatenation of a ``JoinConv`` into the graph, in place of a checkpoint of it.
 
-    A norm that keeps its output has stock functions, and the concatenation of a ``JoinConv`` is in the graph itself, in
-    place of a checkpoint of it.
+    What is kept is decided by the backend.
     """
-    for node in module.graph.nodes:
-        if node.target is norms.norm_op._opoverload:
-            node.target = norms.as_stock
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
         wrapped = module.get_submodule(str(node_at(node, 0).target))
         assert isinstance(wrapped, fx.GraphModule)
@@ -78,9 +73,10 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     # Before other passes replace the norms.
     dead_bias.rewrite(module, settings)
     if settings.memory_format is not None:
-        layouts.rewrite(module, settings.memory_format, fuses=fuses)
+        layouts.rewrite(module, settings.memory_format)
     unfold(module)
     convolve_first.rewrite(module, everywhere=fuses)
+    norms.rewrite(module.graph, norms.wanted_by(settings))
     if fuses:
         enlarged.rewrite(module)
         return module

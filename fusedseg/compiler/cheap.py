@@ -69,5 +69,5 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 # The ops of this package that may run again.  A norm that keeps its output has nothing to rebuild, and a synchronised
-# norm must not communicate again.
-OURS = frozenset({"max_pool", "interpolate", "sample_norm"})
+# norm must not communicate again; that of ``norms.py`` has a form of its own (``forms.py``).
+OURS = frozenset({"max_pool", "interpolate"})

@@ -22,7 +22,7 @@ from . import keep, rounded, twice
 from .budget import Budget
 from .cheap import size_of
 from .cut import Cut
-from .joint import Goal, Joint, flops_of, nbytes_of, roots_of
+from .joint import Goal, Joint, flops_of, nbytes_of
 from .live import Live
 from .settings import OP
 
@@ -56,18 +56,6 @@ class Cost(NamedTuple):
 class Choice(NamedTuple):
     decision: keep.Decision
     cost: Cost
-
-
-def eager_bytes(joint: Joint) -> int:
-    """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
-    roots = roots_of(joint.graph)
-    # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.
-    made = {node for node in joint.graph.nodes if keep.call_node(node) in joint.forward}
-    kept = {roots[node] for node in joint.gradients if node in made}
-    for node in joint.graph.nodes:
-        if node not in made and node is not joint.end:
-            kept |= {roots[source] for source in node.all_input_nodes if source in made}
-    return sum(nbytes_of(root) for root in kept if root.op == "call_function")
 
 
 class Choices:

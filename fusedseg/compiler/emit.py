@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import _torch
+from .. import _backend, _torch
 from ..ops import concat, interpolate
 from ..ops.conv import conv3d
 from ..ops.max_pool import op as pools
-from ..ops.norm import sample_norm
-from . import in_turn, joined, order, reinplace, slices, triton_ops
-from .joint import is_gradient, is_op, is_tensor, last_readers, outputs_of
+from ..ops.norm import graph as norms
+from . import in_turn, joined, parted, reinplace, slices
+from .joint import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 
 aten = torch.ops.aten
 SAME = (
@@ -41,8 +41,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: interpolate.forward,
     torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
-    torch.ops.fusedseg.sample_norm.default: sample_norm.forward,
-    torch.ops.fusedseg.sample_norm_backward.default: sample_norm.backward,
+    norms.norm_act: norms.forward,
+    norms.norm_act_backward: norms.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
@@ -141,6 +141,12 @@ def _function(source: Source) -> Any:
     return names["run"]
 
 
+def _has_kernels(graph: fx.Graph) -> bool:
+    """Whether Triton kernels compute norms of a graph."""
+    found = (node_at(node, 0) for node in graph.nodes if node.target is norms.norm_act)
+    return any(_backend.takes_triton(value_of(x).device) for x in found)
+
+
 def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The function that runs a graph.
 
@@ -150,13 +156,12 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
+    if not gradients:
+        parted.rewrite(module.graph)
     reinplace.statistics(module.graph)
-    if triton_ops.rewrite(module.graph):
-        # Values are those of eager mode up to rounding from here on.
-        if gradients:
-            order.again(module)
-        else:
-            joined.sums(module.graph)
+    if not gradients and _has_kernels(module.graph):
+        # Values are those of eager mode up to rounding anyway.
+        joined.sums(module.graph)
     joined.rewrite(module.graph)
     slices.rewrite(module.graph)
     reinplace.results(module.graph)

@@ -91,7 +91,9 @@ def estimate_ways(
     found: list[Found] = [[] for _ in ways]
     try:
         with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
-            _compile(model, inputs, first, _Divisions(divisions, found, fused))
+            # Norms that one way needs in pieces are in pieces in all.
+            bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
+            _compile(model, inputs, replace(first, bits=bits), _Divisions(divisions, found, fused))
     # The compiler may raise any error.
     except Exception as error:
         cause = getattr(error, "inner_exception", error)

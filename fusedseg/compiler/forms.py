@@ -1,19 +1,16 @@
 """Calls that backward computes again in another form, because the same call would do more than compute its result.
 
-Batch norm would move its running statistics again.  On a CPU its output is rebuilt in one pass, from the mean and
-1 / sqrt(var + eps) that backward reads anyway: aten rounds weight / sqrt(var + eps) once in both calls, so the bits are
-the same.  Triton rebuilds it in this way too.  Elsewhere it runs again with the statistics of the batch.  Instance norm
-is traced as the batch norm of one sample that has the channels of all samples.  Norms in eval mode run again as they
-are.
-
-A group norm with parameters is written as such a batch norm too, which saves its pass over the statistics.  A layer
-norm runs again: its rows lie in the cache, and one kernel takes less time than a difference, a product and a sum.
+A norm of this package (``norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that backward reads
+anyway.  On a CPU PyTorch rounds weight / sqrt(var + eps) once in both calls, so the bits are the same.  A batch norm of
+PyTorch would move its running statistics again, and runs again with the statistics of the batch.  Norms in eval mode
+run again as they are.  A layer norm runs again: its rows lie in the cache, and one kernel takes less time than a
+difference, a product and a sum.
 
 Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
 
-With the option "bits" the input is rounded, so last bits do not count.  Then every norm is rebuilt from its statistics,
-on all devices and in all dtypes, layer norm too; and a max-pool of this package picks the values at the positions that
-backward reads anyway, because the maximum of rounded values would be too large on average.
+With the option "bits" the input is rounded, so last bits do not count.  Then a layer norm is rebuilt from its
+statistics too; and a max-pool of this package picks the values at the positions that backward reads anyway, because the
+maximum of rounded values would be too large on average.
 """
 
 import functools
@@ -27,100 +24,64 @@ from torch import fx
 from .. import _torch
 from ..ops.low_bit.spec import wide_dtype
 from ..ops.max_pool.op import max_pool_op, max_pool_pick_op
-from ..ops.norm.sample_norm import sample_norm_op
-from .joint import arguments_of, call, form_in, is_tensor, items_of, name_of, node_at, value_of
-from .norm_calls import is_planes_or_rows, is_served
+from ..ops.norm.graph import norm_act
+from .joint import arguments_of, call, form_in, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
 ROUNDED = "fusedseg_rounded"
-# The mark of nodes that may lie in channels_last although the trace says that they are contiguous.
-ROWS = "fusedseg_rows"
 # What gives the node that backward reads in place of a node of forward.
 Read = Callable[[Any], Any]
 
 
 class BatchNorm(NamedTuple):
-    """The output of a batch norm that uses the statistics of its input.
+    """The output of PyTorch's batch norm in training mode, which runs again without running statistics."""
 
-    mean, rstd: the nodes of its statistics if the output is rebuilt from them.
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        given = (*map(read, self[:3]), True, 0.0, self.eps)
+        again = call(graph, _torch.batch_norm_without_running, *given, before=before)
+        return call(graph, operator.getitem, again, 0, before=before)
+
+
+class NormAct(NamedTuple):
+    """The output of a norm of this package, from its statistics.
+
+    mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
+        computed again then.
+    spec: the other arguments of the op.
     """
 
     x: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
-    eps: float
+    residual: fx.Node | None
+    running_mean: fx.Node | None
+    running_var: fx.Node | None
     mean: fx.Node | None
     rstd: fx.Node | None
+    spec: tuple[Any, ...]
+    own: bool
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
-        x, weight, bias, mean, rstd = map(read, (self.x, self.weight, self.bias, self.mean, self.rstd))
-        if mean is None or rstd is None:
-            again = call(graph, _torch.batch_norm_without_running, x, weight, bias, True, 0.0, self.eps, before=before)
-        else:
-            scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
-            return _normed(graph, x, scale, bias, mean, before)
+        again = call(graph, norm_act, *map(read, self[:8]), *self.spec, before=before)
         return call(graph, operator.getitem, again, 0, before=before)
 
 
-class _FromStatistics(NamedTuple):
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    mean: fx.Node
-    rstd: fx.Node
-
-
-class GroupNorm(_FromStatistics):
-    """The output of a group norm, from its statistics of shape (N, groups)."""
-
-    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again."""
-        x, weight, bias, *statistics = map(read, self)
-        # PyTorch traces statistics in half precision that are fp32 where they are computed.
-        mean, rstd = (_widened(graph, x, t, before) for t in statistics)
-        shape, G = form_in(graph, x, before)[0], value_of(mean).shape[1]
-        N, C = shape[:2]
-        make = functools.partial(call, graph, before=before)
-
-        def spread(statistic: fx.Node, by: fx.Node) -> fx.Node:
-            """The product of a value for each group and one for each channel, for all channels of all samples."""
-            return make(aten.view.default, make(aten.mul.Tensor, make(aten.unsqueeze.default, statistic, 2), by), [-1])
-
-        value = value_of(mean)
-        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        ones = make(aten.full.default, [N, C], 1, **options)
-        per_channel = make(aten.view.default, ones, [N, G, C // G])
-        by_weight = per_channel if weight is None else make(aten.view.default, weight, [G, C // G])
-        shift = None if bias is None else make(aten.view.default, make(aten.mul.Tensor, ones, bias), [-1])
-        # One sample with the channels of all samples; its number of positions follows.
-        channels = N * C if isinstance(N, int) and isinstance(C, int) else make(operator.mul, N, C)
-        flat = make(aten.view.default, x, [1, channels, -1])
-        again = _normed(graph, flat, spread(rstd, by_weight), shift, spread(mean, per_channel), before)
-        return make(aten.view.default, again, list(shape))
-
-
-class SampleNorm(NamedTuple):
-    """The output of a norm by samples of this package, from its statistics of shape (N, groups)."""
-
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    mean: fx.Node
-    rstd: fx.Node
-    groups: int
-    eps: float
-
-    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again."""
-        given = (*map(read, self[:5]), self.groups, self.eps)
-        again = call(graph, sample_norm_op._opoverload, *given, before=before)
-        return call(graph, operator.getitem, again, 0, before=before)
-
-
-class LayerNorm(_FromStatistics):
+class LayerNorm(NamedTuple):
     """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    mean: fx.Node
+    rstd: fx.Node
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
@@ -191,10 +152,8 @@ BATCH_NORMS = {
     "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm",
     "miopen_batch_norm",
 }  # fmt: skip
-CALLS = {"native_dropout", "native_group_norm", "native_layer_norm", "sample_norm", *BATCH_NORMS}
-# The norms that multiply and shift each channel.
-OF_CHANNELS = BatchNorm, GroupNorm, SampleNorm
-Form = BatchNorm | GroupNorm | SampleNorm | LayerNorm | Dropout | MaxPool
+CALLS = {"native_dropout", "native_layer_norm", "norm_act", *BATCH_NORMS}
+Form = BatchNorm | NormAct | LayerNorm | Dropout | MaxPool
 
 
 def sources_of(form: Form) -> list[fx.Node]:
@@ -206,17 +165,6 @@ def round_inputs(graph: fx.Graph) -> None:
     """Says that backward may read rounded values, so that the last bits of what it rebuilds do not count."""
     for node in graph.nodes:
         node.meta[ROUNDED] = True
-
-
-def mark_rows(graph: fx.Graph) -> None:
-    """Marks what may lie in channels_last although PyTorch's trace says that it is contiguous.
-
-    Group norm on a CPU keeps channels_last, which the trace does not know.  Neither does what follows from its output.
-    """
-    for node in graph.nodes:
-        begins = name_of(node) == "native_group_norm" and not value_of(node_at(node, 0)).is_contiguous()
-        if begins or any(ROWS in source.meta for source in node.all_input_nodes):
-            node.meta[ROWS] = True
 
 
 def form_of(node: fx.Node) -> Form | None:
@@ -233,39 +181,22 @@ def form_of(node: fx.Node) -> Form | None:
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
     if name == "native_dropout":
         return Dropout(x, items[1], given["p"]) if 1 in items and given["train"] is not False else None
-    if name not in BATCH_NORMS:
-        if not {1, 2} <= set(items):
-            return None
-        if name == "sample_norm":
-            return SampleNorm(x, weight, bias, items[1], items[2], given["group"], given["eps"])
-        if name == "native_group_norm":
-            return _group_norm(GroupNorm(x, weight, bias, items[1], items[2]), rounded)
-        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if rounded else None
-    if given["training"] is not True:
-        return None
+    if name == "norm_act":
+        return _norm_act(made, given, items)
+    if name == "native_layer_norm":
+        known = rounded and {1, 2} <= set(items)
+        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if known else None
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    norm = BatchNorm(x, weight, bias, eps, items.get(1), items.get(2))
-    if rounded and norm.mean is not None and norm.rstd is not None:
-        return norm
-    return norm if _is_certain(norm) else norm._replace(mean=None, rstd=None)
+    return BatchNorm(x, weight, bias, eps) if given["training"] is True else None
 
 
-def _group_norm(norm: GroupNorm, rounded: bool) -> GroupNorm | None:
-    """The norm if a batch norm gives the same bits, as it does in contiguous memory for parameters of one dtype."""
-    x, weight, bias, mean, _ = norm
-    if not value_of(x).is_contiguous() or value_of(x).dim() < 3:
-        return None
-    if rounded:
-        return norm
-    if ROWS in x.meta or weight is None or bias is None or is_served(x):
-        # ``triton_ops.py`` computes the output from the statistics, or the call runs again.
-        return None
-    values = [value_of(t) for t in (x, weight, bias, mean)]
-    sizes = values[0].shape
-    alike = values[0].dtype in (torch.float32, torch.float64) and len({t.dtype for t in values}) == 1
-    if not alike or values[0].device.type != "cpu" or any(not isinstance(n, int) for n in sizes) or 0 in sizes:
-        return None
-    return norm
+def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormAct:
+    running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
+    mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
+    x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
+    return NormAct(
+        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
+    )
 
 
 def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
@@ -273,24 +204,6 @@ def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
     x = value_of(norm.x)
     alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
     return norm if x.is_contiguous() and alike else None
-
-
-def _is_certain(norm: BatchNorm) -> bool:
-    """Whether rebuilding from statistics gives the same bits.
-
-    With parameters in half precision aten rounds the statistics; in memory with gaps or with another order of
-    dimensions it multiplies in another order.
-    """
-    x = value_of(norm.x)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if norm.mean is None or norm.rstd is None:
-        return False
-    if is_served(norm.x):
-        # ``triton_ops.py`` rebuilds the output, whose last bits may differ.
-        return True
-    if x.device.type != "cpu" or value_of(norm.mean).dtype != wide:
-        return False
-    return is_planes_or_rows(x) and all(value_of(p).dtype == wide for p in (norm.weight, norm.bias) if is_tensor(p))
 
 
 def forget_running(graph: fx.Graph) -> None:

@@ -67,7 +67,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 # The norms of this package that stand in graphs for PyTorch's.
-_NORMS = ("fusedseg::sample_norm", "fusedseg::sample_norm_backward")
+_NORMS = ("fusedseg::norm_act", "fusedseg::norm_act_backward")
 
 
 def name_of(node: object) -> str:
@@ -232,35 +232,6 @@ class Outputs(NamedTuple):
 
     number: int
     changeable: frozenset[int] = frozenset()
-
-
-# Ops of this package that keep less than the stock functions, which keep their first argument.
-KEPT_BY_STOCK = ("fusedseg::max_pool",)
-
-
-# What ``note_changeable`` writes on the output of a graph.
-CHANGEABLE = "fusedseg_changeable"
-
-
-def note_changeable(graph: fx.Graph) -> None:
-    """Notes which outputs of a joint graph eager mode does not keep for backward.
-
-    The graph is the one that was traced: its backward reads just what eager mode keeps.  A pass that has run before,
-    such as those of Inductor that leave out copies, would change this.
-    """
-    end = graph.output_node()
-    if CHANGEABLE in end.meta:
-        return
-    roots, kept = roots_of(graph), set[fx.Node]()
-    backward = {node for node in graph.nodes if _torch.is_traced_in_backward(node)} | following(graph)
-    backward.discard(end)
-    for node in graph.nodes:
-        if node in backward and name_of(node) not in SIZES_ALONE:
-            kept |= {roots[source] for source in node.all_input_nodes if source not in backward}
-        elif is_op(node) and op_of(node)._schema.name in KEPT_BY_STOCK:
-            kept.add(roots[node_at(node, 0)])
-    returned = enumerate(outputs_of(graph))
-    end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]
 
 
 class Joint:

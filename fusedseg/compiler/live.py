@@ -115,11 +115,6 @@ class Planned(order.Backward):
     def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
         """A value that is computed again."""
         form, call = forms.form_of(node), keep.call_node(node)
-        if isinstance(form, forms.BatchNorm) and form.mean is not None:
-            # Its scale, and ones.
-            vectors = [Virtual(form.mean, [self._made[n]], nbytes_of(form.mean)) for n in (form.rstd, form.mean) if n]
-            calls += vectors
-            inputs = [*inputs, *vectors]
         if form is None and call is not node:
             if call not in self._made:
                 self._made[call] = Virtual(call, inputs, nbytes_of(call), _is_view(call))

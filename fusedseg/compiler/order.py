@@ -15,7 +15,6 @@ from torch import fx
 
 from . import in_turn, reinplace
 from .joint import Goal, flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
-from .norm_calls import Rebuild
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
@@ -349,16 +348,6 @@ def _is_product_of(values: set[Step], step: Step) -> bool:
     return not inside and is_op(step.node) and step.first is step and any(read.first in values for read in step.reads)
 
 
-def again(module: fx.GraphModule) -> None:
-    """Orders a graph of backward anew that calls Triton ops by now, because its peak is elsewhere.
-
-    No product is added.
-    """
-    backward = Backward(module.graph)
-    steps = backward.in_turn()
-    module.graph = _written(backward._parted_often(steps, backward.flops(steps), -inf))
-
-
 def _written(steps: list[Step]) -> fx.Graph:
     graph = fx.Graph()
     made: dict[Step, fx.Node] = {}
@@ -370,6 +359,6 @@ def _written(steps: list[Step]) -> fx.Graph:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may run at another place, and twice."""
-    if node.target is operator.getitem or isinstance(node.target, Rebuild):
+    if node.target is operator.getitem:
         return True
     return is_op(node) and not writes(node) and not is_random(node)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from .. import _backend, _torch
-from . import choose, forms, fused, joint, keep, order, rounded, simplify, split
+from . import choose, eager, forms, fused, joint, keep, order, rounded, simplify, split
 from .report import note_after, note_unpacked
 from .settings import Settings, say_once
 
@@ -107,18 +107,18 @@ class NoteChangeable(_parts.CustomGraphPass):  # type: ignore[name-defined]
         return _parts.get_hash_for_files(FILES)
 
     def __call__(self, graph: fx.Graph) -> None:
-        joint.note_changeable(graph)
+        eager.note_changeable(graph)
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the decision says."""
     module.graph.eliminate_dead_code()
-    joint.note_changeable(module.graph)
-    changeable = module.graph.output_node().meta.pop(joint.CHANGEABLE)
+    eager.note_changeable(module.graph)
+    changeable = module.graph.output_node().meta.pop(eager.CHANGEABLE)
     outputs = joint.Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
-    limits, eager = settings.limits, 0
+    limits, stock = settings.limits, 0
     if limits is not None:
-        eager = choose.eager_bytes(joint.Joint(module.graph, outputs))
+        stock = eager.bytes_of(joint.Joint(module.graph, outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -130,26 +130,24 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     simplify.rewrite(graph)
     forms.forget_running(graph)
     if settings.bits is None:
-        choices = _exact_choices(graph, outputs, settings, eager)
+        choices = _exact_choices(graph, outputs, settings, stock)
         decided = keep.decide(choices.joint) if limits is None else choose.chosen(choices, limits).decision
         keep.apply(choices.joint, decided)
     else:
-        decided = _rounded(module, outputs, settings, eager)
+        decided = _rounded(module, outputs, settings, stock)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
     return decided
 
 
-def _exact_choices(graph: fx.Graph, outputs: joint.Outputs, settings: Settings, eager: int) -> choose.Choices:
+def _exact_choices(graph: fx.Graph, outputs: joint.Outputs, settings: Settings, stock: int) -> choose.Choices:
     """The choices without bits."""
     if _splits(graph, settings):
         # The last bits may differ from those of the graph as it is.
         split.rewrite(graph)
-    if settings.codegen == "aten":
-        forms.mark_rows(graph)
     graph.eliminate_dead_code()
-    return choose.Choices(joint.Joint(graph, outputs), eager, settings.codegen == "inductor")
+    return choose.Choices(joint.Joint(graph, outputs), stock, settings.codegen == "inductor")
 
 
 def _splits(graph: fx.Graph, settings: Settings) -> bool:
@@ -164,20 +162,18 @@ def _splits(graph: fx.Graph, settings: Settings) -> bool:
     return settings.codegen == "inductor" or limits is not None
 
 
-def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings, eager: int) -> keep.Decision:
+def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings, stock: int) -> keep.Decision:
     """Packs what forward keeps, unless the step would keep more, or peak higher, than without bits."""
     assert settings.bits is not None
     graph, fused_code, limits = module.graph, settings.codegen == "inductor", settings.limits
     exact_graph, _ = choose.twin_of(graph)
-    exact_choices = _exact_choices(exact_graph, outputs, settings, eager)
+    exact_choices = _exact_choices(exact_graph, outputs, settings, stock)
     exact, exact_met = choose.nearest(exact_choices, limits)
     split.rewrite(graph)
     forms.round_inputs(graph)
-    if not fused_code:
-        forms.mark_rows(graph)
     graph.eliminate_dead_code()
     of = joint.Joint(graph, outputs)
-    choices: choose.Choices = choose.RoundedChoices(of, eager, fused_code, settings.bits)
+    choices: choose.Choices = choose.RoundedChoices(of, stock, fused_code, settings.bits)
     wanted, met = None, True
     if limits is not None:
         choice, met = choose.nearest(choices, limits, exact.cost)

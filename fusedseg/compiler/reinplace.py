@@ -9,15 +9,14 @@ Running statistics are written where they are, in place of a copy that is copied
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .. import _torch, rules
+from ..ops.norm import graph as norms
 from .joint import calls_view, has_same_form, is_alike, is_op, items_of, outputs_of, roots_of, value_of
-from .norm_calls import Backward, Forward, Rebuild
 
 aten = torch.ops.aten
 COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
@@ -53,6 +52,15 @@ OVERWRITING: dict[Any, Any] = {
     **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
+    **norms.OVER,
+}
+
+
+# Norms that return their running statistics, moved, as the results 3 and 4: the place of the first among the arguments,
+# and the form that moves them where they are.
+MOVING: dict[Any, tuple[int, Any]] = {
+    _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
+    **norms.MOVING,
 }
 
 
@@ -73,6 +81,9 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     exchanged = node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
     result = _result(node)
     given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + exchanged]
+    if result is None:
+        # Nobody reads the first result.
+        return []
     return [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
 
 
@@ -144,11 +155,9 @@ def _is_whole(root: object, x: Tensor) -> bool:
 
 def _overwriting(node: fx.Node) -> Any:
     """The form of a node's function that writes the result over the first argument, or None."""
-    if isinstance(node.target, (Backward, Rebuild)):
-        return replace(node.target, in_place=True)
-    if isinstance(node.target, Forward):
-        # An op that writes over its input keeps no mean.
-        return replace(node.target, in_place=True) if set(items_of(node)) == {0} else None
+    if node.target in (norms.norm_act, norms.forward_moving) and set(items_of(node)) != {0}:
+        # A norm that writes over its input keeps no mean.
+        return None
     return OVERWRITING.get(node.target)
 
 
@@ -159,7 +168,7 @@ def statistics(graph: fx.Graph) -> int:
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
     for node in list(graph.nodes):
-        if node.target is _torch.functional_batch_norm:
+        if node.target in MOVING:
             count += _norm(graph, node, copies, outputs)
         elif node.target is aten.add.Tensor and node.args[0] in copies:
             buffer = node.args[0]
@@ -211,15 +220,16 @@ def _is_counter(buffer: object, more: Tensor) -> bool:
 
 def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
     """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
-    items = items_of(node)
-    for buffer, place in ((node.args[3], 3), (node.args[4], 4)):
+    items, (first, moving) = items_of(node), MOVING[node.target]
+    pairs = [(node.args[first], 3), (node.args[first + 1], 4)]
+    for buffer, place in pairs:
         new, copy = items.get(place), copies.get(buffer)
         if new is None or copy is None or copy.args[1] is not new or set(new.users) != {copy} or new in outputs:
             return False
         if buffer.op != "placeholder" or set(buffer.users) != {node, copy}:  # type: ignore[union-attr]
             return False
-    for buffer, place in ((node.args[3], 3), (node.args[4], 4)):
+    for buffer, place in pairs:
         graph.erase_node(copies[buffer])
         graph.erase_node(items[place])
-    node.target = _torch.writing_batch_norm
+    node.target = moving
     return True

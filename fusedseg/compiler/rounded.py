@@ -65,7 +65,7 @@ class Rounded:
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, forms.BatchNorm | forms.GroupNorm | forms.SampleNorm] = field(default_factory=dict)
+    kinks: dict[fx.Node, forms.NormAct] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     asking: set[fx.Node] = field(default_factory=set)
 
@@ -167,7 +167,9 @@ class _Choice:
                 return [sources[0], *sources[2:]]
             if name_of(node) in SIGNS:
                 return sources[:1]
-            if name_of(node).endswith(("norm_backward", "pool2d_backward", "pool3d_backward", "with_indices_backward")):
+            if name_of(node).endswith(
+                ("norm_backward", "norm_act_backward", "pool2d_backward", "pool3d_backward", "with_indices_backward")
+            ):
                 # That of a norm does, times a mean over many values; that of an average depends on its size.
                 return sources[:1]
             if name_of(node) == "mul" and len(sources) == 2:
@@ -222,8 +224,8 @@ class _Choice:
         if self._has_exact_sign(node):
             return LINEAR
         form = forms.form_of(node) if again else None
-        if isinstance(form, forms.BatchNorm):
-            return LINEAR if form.rstd is not None else EXACT
+        if isinstance(form, forms.BatchNorm) or (isinstance(form, forms.NormAct) and form.own and form.rstd is None):
+            return EXACT
         if form is not None:
             return LINEAR
         return kind_of(
@@ -242,19 +244,17 @@ class _Choice:
             # 0 is a value of the grid.
             return True
         source = _bent(source)
-        while is_op(source) and is_view(source):
-            # An instance norm is a batch norm of another shape.
-            source = _bent(node_at(source, 0))
         norm = forms.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, forms.OF_CHANNELS) or norm.mean is None or norm.rstd is None:
+        if not isinstance(norm, forms.NormAct) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
-            x = x.args[0]  # type: ignore[assignment]
+            x = node_at(x, 0)
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, kinks = value_of(x), value_of(norm.mean).numel()
-        if not isinstance(norm, forms.BatchNorm):
+        if value_of(norm.mean).dim() == 2:
+            # The statistics are those of samples.
             kinks = value.shape[0] * value.shape[1]
         if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
             return False

@@ -15,9 +15,9 @@ from ..ops.concat import dense, pitch_of
 from ..ops.layout import FORMATS, suggests_channels_last
 from .joint import has_symbols, is_op, is_tensor, name_of, op_of, value_of
 
-# Ops, and functions of ``norm_calls.py``, whose first argument is a gradient that they need without gaps.
+# Ops, and functions of ``ops/norm/graph.py``, whose first argument is a gradient that they need without gaps.
 READERS = {
-    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward", "sample_norm_backward",
+    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward",
     "max_pool_backward", "norm_act_backward",
 }  # fmt: skip
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.compiler import backend, forms
-from tests.compiler.networks import NETWORKS, compiled, kept, make, results, same
+from fusedseg.compiler import backend
+from tests.compiler.networks import NETWORKS, as_eager, compiled, kept, make, results, same
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -16,7 +16,7 @@ def test_bits_and_bytes(name):
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     run = compiled(net)
-    assert same(results(net, run, inputs), results(twin, twin, inputs))
+    assert as_eager(net, results(net, run, inputs), results(twin, twin, inputs))
     ours, plain = kept(net, run, inputs), kept(twin, twin, inputs)
     assert ours < 0.75 * plain
 
@@ -30,7 +30,7 @@ def test_functions_that_are_not_marked_as_elementwise_run_again(layer, channels)
     x = [torch.randn(2, 3, 16, 16)]
     twin = copy.deepcopy(net)
     run = compiled(net)
-    assert same(results(net, run, x), results(twin, twin, x))
+    assert as_eager(net, results(net, run, x), results(twin, twin, x))
     # Eager mode keeps the result of the layer, of the norm, and the outputs of both convolutions.
     assert kept(net, run, x) < 0.6 * kept(twin, twin, x)
 
@@ -41,7 +41,7 @@ def test_bits_of_aot_eager(name):
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     other = torch.compile(twin, backend="aot_eager")
-    assert same(results(net, compiled(net), inputs), results(twin, other, inputs))
+    assert as_eager(net, results(net, compiled(net), inputs), results(twin, other, inputs))
 
 
 MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("bilinear", 2), ("bicubic", 2),
@@ -93,7 +93,7 @@ def test_norms_and_activations(norm, act):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), copy.deepcopy(norm), copy.deepcopy(act), nn.Conv2d(4, 2, 3))
     x = [torch.randn(3, 2, 8, 8)]
     twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
     # With momentum=None the norm reads its counter as a number, which breaks the graph.
     if getattr(norm, "momentum", 0) is not None:
         assert kept(net, compiled(net), x) < kept(twin, twin, x)
@@ -103,18 +103,14 @@ def test_norms_and_activations(norm, act):
     ("shape", "groups"), [((3, 2, 9), 4), ((1, 2, 1, 1), 4), ((2, 2, 33, 17), 1), ((2, 2, 5, 3, 4), 2)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_group_norm_from_statistics(shape, groups, dtype, monkeypatch):
-    """Its output is rebuilt by a batch norm with statistics, whose bits are the same."""
+def test_group_norms_of_many_shapes(shape, groups, dtype):
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(shape) - 3]
     net = nn.Sequential(conv(2, 8, 1), nn.GroupNorm(groups, 8), nn.SiLU(), conv(8, 2, 1)).to(dtype)
     nn.init.normal_(net[1].weight)
     nn.init.normal_(net[1].bias)
     x = [torch.randn(shape, dtype=dtype)]
-    twin, written = copy.deepcopy(net), []
-    original = forms.GroupNorm.write
-    monkeypatch.setattr(forms.GroupNorm, "write", lambda *args: written.append(1) or original(*args))
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
-    assert written == [1]
+    twin = copy.deepcopy(net)
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
 
 
 def test_views_of_channels_last_and_of_strange_strides():
@@ -130,7 +126,7 @@ def test_views_of_channels_last_and_of_strange_strides():
 
     net, x = Net(), [torch.randn(3, 2, 9, 7)]
     twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
 
 
 def test_a_view_of_one_sample_in_channels_last():
@@ -168,7 +164,7 @@ def test_a_group_norm_keeps_channels_last_and_the_trace_does_not_know_it(options
     net, x = Tokens(), [torch.randn(2, 3, 32, 32)]
     twin = copy.deepcopy(net)
     found, expected = results(net, compiled(net, **options), x), results(twin, twin, x)
-    assert same(found, expected) or options
+    assert as_eager(net, found, expected) or options
     for ours, eager in zip(found, expected, strict=True):
         assert (ours - eager).norm() <= 0.01 * eager.norm()
 
@@ -181,7 +177,9 @@ def test_batched_gradients():
     def gradients(run):
         return torch.autograd.grad(run(x), [x, *net.parameters()], g, is_grads_batched=True)
 
-    assert all(map(torch.allclose, gradients(compiled(net)), gradients(net)))
+    # The gradient of a bias before a norm is rounding alone.
+    for ours, eager in zip(gradients(compiled(net)), gradients(net), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.compiler import chains, forms, norm_calls
-from fusedseg.compiler.joint import is_tensor, value_of
+from fusedseg import _backend
 from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.norm import passes
 from fusedseg.ops.norm.call import Gradients, Statistics, statistics_count, stats_dtype
@@ -57,7 +56,8 @@ CASES = {
     "3D small": Case(lambda: unet3d_small(**UNET3D), VOLUME, {8: (821, 1806), 4: (421, 1559)}),
     "3D small, named": Case(named, VOLUME, {4: (421, 1559)}),
     "two encoders": Case(lambda: lidar_optical_unet(**UNET2D), IMAGES, {8: (626, 1008), 4: (322, 768)}),
-    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (801, 1267)}),
+    # Its statistics, which are fp32, are five kilobytes above 801.
+    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (802, 1267)}),
 }
 FUSED = {
     "3D large": Case(unet3d_large, VOLUME, {8: (778, 1411), 4: (400, 1043)}),
@@ -113,12 +113,7 @@ def _backward(dz, given, stats, norm, kept, needs, into=None):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
-
-    def is_served(x):
-        return is_tensor(x) and value_of(x).is_floating_point() and norm_calls.is_planes_or_rows(value_of(x))
-
-    for module in (chains, forms, norm_calls):
-        monkeypatch.setattr(module, "is_served", is_served)
+    monkeypatch.setattr(_backend, "takes_triton", lambda device: True)
     for of in (_statistics, _forward, _recompute, _backward):
         monkeypatch.setattr(passes, of.__name__[1:], of)
 

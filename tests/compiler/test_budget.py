@@ -17,8 +17,9 @@ from fusedseg.compiler.joint import nbytes_of
 from fusedseg.compiler.live import Live
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
+from fusedseg.ops.norm import reference
 from tests.compiler.bits_cases import MOST
-from tests.compiler.networks import kept, make, results, same
+from tests.compiler.networks import as_eager, kept, make, results
 from tests.compiler.test_bits import error_of
 from tests.tools.threads import threads
 
@@ -76,8 +77,10 @@ def counted(monkeypatch):
 
 @covered_by_others
 @pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
-def test_bits_bytes_and_peak(name, chosen, counted):
+def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
+    # The temporaries of a norm are small beside its tensors, also in networks as small as these.
+    monkeypatch.setattr(reference, "LEAST", 2**6)
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks = results(twin, twin, inputs), []
@@ -87,7 +90,7 @@ def test_bits_bytes_and_peak(name, chosen, counted):
             # Networks as small as these miss some budgets.
             warnings.simplefilter("ignore")
             run = budgeted(one, budget)
-            assert same(results(one, run, inputs), wanted)
+            assert as_eager(one, results(one, run, inputs), wanted)
         counted.peak = before = counted.current
         out = run(*inputs)
         out.square().mean().backward()
@@ -213,7 +216,7 @@ def test_dynamic_shapes(chosen):
         x = [torch.randn(3, 3, size, size)]
         # Convolutions of concatenations run source by source, where several threads may add in another order.
         with threads(1):
-            assert same(results(net, run, x, 1), results(twin, twin, x, 1))
+            assert as_eager(net, results(net, run, x, 1), results(twin, twin, x, 1))
     assert all(share > 0 for _, _, share in chosen)
 
 

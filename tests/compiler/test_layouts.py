@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg._torch import FakeTensorMode
-from fusedseg.compiler import layouts
+from fusedseg.compiler import norms
 from fusedseg.ops.avg_pool import avg_pool3d
-from fusedseg.ops.norm.sample_norm import sample_norm_backward_op, sample_norm_op
+from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import flat, norm_act
 from tests.compiler.fake_step import _bare, _Graphs
 from tests.compiler.networks import compiled
 from tests.nnunet import PlainConvUNet
@@ -66,17 +67,17 @@ def test_norms_equal_those_of_planes(groups, affine):
     stock = [x.clone().requires_grad_(), *(p if p is None else p.clone().requires_grad_() for p in parameters)]
     y = F.instance_norm(stock[0], None, None, *stock[1:]) if groups == 4 else F.group_norm(stock[0], 2, *stock[1:])
     y.backward(g)
-    for run in (layouts._op, layouts.in_pieces):
-        given = [x.contiguous(memory_format=ROWS).requires_grad_()]
-        given += [p if p is None else p.clone().requires_grad_() for p in parameters]
-        z = run(*given, groups, 1e-5)
-        z.backward(g.contiguous(memory_format=ROWS))
-        assert z.is_contiguous(memory_format=ROWS)
-        torch.testing.assert_close(z, y)
-        for mine, own in zip(given, stock, strict=True):
-            if own is not None:
-                torch.testing.assert_close(mine.grad, own.grad)
-        assert given[0].grad.is_contiguous(memory_format=ROWS)
+    given = [x.contiguous(memory_format=ROWS).requires_grad_()]
+    given += [p if p is None else p.clone().requires_grad_() for p in parameters]
+    spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
+    z, *_ = norm_act(*given, None, None, None, None, None, *flat(spec))
+    z.backward(g.contiguous(memory_format=ROWS))
+    assert z.is_contiguous(memory_format=ROWS)
+    torch.testing.assert_close(z, y)
+    for mine, own in zip(given, stock, strict=True):
+        if own is not None:
+            torch.testing.assert_close(mine.grad, own.grad)
+    assert given[0].grad.is_contiguous(memory_format=ROWS)
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 8}, {"budget": 0.3}], ids=["exact", "8 bits", "budget"])
@@ -119,13 +120,3 @@ def test_average_pools_of_volumes(kernel):
     """A tuple of one number raised."""
     x = torch.randn(2, 4, 4, 4, 6).contiguous(memory_format=ROWS)
     torch.testing.assert_close(avg_pool3d(x, kernel), F.avg_pool3d(x, kernel))
-
-
-def test_opcheck():
-    x, g = (t.contiguous(memory_format=ROWS) for t in torch.randn(2, 2, 4, 3, 4, 5))
-    weight, bias = torch.randn(2, 4)
-    given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    torch.library.opcheck(sample_norm_op, (*given, None, None, 2, 1e-5))
-    _, mean, rstd = sample_norm_op(*given, None, None, 2, 1e-5)
-    detached = (t.detach() for t in (g, *given, mean, rstd))
-    torch.library.opcheck(sample_norm_backward_op, (*detached, 2, 1e-5, True))

@@ -125,8 +125,8 @@ def test_the_log_says_what_the_backend_keeps(options, compiles, monkeypatch):
         found[kind] = losses, torch.cat([parameter.grad.flatten() for parameter in trainer.network.parameters()])
     assert found[StandIn][0] == found[FusedStandIn][0]
     stock, ours = (grads for _, grads in found.values())
-    # Without bits the gradients are those of eager mode to the last bit.
-    assert (ours - stock).norm() <= (0.2 if "bits" in options else 0) * stock.norm()
+    # Without bits the gradients of norms differ from those of eager mode in their last bits.
+    assert (ours - stock).norm() <= (0.2 if "bits" in options else 1e-6) * stock.norm()
     (said,) = (line for line in trainer.log if line.startswith("fusedseg.compiler.report"))
     (graph,) = fusedseg.compiler.report(trainer.network).graphs
     assert "kept for backward" in said

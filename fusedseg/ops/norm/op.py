@@ -232,9 +232,14 @@ def _(dz, source, weight, bias, residual, slope, *rest):
     return [source.new_empty(0) if v is None else torch.empty_like(v) for v in like_each]
 
 
+def parts_of(call: tuple) -> tuple[Operands, Tensor | None, Norm]:
+    """The tensors of a call of the functional op, the slots of kept channels, and what the op computes."""
+    return Operands(*call[:7]), call[7], norm_of_call(call)
+
+
 def as_stock(*call):
     """The functional op as stock functions with their own backward, which keeps the input in place of the output."""
-    given, slots, norm = Operands(*call[:7]), call[7], _norm_of(*call[9:])
+    given, slots, norm = parts_of(call)
     if not stock.serves(given.x, norm, slots):
         return norm_op(*call)
     z, stats = stock.forward(given, norm)

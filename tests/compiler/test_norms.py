@@ -1,0 +1,262 @@
+"""Norms are found in captured graphs, with their residuals and activations, and become one op."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedseg.activation import TABLE
+from fusedseg.compiler import norms
+from fusedseg.compiler.norms import How, NormAct
+from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
+from tests.compiler.networks import as_eager, compiled, kept, results
+
+
+def found_in(function, *inputs, how=How()):  # noqa: B008  it is frozen
+    """What takes the place of the norms of a function, in their order, and the targets that are left."""
+    graphs = []
+
+    def compiler(module, example_inputs):
+        norms.rewrite(module.graph, how)
+        module.recompile()
+        graphs.append(module.graph)
+        return module
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=compiler)(*inputs)
+    nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
+    made = [node for node in nodes if isinstance(node.target, NormAct)]
+    return [(node.target.act, node.args[1] is not None) for node in made], [n.target for n in nodes if n not in made]
+
+
+def normed(x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+X = torch.randn(2, 4, 5, 6)
+
+FOUND = {
+    "relu": (lambda x: F.relu(normed(x)), ("relu", 0.0), False),
+    "in place": (lambda x: F.relu(normed(x), inplace=True), ("relu", 0.0), False),
+    "method": (lambda x: normed(x).relu(), ("relu", 0.0), False),
+    "method in place": (lambda x: normed(x).relu_(), ("relu", 0.0), False),
+    "torch": (lambda x: torch.relu_(normed(x)), ("relu", 0.0), False),
+    "leaky_relu": (lambda x: F.leaky_relu(normed(x)), ("leaky_relu", 0.01), False),
+    "its slope": (lambda x: F.leaky_relu(normed(x), 0.2, True), ("leaky_relu", 0.2), False),
+    "elu": (lambda x: F.elu(normed(x), alpha=0.5, inplace=True), ("elu", 0.5), False),
+    "gelu": (lambda x: F.gelu(normed(x)), ("gelu", 0.0), False),
+    "gelu by tanh": (lambda x: F.gelu(normed(x), approximate="tanh"), ("gelu_tanh", 0.0), False),
+    "softplus": (lambda x: F.softplus(normed(x), 1, 20), ("softplus", 0.0), False),
+    "another softplus": (lambda x: F.softplus(normed(x), 2.0), ("identity", 0.0), False),
+    "relu6": (lambda x: F.relu6(normed(x)), ("relu6", 0.0), False),
+    "its module": (lambda x: nn.ReLU6(inplace=True)(normed(x)), ("relu6", 0.0), False),
+    "hardtanh": (lambda x: F.hardtanh(normed(x), 0.0, 5.0), ("identity", 0.0), False),
+    "hardswish": (lambda x: F.hardswish(normed(x)), ("hardswish", 0.0), False),
+    "group": (lambda x: F.silu(F.group_norm(x, 2)), ("silu", 0.0), False),
+    "instance": (lambda x: F.mish(F.instance_norm(x)), ("mish", 0.0), False),
+    "residual": (lambda x: F.relu(normed(x) + x), ("relu", 0.0), True),
+    "residual first": (lambda x: F.relu(torch.add(x, normed(x))), ("relu", 0.0), True),
+    "residual alone": (lambda x: normed(x) + x, ("identity", 0.0), True),
+    "later residual": (lambda x: F.relu(normed(x) + x.sin()), ("relu", 0.0), True),
+    "scaled residual": (lambda x: F.relu(torch.add(normed(x), x, alpha=2)), ("identity", 0.0), False),
+    "number": (lambda x: F.relu(normed(x) + 1), ("identity", 0.0), False),
+    "row": (lambda x: F.relu(normed(x) + x[:1]), ("identity", 0.0), False),
+    "no activation": (lambda x: normed(x).sigmoid(), ("identity", 0.0), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name):
+    function, act, has_residual = FOUND[name]
+    torch.manual_seed(0)
+    found, _ = found_in(function, X)
+    assert [(tuple(act), residual) for act, residual in found] == [(act, has_residual)]
+    # The activation is that of the captured function, and the results are those of eager mode.
+    torch._dynamo.reset()
+    x, twin = X.clone().requires_grad_(), X.clone().requires_grad_()
+    ours, eager = compiled(function)(x), function(twin)
+    assert torch.equal(ours, eager)
+    for out in (ours, eager):
+        (out * torch.linspace(0.5, 1.5, 6)).square().sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_two_norms_that_are_added():
+    """The later norm takes the sum and the activation; the earlier one is its residual."""
+    found, left = found_in(lambda x: F.relu(normed(x) + normed(x.sin())), X)
+    assert [(act.name, residual) for act, residual in found] == [("identity", False), ("relu", True)]
+    assert len(left) == 1
+
+
+def test_a_result_with_two_readers_stays():
+    found, left = found_in(lambda x: (y := normed(x), F.relu(y)), X)
+    assert [act.name for act, _ in found] == ["identity"]
+    assert left == [F.relu]
+
+
+class Disturbed(nn.Module):
+    """Something between a norm and the sum after it changes what the op would read there."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.norm, self.conv = how, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x, other = self.conv(x), x * 2
+        y = self.norm(x)
+        return torch.relu(self.how(self, x, y, other)) * 2
+
+
+DISTURBED = {
+    "input": lambda net, x, y, other: y + x.mul_(2),
+    "view of the input": lambda net, x, y, other: (x[:1].mul_(2), y + other)[1] + x,
+    "residual": lambda net, x, y, other: (other.mul_(2), y + other)[1],
+    "residual in place": lambda net, x, y, other: other.add_(y) + other,
+    "assigned": lambda net, x, y, other: (other.__setitem__(0, 1.0), y + other)[1],
+    "weight": lambda net, x, y, other: y + other * net.norm.weight.detach().mul_(1.5).sum(),
+    "shared norm": lambda net, x, y, other: y + net.conv(torch.relu(net.norm(other))),
+    "statistics": lambda net, x, y, other: y + other * net.norm.running_mean.view(1, 4, 1, 1),
+    "nothing": lambda net, x, y, other: y + other.sin(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_what_is_written_between(name):
+    """Outputs, gradients, and running statistics with their order."""
+    torch.manual_seed(0)
+    net = Disturbed(DISTURBED[name]).double()
+    twin, x = copy.deepcopy(net), torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    if name in ("input", "view of the input", "weight"):
+        # Autograd does not let backward follow.
+        with torch.no_grad():
+            assert torch.equal(compiled(net)(x), twin(x))
+        return
+    assert as_eager(net, results(net, compiled(net), [x]), results(twin, twin, [x]))
+
+
+class Blocks(nn.Module):
+    """Two residual blocks, whose activations write over their arguments if ``act`` does."""
+
+    def __init__(self, norm, act, shared=False):
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        one = norm()
+        self.norms, self.act = nn.ModuleList([one, one if shared else norm()]), act
+
+    def forward(self, x):
+        h = self.act(self.norms[0](self.first(x)))
+        return self.last(self.act(self.norms[1](self.second(h)) + h))
+
+
+NORMS = {
+    "batch": lambda: nn.BatchNorm2d(4), "momentum": lambda: nn.BatchNorm2d(4, momentum=0.3),
+    "cumulative": lambda: nn.BatchNorm2d(4, momentum=None), "plain": lambda: nn.BatchNorm2d(4, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+    "moving instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(2, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("name", NORMS)
+def test_blocks(name, training, shared):
+    """Outputs and running statistics have eager mode's bits, and less is kept."""
+    torch.manual_seed(0)
+    net = Blocks(NORMS[name], nn.LeakyReLU(0.1, inplace=True), shared).train(training)
+    twin, x = copy.deepcopy(net), [torch.randn(2, 3, 12, 11)]
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    if name != "cumulative":
+        assert kept(net, compiled(net), x) < kept(twin, twin, x)
+
+
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
+@pytest.mark.parametrize("name", ["batch", "instance", "group"])
+def test_strides_of_results(name, fmt):
+    net = Blocks(NORMS[name], nn.ReLU()).to(memory_format=fmt)
+    net.last = nn.Identity()
+    x = torch.randn(2, 3, 12, 11).to(memory_format=fmt)
+    assert compiled(net)(x).stride() == net(x).stride()
+
+
+@pytest.mark.parametrize("name", ["batch", "instance", "group"])
+def test_frozen_norms(name):
+    net = Blocks(NORMS[name], nn.SiLU())
+    for p in net.norms.parameters():
+        p.requires_grad_(False)
+    twin, x, found = copy.deepcopy(net), torch.randn(2, 3, 12, 11), []
+    for model, run in ((net, compiled(net)), (twin, twin)):
+        run(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["batch", "instance", "group"])
+def test_autocast(name):
+    """A norm whose parameters are fp32 takes a half-precision x; its output has eager mode's dtype and bits."""
+    net = Blocks(NORMS[name], nn.ReLU(inplace=True))
+    twin, x = copy.deepcopy(net), torch.randn(2, 3, 12, 11)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, eager = compiled(net)(x), twin(x)
+    assert ours.dtype == eager.dtype
+    assert torch.equal(ours, eager)
+    for out in (ours, eager):
+        out.float().square().mean().backward()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 0.02 * q.grad.norm() + 1e-3
+
+
+def test_half_precision_parameters_stay_with_pytorch():
+    """On a CPU PyTorch rounds their statistics, and so the bits of forward are others."""
+    net = Blocks(NORMS["batch"], nn.ReLU()).bfloat16()
+    twin, x = copy.deepcopy(net), torch.randn(2, 3, 12, 11, dtype=torch.bfloat16)
+    assert torch.equal(compiled(net)(x), twin(x))
+
+
+def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
+    """A norm keeps one tensor of a block where eager mode keeps two, and the share of a budget is one of eager's."""
+    from fusedseg.compiler import eager
+
+    seen, original = [], eager.bytes_of
+    monkeypatch.setattr(eager, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
+    for act in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net, x = Blocks(NORMS["batch"], act), [torch.randn(2, 3, 12, 11)]
+        twin = copy.deepcopy(net)
+        kept(net, compiled(net, budget=0.9), x)
+        stock = kept(twin, twin, x)
+        assert abs(seen[-1] - stock) <= 0.02 * stock, act
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
+def test_opcheck(kind, fmt):
+    x, residual, g = (t.contiguous(memory_format=fmt) for t in torch.randn(3, 2, 4, 3, 4))
+    weight, bias, mean, var = torch.rand(4, 4) + 0.5
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
+    given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
+    running = (None, None) if kind == "group" else (mean, var)
+    torch.library.opcheck(norm_act, (*given, *running, None, None, *flat(spec)))
+    z, mean, rstd, *_ = norm_act(*given, *running, None, None, *flat(spec))
+    # With its statistics it gives the same.
+    torch.library.opcheck(norm_act, (*(t.detach() for t in given), None, None, mean, rstd, *flat(spec)))
+    again, *_ = norm_act(*given, None, None, mean, rstd, *flat(spec))
+    assert torch.equal(again, z)
+    detached = (t.detach() for t in (g, *given, mean, rstd))
+    torch.library.opcheck(norm_act_backward, (*detached, *flat(spec), True, True))
+
+
+@pytest.mark.parametrize("act", sorted({row.name for row in norms.ACTIVATIONS.values()}))
+def test_gradcheck(act):
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 2, 4, 3, 2, dtype=torch.float64)
+    given = [t.clone().requires_grad_() for t in (x, torch.rand(4).double() + 0.5, torch.rand(4).double(), residual)]
+    parameter = TABLE[act].parameter
+    param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
+    spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
+    assert torch.autograd.gradcheck(lambda *t: norm_act(*t, None, None, None, None, *flat(spec))[0], given)
