@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg.activation import TABLE
-from fusedseg.compiler import norms
-from fusedseg.compiler.norms import How, NormAct
+from fusedseg.compiler.capture import norms
+from fusedseg.compiler.capture.norms import How, NormAct
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
 from tests.compiler.networks import as_eager, compiled, kept, results
@@ -219,10 +219,10 @@ def test_half_precision_parameters_stay_with_pytorch():
 
 def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
     """A norm keeps one tensor of a block where eager mode keeps two, and the share of a budget is one of eager's."""
-    from fusedseg.compiler import eager
+    from fusedseg.compiler.plan import eager_mode
 
-    seen, original = [], eager.bytes_of
-    monkeypatch.setattr(eager, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
+    seen, original = [], eager_mode.bytes_of
+    monkeypatch.setattr(eager_mode, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
     for act in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True)):
         torch._dynamo.reset()
         torch.manual_seed(0)
