@@ -7,9 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.activation import TABLE
-from fusedseg.compiler import norms
-from fusedseg.compiler.norms import How, NormAct
+import fusedseg
+from fusedseg import _torch
+from fusedseg.activation import TABLE, Activation
+from fusedseg.compiler import captured, enlarged, norms
+from fusedseg.compiler.emit import emit
+from fusedseg.compiler.norms import How
+from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
 from tests.compiler.networks import as_eager, compiled, kept, results
@@ -28,8 +32,9 @@ def found_in(function, *inputs, how=How()):  # noqa: B008  it is frozen
     torch._dynamo.reset()
     torch.compile(function, backend=compiler)(*inputs)
     nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
-    made = [node for node in nodes if isinstance(node.target, NormAct)]
-    return [(node.target.act, node.args[1] is not None) for node in made], [n.target for n in nodes if n not in made]
+    made = [node for node in nodes if node.target is norms.of_stock_op]
+    found = [(Activation(*node.args[6:8]), node.args[5] is not None) for node in made]
+    return found, [n.target for n in nodes if n not in made]
 
 
 def normed(x):
@@ -231,6 +236,55 @@ def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
         kept(net, compiled(net, budget=0.9), x)
         stock = kept(twin, twin, x)
         assert abs(seen[-1] - stock) <= 0.02 * stock, act
+
+
+class Modules(nn.Module):
+    """Norms of each kind, a module of this package, and interpolations."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(3, 4, 3), *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.BatchNorm2d(4)])
+        self.own = fusedseg.InPlaceABN(4)
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            h = norm(conv(x))
+            x = F.leaky_relu(h + x if h.shape == x.shape else h, inplace=True)
+        x = F.interpolate(x, size=(9, 8), mode="bilinear") + F.interpolate(x[..., :4, :4], scale_factor=(2.25, 2))
+        return F.interpolate(self.own(self.convs[-1](x)), scale_factor=(2, 1.5), mode="bilinear", align_corners=True)
+
+
+def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
+    """A second process compiled from the start: a graph was cached only where no norm of it was rewritten."""
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    targets = []
+
+    def as_for_inductor(module, inputs):
+        """The graph is rewritten as for Inductor, and no code is generated for it."""
+        settings = Settings(codegen="inductor")
+        captured.rewrite(module, settings)
+        for node in module.graph.nodes:
+            check_node_safe(node)
+            targets.append(node.target)
+        compiler = _torch.compiler_parts().aot_autograd(fw_compiler=emit, bw_compiler=emit)
+        return compiler(module, inputs)
+
+    torch.manual_seed(0)
+    net = Modules()
+    twin, x = copy.deepcopy(net), torch.randn(2, 3, 12, 11)
+    run = torch.compile(net, backend=as_for_inductor)
+    for model, call in ((net, run), (twin.double(), twin)):
+        call(x.to(model.own.weight.dtype)).square().mean().backward()
+    assert targets.count(norms.of_stock_op) == 4
+    assert targets.count(norms.of_module_op) == 1
+    assert targets.count(enlarged.enlarge_op) == 3
+    for ours, exact in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+    for ours, exact in zip(net.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])

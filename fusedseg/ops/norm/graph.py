@@ -22,7 +22,8 @@ from ..layout import dense, like
 from . import passes
 from .call import Norm, Operands, Statistics, statistics_count, stats_dtype
 
-_SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
+# The arguments of ``flat`` in a schema.
+SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
 
 
 class Given(NamedTuple):
@@ -43,12 +44,13 @@ def flat(norm: Norm) -> tuple[Any, ...]:
     return *norm.act, norm.eps, norm.momentum, norm.own, norm.kind, norm.groups
 
 
-def _norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+def norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+    """The norm of the arguments of ``flat``."""
     return Norm("input", Activation(name, param), eps, momentum, own, kind, groups)
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
-    return Given(*call[:8]), _norm_of(*call[8:])
+    return Given(*call[:8]), norm_of(*call[8:])
 
 
 def _statistics_shape(x: Tensor, norm: Norm) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ def statistics(
     """The results of ``forward`` of a batch norm but z, in whose place there is an empty tensor."""
     source, _ = dense(x)
     running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
-    mean, rstd = passes.statistics(source, _norm_of(*flat_norm), *running)
+    mean, rstd = passes.statistics(source, norm_of(*flat_norm), *running)
     return source.new_empty(0), mean, rstd, *(source.new_empty(0) if v is None or moving else v for v in running)
 
 
@@ -128,7 +130,7 @@ def _found(x: Tensor, mean: Tensor, rstd: Tensor) -> Statistics:
 
 def _gradients(dz: Tensor, x: Tensor, *call: Any, over: bool = False) -> tuple[Tensor, ...]:
     weight, bias, residual, mean, second, *flat_norm, affine, of_residual = call
-    norm = _norm_of(*flat_norm)
+    norm = norm_of(*flat_norm)
     source, _ = dense(x)
     if not norm.own:
         second = (second.to(stats_dtype(source)) + norm.eps).rsqrt()
@@ -166,13 +168,13 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
 _define(
     "fusedseg::norm_act",
     "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
-    f"Tensor? mean, Tensor? rstd, {_SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? mean, Tensor? rstd, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_act,
 )
 _define(
     "fusedseg::norm_act_backward",
     "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
-    f"{_SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
     backward,
 )
 norm_act = torch.ops.fusedseg.norm_act.default
