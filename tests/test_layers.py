@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Small modules that every layer may import: they choose the implementation, look for hooks of modules, describe the
-# activations and PyTorch's functions, read sizes, and have the private names of PyTorch.
-BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation", "rules"}
+# activations, read sizes, and have the private names of PyTorch.
+BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
 # What ops share, in the files beside their folders: it knows no op.
 SHARED = {"ops/check", "ops/double_backward", "ops/layout", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
@@ -25,14 +25,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "_sizes": (set(), set()),
     "_torch": (set(), {"torch"}),
     "activation": ({"_torch"}, {"torch"}),
-    "rules": (set(), {"torch"}),
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
@@ -43,27 +41,25 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/norm", "ops/upsample"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.
     "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
-    "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
+    "ops/segmentation": ({"_backend", "_torch", "kernels", "ops/upsample"} | SHARED, {"torch"}),
     "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
-    "unet": ({"nn"}, {"torch"}),
+    "unet": ({"nn", "ops/check"}, {"torch"}),
     "memory": ({"_backend", "_moved", "_torch"}, {"torch"}),
     "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
     "compiler": (BASE - {"_module_hooks"} | {"_moved", "memory", "ops"}, {"torch"}),
     "planning": ({"_sizes", "_torch", "compiler", "convert", "memory"}, {"matplotlib", "torch"}),
-    # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_sizes", "_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "memory"}
-        | {"nn", "ops", "planning", "progress"},
-        {"nnunetv2", "numpy", "torch"},
+        {"_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "nn", "ops", "progress"},
+        {"monai", "nnunetv2", "numpy", "torch"},
     ),
     "__init__": (
         BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "planning", "unet"},
@@ -71,13 +67,26 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
     "cli": ({"convert", "integrations", "memory", "planning", "progress", "unet"}, {"torch"}),
-    "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
+    "__main__": ({"__init__", "cli", "doctor", "integrations"}, {"torch"}),
 }
+# The floors of ``fusedseg/compiler``, from the ground up: a folder or a file imports from lower floors, or from itself.
+# Files of one floor, which are no folders, may import each other.
+COMPILER = (
+    ("budget", "graph", "module_errors", "op_table", "settings"),
+    ("capture",),
+    ("plan", "rewrite"),
+    ("codegen", "low_bit"),
+    ("counting", "in_eager_mode", "report"),
+    ("partition",),
+    ("backend", "estimate"),
+    ("__init__",),
+)
 # These are imported only inside functions, because they need triton, or the packages of an extra.
 LAZY = {"integrations", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "nnunetv2"}
+LAZY_PACKAGES = {"matplotlib", "monai", "nnunetv2"}
 # These files are themselves imported only inside functions.
 LAZY_FILES = {
+    "fusedseg/integrations/monai.py",
     "fusedseg/integrations/nnunet/predictor.py",
     "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py",
 }
@@ -195,3 +204,35 @@ def test_no_folders_import_each_other_in_a_circle():
     for name, others in imported().items():
         graph.setdefault(layer_of(name), set()).update({layer_of(other) for other in others} - {layer_of(name)})
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def wing_of(name: str) -> str:
+    """The folder or the file of ``fusedseg/compiler`` that contains a module; "__init__" for the package itself."""
+    _, _, *parts = name.split(".")
+    return parts[0] if parts else "__init__"
+
+
+def is_lower(target: str, wing: str) -> bool:
+    """Whether a folder or a file of the compiler may import another one."""
+    floor_of = {one: floor for floor, ones in enumerate(COMPILER) for one in ones}
+    folders = {one for one in floor_of if (ROOT / "fusedseg" / "compiler" / one).is_dir()}
+    same = floor_of[target] == floor_of[wing] and not {target, wing} & folders
+    return target == wing or floor_of[target] < floor_of[wing] or same
+
+
+def test_the_compiler_imports_in_one_direction():
+    graph = {name: others for name, others in imported().items() if name.startswith("fusedseg.compiler")}
+    assert {wing_of(name) for name in graph} == {one for ones in COMPILER for one in ones}
+    wrong = []
+    for name, others in graph.items():
+        for other in others & set(graph):
+            # ``from . import settings`` in a file beside it names the package too.
+            if other != "fusedseg.compiler" and not is_lower(wing_of(other), wing_of(name)):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
+def test_the_floors_of_the_compiler_refuse_what_lies_higher():
+    assert is_lower("plan", "codegen")
+    assert not is_lower("codegen", "plan")
+    assert not is_lower("rewrite", "plan")

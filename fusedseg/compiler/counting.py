@@ -1,8 +1,9 @@
 """The bytes of a step, counted on the two graphs that run: what forward keeps, by module, and the most at once.
 
-The model is that of ``order.py`` and ``live.py``, which decide by it: a value lives from the node that makes it to its
-last reader, and results are written over inputs where ``reinplace.py`` allows it.  With the codegen "aten" these are
-the graphs as they run; for Inductor elementwise functions have no memory where other kernels compute them.
+The model is that of ``plan/schedule.py`` and ``plan/peak.py``, which decide by it: a value lives from the node that
+makes it to its last reader, and results are written over inputs where ``codegen/in_place.py`` allows it.  With the
+codegen "aten" these are the graphs as they run; for Inductor elementwise functions have no memory where other kernels
+compute them.
 """
 
 import operator
@@ -14,9 +15,8 @@ from torch import fx
 
 from ..memory.meter import key_of
 from ..memory.workspaces import copies_of
-from . import keep, live, order
-from .cheap import tensors_of
-from .joint import flops_of, following, name_of, node_at, outputs_of
+from .graph import flops_of, following, name_of, node_at, outputs_of, tensors_of
+from .plan import keep, peak, schedule
 
 # The argument with the images of each op that computes a convolution, beside its result or its gradient.
 IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}
@@ -85,7 +85,7 @@ class _Alive(NamedTuple):
 
 
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
-    graph = order.Backward(part.graph, fused)
+    graph = schedule.Backward(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
     needed = (workspace(step.node, fused) for step in alive.places)
     most = max(map(operator.add, alive.bytes_at, needed))
@@ -97,7 +97,7 @@ def workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
     places = IMAGES.get(name_of(node))
     if places is None:
-        return live.workspace(node, fused)
+        return peak.workspace(node, fused)
     images = [node_at(node, place) for place in places]
     if len(images) == 1:
         images.append(node)

@@ -108,7 +108,7 @@ def estimate_ways(
 
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
-    from . import captured
+    from .capture import passes
 
     parts = compiler_parts()
     fused = asked.codegen == "inductor"
@@ -124,7 +124,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
 
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         divisions.begin(module, example_inputs)
-        return compiler(captured.rewrite(module, asked), example_inputs)
+        return compiler(passes.rewrite(module, asked), example_inputs)
 
     torch.compiler.reset()
     try:

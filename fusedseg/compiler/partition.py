@@ -8,8 +8,11 @@ from typing import Any
 from torch import fx
 
 from .. import _backend, _torch
-from . import choose, eager, forms, fused, joint, keep, order, rounded, simplify, split
+from .graph import Joint, Outputs, is_tensor, outputs_of, twin_of, value_of
+from .low_bit import arithmetic, choose_bits, packing
+from .plan import choose, eager_mode, keep, recompute, schedule
 from .report import note_after, note_unpacked
+from .rewrite import simplify, split_convolutions
 from .settings import Settings, say_once
 
 _parts = _torch.compiler_parts()
@@ -39,7 +42,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
             forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
         forget_outputs(forward, num_fwd_outputs, all_outputs)
         fused_code = self.settings.codegen == "inductor"
-        order.rewrite(backward, decision.goal, fused_code)
+        schedule.rewrite(backward, decision.goal, fused_code)
         note_after(decision, (forward, backward), num_fwd_outputs, fused_code)
         return forward, backward
 
@@ -51,11 +54,11 @@ def codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
     The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
     packed, and packs in backward, wherever codes and their ranges are not smaller.
     """
-    of = joint.Joint(graph, joint.Outputs(outputs))
-    others = (node for node in graph.nodes if node not in of.forward and joint.is_tensor(node))
+    of = Joint(graph, Outputs(outputs))
+    others = (node for node in graph.nodes if node not in of.forward and is_tensor(node))
     kept = [node for node in others if node.meta.get(keep.LABEL) == keep.KEEP]
     args, says = of.end.args, of.end.meta.get("desc")
-    returned = joint.outputs_of(graph)
+    returned = outputs_of(graph)
     of.end.args = ([*returned[:outputs], *kept, *returned[outputs:]],)
     if says is not None:
         of.end.meta["desc"] = [*says[:outputs], *([None] * len(kept)), *says[outputs:]]
@@ -68,7 +71,7 @@ def codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
 def forget_outputs(forward: fx.GraphModule, first: int, last: int) -> None:
     """Forward does not return its outputs from ``first`` to ``last``."""
     end = forward.graph.output_node()
-    returned = joint.outputs_of(forward.graph)
+    returned = outputs_of(forward.graph)
     end.args = ((*returned[:first], *returned[last:]),)
     if "desc" in end.meta:
         end.meta["desc"] = [*end.meta["desc"][:first], *end.meta["desc"][last:]]
@@ -95,7 +98,7 @@ class WeightsAsTheyAre(_parts.CustomGraphPass):  # type: ignore[name-defined]
     def __call__(self, graph: fx.Graph) -> None:
         end = graph.output_node()
         if PLACES in end.meta:
-            results = enumerate(joint.outputs_of(graph))
+            results = enumerate(outputs_of(graph))
             given = {place for place, node in results if isinstance(node, fx.Node) and node.op == "placeholder"}
             end.meta[PLACES] = sorted({*end.meta[PLACES], *given})
 
@@ -107,18 +110,18 @@ class NoteChangeable(_parts.CustomGraphPass):  # type: ignore[name-defined]
         return _parts.get_hash_for_files(FILES)
 
     def __call__(self, graph: fx.Graph) -> None:
-        eager.note_changeable(graph)
+        eager_mode.note_changeable(graph)
 
 
 def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) -> keep.Decision:
     """Rewrites and labels a joint graph, so that the compiler's partitioner keeps what the decision says."""
     module.graph.eliminate_dead_code()
-    eager.note_changeable(module.graph)
-    changeable = module.graph.output_node().meta.pop(eager.CHANGEABLE)
-    outputs = joint.Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
+    eager_mode.note_changeable(module.graph)
+    changeable = module.graph.output_node().meta.pop(eager_mode.CHANGEABLE)
+    outputs = Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
     limits, stock = settings.limits, 0
     if limits is not None:
-        stock = eager.bytes_of(joint.Joint(module.graph, outputs))
+        stock = eager_mode.bytes_of(Joint(module.graph, outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -128,7 +131,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     simplify.rewrite(graph)
-    forms.forget_running(graph)
+    simplify.forget_running(graph)
     if settings.bits is None:
         choices = _exact_choices(graph, outputs, settings, stock)
         decided = keep.decide(choices.joint) if limits is None else choose.chosen(choices, limits).decision
@@ -141,13 +144,13 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     return decided
 
 
-def _exact_choices(graph: fx.Graph, outputs: joint.Outputs, settings: Settings, stock: int) -> choose.Choices:
+def _exact_choices(graph: fx.Graph, outputs: Outputs, settings: Settings, stock: int) -> choose.Choices:
     """The choices without bits."""
     if _splits(graph, settings):
         # The last bits may differ from those of the graph as it is.
-        split.rewrite(graph)
+        split_convolutions.rewrite(graph)
     graph.eliminate_dead_code()
-    return choose.Choices(joint.Joint(graph, outputs), stock, settings.codegen == "inductor")
+    return choose.Choices(Joint(graph, outputs), stock, settings.codegen == "inductor")
 
 
 def _splits(graph: fx.Graph, settings: Settings) -> bool:
@@ -156,33 +159,33 @@ def _splits(graph: fx.Graph, settings: Settings) -> bool:
     The peak is lower then.  But on a GPU the parts take longer than the concatenation does, which is formed again, so
     there a limit of the peak must ask for it.
     """
-    limits, given = settings.limits, filter(joint.is_tensor, graph.find_nodes(op="placeholder"))
-    if any(_backend.on_gpu(joint.value_of(node)) for node in given):
+    limits, given = settings.limits, filter(is_tensor, graph.find_nodes(op="placeholder"))
+    if any(_backend.on_gpu(value_of(node)) for node in given):
         return limits is not None and limits.peak is not None
     return settings.codegen == "inductor" or limits is not None
 
 
-def _rounded(module: fx.GraphModule, outputs: joint.Outputs, settings: Settings, stock: int) -> keep.Decision:
+def _rounded(module: fx.GraphModule, outputs: Outputs, settings: Settings, stock: int) -> keep.Decision:
     """Packs what forward keeps, unless the step would keep more, or peak higher, than without bits."""
     assert settings.bits is not None
     graph, fused_code, limits = module.graph, settings.codegen == "inductor", settings.limits
-    exact_graph, _ = choose.twin_of(graph)
+    exact_graph, _ = twin_of(graph)
     exact_choices = _exact_choices(exact_graph, outputs, settings, stock)
     exact, exact_met = choose.nearest(exact_choices, limits)
-    split.rewrite(graph)
-    forms.round_inputs(graph)
+    split_convolutions.rewrite(graph)
+    recompute.round_inputs(graph)
     graph.eliminate_dead_code()
-    of = joint.Joint(graph, outputs)
-    choices: choose.Choices = choose.RoundedChoices(of, stock, fused_code, settings.bits)
+    of = Joint(graph, outputs)
+    choices: choose.Choices = packing.RoundedChoices(of, stock, fused_code, settings.bits)
     wanted, met = None, True
     if limits is not None:
         choice, met = choose.nearest(choices, limits, exact.cost)
         wanted = choice.decision
-    of, decided, found = rounded.settled(graph, outputs, settings.bits, wanted)
-    cost = choose.packed(of, decided, found, settings.seed, fused_code)
+    of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
+    cost = packing.packed(of, decided, found, settings.seed, fused_code)
     if cost.is_within(exact.cost):
         if fused_code:
-            fused.rewrite(module)
+            arithmetic.rewrite(module)
     else:
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)

@@ -14,10 +14,11 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from .._sizes import change_text, text_of
-from . import counting, keep
+from . import counting
 from .counting import MODEL, Bytes, Course, Module
+from .graph import value_of
 from .in_eager_mode import Captured
-from .joint import value_of
+from .plan import keep
 
 # A row shows at most this many classes of modules, and a report this many modules.
 NAMES = 6

@@ -33,6 +33,6 @@ def codegen(request):
 @pytest.fixture
 def packed(monkeypatch):
     """What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without."""
-    from fusedseg.compiler import choose
+    from fusedseg.compiler.plan import choose
 
     monkeypatch.setattr(choose.Cost, "is_within", lambda cost, most: True)

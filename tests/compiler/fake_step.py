@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from fusedseg import _torch
-from fusedseg.compiler import captured
-from fusedseg.compiler.emit import emit
+from fusedseg.compiler.capture import passes
+from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import Settings
 from fusedseg.memory.meter import LiveBytes, key_of, mean_of, tensors_of
@@ -43,7 +43,7 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            run = torch.compile(net, backend=lambda module, given: compiler(captured.rewrite(module, settings), given))
+            run = torch.compile(net, backend=lambda module, given: compiler(passes.rewrite(module, settings), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fusedseg import _torch
-from fusedseg.compiler import choose, forms, keep
-from fusedseg.compiler import emit as partition_emit
+from fusedseg.compiler.codegen import aten as partition_emit
 from fusedseg.compiler.estimate import estimate_ways
-from fusedseg.compiler.joint import nbytes_of
-from fusedseg.compiler.live import Live
+from fusedseg.compiler.graph import nbytes_of
+from fusedseg.compiler.plan import choose, keep, recompute
+from fusedseg.compiler.plan.peak import Live
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.norm import reference
@@ -311,7 +311,7 @@ def least_arithmetic(choices, nbytes):
         if sources is None:
             rows.append(({variable(("again", node)): -1}, 0))
             continue
-        call = node if forms.form_of(node) is not None else keep.call_node(node)
+        call = node if recompute.form_of(node) is not None else keep.call_node(node)
         run = variable(("run", call), choices.flops.get(call, 0))
         rows.append(({run: 1, variable(("again", node)): -1}, 0))
         for source in sources:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.compiler import convolve_first
+from fusedseg.compiler.capture import convolve_first
 from tests.compiler.networks import compiled
 from tests.reference import relative_error
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.compiler import dead_bias, reinplace
+from fusedseg.compiler.capture import dead_bias
+from fusedseg.compiler.codegen import norms
 from fusedseg.compiler.settings import Settings
 from tests.compiler.networks import as_eager, compiled, results
 from tests.compiler.test_passes import names, traced
@@ -243,7 +244,7 @@ def test_running_means_are_written_in_place():
     wanted = [v.clone() for v in vectors]
     forward(x, *wanted)
     module = traced(forward, x, *vectors)
-    reinplace.statistics(module.graph)
+    norms.write_statistics(module.graph)
     assert [name for name in names(module.graph) if name in ("copy_", "add", "add_")] == ["add_"]
     module.recompile()
     module(x, *vectors)
@@ -264,7 +265,7 @@ def test_what_is_added_keeps_its_value():
     wanted = [v.clone() for v in vectors]
     forward(x, *wanted)
     module = traced(forward, x, *vectors)
-    reinplace.statistics(module.graph)
+    norms.write_statistics(module.graph)
     module.recompile()
     module(x, *vectors)
     torch.testing.assert_close(vectors, wanted)

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler import enlarged
-from fusedseg.compiler.emit import emit
+from fusedseg.compiler.capture import pools_and_upsampling
+from fusedseg.compiler.codegen.aten import emit
 from tests.compiler.test_passes import names
 
 MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("nearest", 3)]
@@ -29,7 +29,7 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
         return emit(module, inputs)
 
     def backend(module, inputs):
-        enlarged.rewrite(module)
+        pools_and_upsampling.rewrite_for_inductor(module)
         parts = _torch.compiler_parts()
         compiler = parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)
         return compiler(module, inputs)
@@ -54,7 +54,7 @@ def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
         return emit(module, inputs)
 
     def backend(module, inputs):
-        enlarged.rewrite(module)
+        pools_and_upsampling.rewrite_for_inductor(module)
         parts = _torch.compiler_parts()
         return parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)(module, inputs)
 

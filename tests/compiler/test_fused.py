@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedseg import _torch
-from fusedseg.compiler import fused
+from fusedseg.compiler.low_bit import arithmetic
 from fusedseg.ops.low_bit import graph as ops
 from fusedseg.ops.low_bit import traced
 
@@ -31,7 +31,7 @@ def test_compiled_packing(rows):
     x = torch.randn(2, 8, 32, 32)
     if rows:
         x = x.to(memory_format=torch.channels_last)
-    form = traced.Form.of(x.shape, x.stride())
+    form = traced.MemoryOrder.of(x.shape, x.stride())
 
     def pack(x, key):
         return traced.pack(x, traced.key_of(key, 1), 4, form)
@@ -71,8 +71,8 @@ def test_a_gpu_packs_by_the_ops(device):
     with mode:
         module = make_fx(run, tracing_mode="real")(x, key)
     for node in module.graph.nodes:
-        node.meta.setdefault(fused.LABEL, fused.KEEP)
-    fused.rewrite(module)
+        node.meta.setdefault(arithmetic.LABEL, arithmetic.KEEP)
+    arithmetic.rewrite(module)
     module.graph.eliminate_dead_code()
     of_ops = {op._opoverload for op in (ops.round_op, ops.unpack_op, ops.bits_pack, ops.bits_unpack)}
     found = {node.target for node in module.graph.nodes} & of_ops

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg._torch import FakeTensorMode
-from fusedseg.compiler import norms
+from fusedseg.compiler.capture import norms
 from fusedseg.ops.avg_pool import avg_pool3d
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act

@@ -64,9 +64,9 @@ def pair(name, training=True):
 @pytest.fixture
 def sources(monkeypatch):
     """The code of the graphs that a test compiles."""
-    from fusedseg.compiler import emit
+    from fusedseg.compiler.codegen import aten
 
-    seen, original = [], emit.source_of
+    seen, original = [], aten.source_of
 
     def noted(module, **options):
         source = original(module, **options)
@@ -75,7 +75,7 @@ def sources(monkeypatch):
             seen.append("\n".join(source.lines))
         return source
 
-    monkeypatch.setattr(emit, "source_of", noted)
+    monkeypatch.setattr(aten, "source_of", noted)
     return seen
 
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg import _torch
 from fusedseg.activation import TABLE, Activation
-from fusedseg.compiler import captured, enlarged, norms
-from fusedseg.compiler.emit import emit
-from fusedseg.compiler.norms import How
+from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
+from fusedseg.compiler.capture.norms import How
+from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
@@ -224,10 +224,10 @@ def test_half_precision_parameters_stay_with_pytorch():
 
 def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
     """A norm keeps one tensor of a block where eager mode keeps two, and the share of a budget is one of eager's."""
-    from fusedseg.compiler import eager
+    from fusedseg.compiler.plan import eager_mode
 
-    seen, original = [], eager.bytes_of
-    monkeypatch.setattr(eager, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
+    seen, original = [], eager_mode.bytes_of
+    monkeypatch.setattr(eager_mode, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
     for act in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True)):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
     def as_for_inductor(module, inputs):
         """The graph is rewritten as for Inductor, and no code is generated for it."""
         settings = Settings(codegen="inductor")
-        captured.rewrite(module, settings)
+        passes.rewrite(module, settings)
         for node in module.graph.nodes:
             check_node_safe(node)
             targets.append(node.target)
@@ -280,7 +280,7 @@ def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
         call(x.to(model.own.weight.dtype)).square().mean().backward()
     assert targets.count(norms.of_stock_op) == 4
     assert targets.count(norms.of_module_op) == 1
-    assert targets.count(enlarged.enlarge_op) == 3
+    assert targets.count(pools_and_upsampling.enlarge_op) == 3
     for ours, exact in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
     for ours, exact in zip(net.buffers(), twin.buffers(), strict=True):

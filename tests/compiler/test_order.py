@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.compiler import order
-from fusedseg.compiler.joint import Goal
+from fusedseg.compiler.plan import schedule
+from fusedseg.compiler.plan.schedule import Goal
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import CODEGENS, as_eager, compiled, results, same
 from tests.compiler.test_passes import names, traced
@@ -30,7 +30,7 @@ def test_a_value_is_computed_twice_around_the_peak():
     module = traced(run, *inputs)
     expected = module(*inputs)
     assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "mul", "mul"]
-    order.rewrite(module)
+    schedule.rewrite(module)
     assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "sigmoid", "mul", "mul"]
     assert torch.equal(module(*inputs), expected)
 
@@ -69,13 +69,13 @@ def test_the_input_that_needs_the_most_memory_comes_first():
         return aten.mul(tangents, aten.add(small, large))
 
     module = traced(run, torch.randn(1, 50), torch.randn(2, 50), torch.randn(1, 50))
-    order.rewrite(module)
+    schedule.rewrite(module)
     assert names(module.graph) == ["cos", "cat", "mean", "sigmoid", "add", "mul"]
 
 
 def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
     """Each of them ran the norm once more, because each of them lies at the peak."""
-    monkeypatch.setattr(order, "WORTH", 1000)
+    monkeypatch.setattr(schedule, "WORTH", 1000)
 
     def run(kept, tangents):
         results = aten.native_group_norm(kept, None, None, 2, 4, 9, 4, 1e-5)
@@ -85,7 +85,7 @@ def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
         return aten.mul(aten.mul(aten.mul(small, y), mean), rstd)
 
     module = traced(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
-    order.rewrite(module)
+    schedule.rewrite(module)
     assert names(module.graph).count("native_group_norm") == 2
 
 
@@ -101,7 +101,7 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    order.rewrite(module, Goal(inf, inf, price))
+    schedule.rewrite(module, Goal(inf, inf, price))
     assert names(module.graph).count("mm") == products
     assert torch.equal(module(*inputs), expected)
 
@@ -118,7 +118,7 @@ def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    order.rewrite(module, fused=fused)
+    schedule.rewrite(module, fused=fused)
     assert names(module.graph).count(op) == times
     assert torch.equal(module(*inputs), expected)
 
@@ -136,9 +136,9 @@ def test_a_sum_comes_after_the_product_that_reads_the_same_value(reads, moved):
     inputs = torch.randn(4, 5), torch.randn(4, 5)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    order.rewrite(module)
+    schedule.rewrite(module)
     assert names(module.graph).index("sum") < names(module.graph).index("mm")
-    order.rewrite(module, fused=True)
+    schedule.rewrite(module, fused=True)
     assert (names(module.graph).index("sum") > names(module.graph).index("mm")) == moved
     assert same(module(*inputs), expected)
 
@@ -226,13 +226,13 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("length", [3, 8])
 def test_a_chain_of_residual_blocks_is_not_rebuilt_from_its_beginning(length, monkeypatch):
     """It was rebuilt from its beginning for each of its blocks: 16 outputs of ResNet-50 took 41 norms."""
-    found, original = [], order.rewrite
+    found, original = [], schedule.rewrite
 
     def rewriting(module, *given):
         original(module, *given)
         found.append(names(module.graph).count("norm_act"))
 
-    monkeypatch.setattr(order, "rewrite", rewriting)
+    monkeypatch.setattr(schedule, "rewrite", rewriting)
     torch.manual_seed(0)
     net, x = Chain(length), torch.randn(2, 3, 16, 16)
     twin = copy.deepcopy(net)

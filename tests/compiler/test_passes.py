@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusedseg.compiler import emit, reinplace, simplify, split
-from fusedseg.compiler.joint import name_of
+from fusedseg.compiler.codegen import in_place, norms
+from fusedseg.compiler.codegen.aten import emit
+from fusedseg.compiler.graph import name_of
+from fusedseg.compiler.rewrite import simplify, split_convolutions
 from tests.compiler.networks import compiled, same
 from tests.compiler.networks import kept as kept_bytes
 
@@ -55,7 +57,7 @@ def test_split_needs_no_concatenation():
     inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 3, 3), torch.randn(2, 4, 6, 6)]
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert split.rewrite(module.graph) == 1
+    assert split_convolutions.rewrite(module.graph) == 1
     module.graph.eliminate_dead_code()
     module.recompile()
     # The only concatenation left is that of the weight's gradient.
@@ -83,7 +85,7 @@ def test_split_adds_gradients_source_by_source():
     inputs.append(torch.randn(2, 4, 6, 6))
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert split.rewrite(module.graph) == 2
+    assert split_convolutions.rewrite(module.graph) == 2
     module.graph.eliminate_dead_code()
     module.recompile()
     assert [names(module.graph).count(name) for name in ("convolution_backward", "cat", "add")] == [4, 0, 2]
@@ -99,7 +101,7 @@ def test_reinplace_writes_over_what_nobody_reads():
         return aten.add(w, z)
 
     module = traced(run, torch.randn(4))
-    reinplace.results(module.graph)
+    in_place.rewrite(module.graph)
     # x is the caller's, and z is read after the sigmoid.
     assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
 
@@ -113,7 +115,7 @@ def test_reinplace_writes_gradients_over_gradients():
     inputs = torch.randn(4), torch.randn(4)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert reinplace.results(module.graph) == 3
+    assert in_place.rewrite(module.graph) == 3
     module.recompile()
     assert same(module(*inputs), expected)
 
@@ -133,14 +135,14 @@ def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
         module = traced(partial(run, dim=dim), x, dy)
         expected = module(x, dy)
         # The last one would write over the caller's x.
-        assert reinplace.results(module.graph) == 4
+        assert in_place.rewrite(module.graph) == 4
         module.recompile()
         assert same(module(x, dy), expected)
         # What the trace says may be wrong.
         turned = [t.mT.contiguous().mT for t in (x, dy)]
         assert same(module(*turned), expected)
         module = traced(partial(run, dim=dim), *turned)
-        reinplace.results(module.graph)
+        in_place.rewrite(module.graph)
         module.recompile()
         assert same(module(*turned), expected)
 
@@ -154,7 +156,7 @@ def test_reinplace_exchanges_the_terms_of_a_sum():
     x = torch.randn(4)
     module = traced(run, x)
     expected = module(x)
-    reinplace.results(module.graph)
+    in_place.rewrite(module.graph)
     module.recompile()
     assert names(module.graph) == ["cos", "add_", "sin", "add"]
     assert same(module(x), expected)
@@ -174,7 +176,7 @@ def test_reinplace_knows_views():
     for function in (run, part):
         module = traced(function, torch.randn(4))
         before = names(module.graph)
-        reinplace.results(module.graph)
+        in_place.rewrite(module.graph)
         # Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then.
         after = [name.replace("add_", "add") for name in names(module.graph) if "without_views" not in name]
         assert after == before
@@ -190,7 +192,7 @@ def test_reinplace_moves_statistics_where_they_are():
         return out[0]
 
     module = traced(run, torch.randn(4, 3), torch.zeros(3), torch.ones(3), torch.tensor(0))
-    assert reinplace.statistics(module.graph) == 2
+    assert norms.write_statistics(module.graph) == 2
     assert [name for name in names(module.graph) if "getitem" not in name] == ["add_", "_native_batch_norm_legit"]
 
 
@@ -201,7 +203,7 @@ def test_emit_lets_values_go():
         return aten.cat([z, z])
 
     module = traced(run, torch.randn(4), torch.randn(1))
-    call = emit.emit(module, [])
+    call = emit(module, [])
     arguments = [torch.ones(4), torch.ones(1)]
     (found,) = call(arguments)
     assert not arguments

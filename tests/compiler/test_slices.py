@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend
-from fusedseg.compiler import slices, split
+from fusedseg.compiler.codegen import concatenation
+from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.nn import JoinConv2d
-from fusedseg.ops.conv import sources
+from fusedseg.ops.conv import reference
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
 from tests.tools.traffic import traffic
@@ -104,8 +105,8 @@ def test_only_what_needs_a_copy_gets_one():
     given = dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1), dy.contiguous()
     module = traced(backward, *given)
     expected = module(*given)
-    assert slices.rewrite(module.graph) == 1
-    assert len(module.graph.find_nodes(op="call_function", target=slices.dense)) == 1
+    assert concatenation.make_dense(module.graph) == 1
+    assert len(module.graph.find_nodes(op="call_function", target=concatenation.dense)) == 1
     assert "clone" not in names(module.graph)
     module.recompile()
     torch.testing.assert_close(module(*given), expected)
@@ -120,7 +121,7 @@ def test_the_backend_decides(monkeypatch):
     for backend, count in (("auto", 0), ("aten", 0), ("triton", 1)):
         monkeypatch.setattr(fusedseg, "backend", backend)
         module = traced(backward, dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1))
-        assert slices.rewrite(module.graph) == count
+        assert concatenation.make_dense(module.graph) == count
 
 
 SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget": "peak 1GiB"}, 1)}
@@ -129,8 +130,8 @@ SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget
 @pytest.mark.parametrize("name", SPLITS)
 def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
     """Source by source, backward of such a convolution took 2 ms where the concatenation takes .5."""
-    found, rewrite = [], split.rewrite
-    monkeypatch.setattr(split, "rewrite", lambda graph: found.append(rewrite(graph)))
+    found, rewrite = [], split_convolutions.rewrite
+    monkeypatch.setattr(split_convolutions, "rewrite", lambda graph: found.append(rewrite(graph)))
     monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
     options, count = SPLITS[name]
     net, twin, x = pair("transposed")
@@ -142,7 +143,7 @@ def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_compiled_joins_on_a_gpu_form_the_concatenation(on_gpu, monkeypatch):
-    monkeypatch.setattr(sources, "FORMED_BYTES", 0)
+    monkeypatch.setattr(reference, "FORMED_BYTES", 0)
     monkeypatch.setattr(_backend, "off_cpu", lambda t: on_gpu)
     net, seen = JoinConv2d(5, 4, 3), []
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg import _torch
-from fusedseg.compiler import cuda_graphs, settings
+from fusedseg.compiler import settings
+from fusedseg.compiler.codegen import cuda_graphs
 from tests.compiler.networks import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]

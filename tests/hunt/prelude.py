@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
-from fusedseg.compiler import backend, captured, norms, split
-from fusedseg.compiler import rounded as compiled_bits
+from fusedseg.compiler import backend
+from fusedseg.compiler.capture import norms, passes
+from fusedseg.compiler.low_bit import choose_bits as compiled_bits
+from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings
 
 
@@ -574,7 +576,7 @@ def aot_eager(dynamic):
 
 def aot_eager_of_rewritten(graph, inputs):
     """The same, with interpolation and pools as this package computes them."""
-    return torch._dynamo.lookup_backend("aot_eager")(captured.rewrite(graph, Settings(codegen="aten")), inputs)
+    return torch._dynamo.lookup_backend("aot_eager")(passes.rewrite(graph, Settings(codegen="aten")), inputs)
 
 
 def finish(found, log):
@@ -633,7 +635,7 @@ def compiled_difference(run, dynamic, tell=lambda phase: None, **options):
         graphs.append(graph)
         # Divided convolutions, which come with a budget, may differ in last bits, and so may the gradients of the op of
         # norms; everything else must not.
-        divided = mock.patch.object(split, "rewrite") if "budget" in options else contextlib.nullcontext()
+        divided = mock.patch.object(split_convolutions, "rewrite") if "budget" in options else contextlib.nullcontext()
         with mock.patch.object(norms, "is_served", return_value=False), divided:
             return backend(graph, inputs, options={"codegen": "aten", **options})
 

@@ -1,0 +1,1 @@
+"""Passes over the graph that Dynamo captures, before AOTAutograd traces it into aten ops."""

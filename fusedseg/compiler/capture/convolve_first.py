@@ -1,0 +1,148 @@
+"""A 1x1 convolution of an interpolated tensor runs before the interpolation, at the small size.
+
+A 1x1 convolution W and an interpolation U commute, because the weights of an interpolation sum to one:
+
+    W U x + b = U (W x + b)
+
+So forward convolves a quarter of the positions (an eighth in 3D), and interpolates the channels of the result instead
+of those of x.  The same holds for backward.  Last bits differ, because additions have another order.  Code that
+promises the bits of eager mode asks for the pass only where Triton serves a tensor, as it does for norms.
+"""
+
+from collections.abc import Iterator, Sequence
+from inspect import getcallargs
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+from torch.nn import functional as F
+
+from ... import _backend
+from ...ops.check import HALF
+from ...ops.upsample import BACKWARD
+
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+# The arguments of a convolution after its weight, and their values where it looks at one position.
+NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+class Pair(NamedTuple):
+    """A convolution, the interpolation that it reads, and the tensor that is interpolated."""
+
+    convolution: fx.Node
+    interpolation: fx.Node
+    small: fx.Node
+
+
+def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
+    """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number.
+
+    ``everywhere`` says that last bits may differ on every device.
+    """
+    graph, count = module.graph, 0
+    for node in list(graph.nodes):
+        pair = _pair(node) if node.target in CONVOLUTIONS else None
+        if pair is not None and _is_shorter(pair, everywhere) and _may_wait(pair):
+            _swap(graph, pair)
+            count += 1
+    if count:
+        module.recompile()
+    return count
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    return dict(zip(NAMES, node.args, strict=False)) | node.kwargs
+
+
+def _value(node: object) -> Tensor | None:
+    """The tensor without values that a node of Dynamo stands for."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _pair(node: fx.Node) -> Pair | None:
+    """The convolution and the interpolation that nobody else reads."""
+    made = _arguments(node).get("input")
+    if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
+        return None
+    given = getcallargs(F.interpolate, *made.args, **made.kwargs)
+    small, value = given["input"], _value(made)
+    if value is None or given["antialias"] or (given["mode"], value.dim() - 2) not in BACKWARD:
+        return None
+    return Pair(node, made, small) if isinstance(small, fx.Node) else None
+
+
+def _is_shorter(pair: Pair, everywhere: bool) -> bool:
+    """Whether the pair commutes, and moves fewer bytes the other way round."""
+    named = _arguments(pair.convolution)
+    x, large, weight, y = map(_value, (pair.small, pair.interpolation, named["weight"], pair.convolution))
+    if x is None or large is None or weight is None or y is None or x.dim() != weight.dim():
+        return False
+    if any(not isinstance(n, int) for t in (x, large, weight) for n in t.shape):
+        # A question about symbolic sizes would become a guard.
+        return False
+    if any(named.get(name, unit) not in (unit, (unit,) * (x.dim() - 2)) for name, unit in UNIT.items()):
+        return False
+    fewer = x.shape[2:].numel() < large.shape[2:].numel() and weight.shape[0] <= weight.shape[1]
+    if not fewer or weight.shape[2:].numel() > 1 or weight.shape[1] != x.shape[1]:
+        return False
+    if x.is_cpu and (x.dtype in HALF or y.dtype != x.dtype):
+        # PyTorch's interpolation adds in half precision on a CPU, or autocast interpolates in fp32 there.
+        return False
+    return everywhere or _backend.takes_triton(x.device)
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        if node.op not in ("placeholder", "get_attr"):
+            yield node
+        node = node.next
+
+
+def _may_wait(pair: Pair) -> bool:
+    """Whether the small tensor can be read where the convolution is.
+
+    Nothing may write over it in between, and no mode may change there, such as that of autograd.
+    """
+    nodes = list(_between(pair.interpolation, pair.convolution))
+    if not nodes:
+        return True
+    # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.
+    if any(_tensors(node) == [] or not node.users for node in nodes):
+        return False
+    value = _value(pair.small)
+    return value is not None and not value.is_inference() and value._version == 0
+
+
+def _tensors(node: fx.Node) -> Sequence[object]:
+    value = node.meta.get("example_value")
+    of = value if isinstance(value, (tuple, list)) else [value]
+    return [t for t in of if isinstance(t, Tensor)]
+
+
+def _swap(graph: fx.Graph, pair: Pair) -> None:
+    node, made, x = pair
+    value, convolution = _value(node), node.target
+    assert value is not None
+    assert callable(convolution)
+
+    def reading(of: fx.Node, source: fx.Node) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+        """The arguments of a call that reads ``source`` in the place of its input."""
+        if of.args:
+            return (source, *islice(of.args, 1, None)), dict(of.kwargs)
+        return (), {**of.kwargs, "input": source}
+
+    with graph.inserting_before(node):
+        small = graph.call_function(convolution, *reading(node, x))
+        large = graph.call_function(F.interpolate, *reading(made, small))
+    x_value = _value(x)
+    assert x_value is not None
+    small.meta = {**node.meta, "example_value": value.new_empty((*value.shape[:2], *x_value.shape[2:]))}
+    large.meta = {**made.meta, "example_value": value}
+    node.replace_all_uses_with(large)
+    graph.erase_node(node)
+    graph.erase_node(made)

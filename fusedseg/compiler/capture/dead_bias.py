@@ -1,0 +1,200 @@
+"""Biases of convolutions that a norm removes again, left out of a captured graph.
+
+A norm of the statistics of each channel subtracts the mean, and a constant that is added to a channel is in its mean:
+
+    norm(conv(x) + b) = norm(conv(x))    mean(conv(x) + b) = mean(conv(x)) + b    db = sum over a channel of dx = 0
+
+So the addition, and the sum of the gradient of b, are passes over memory for nothing.  Without them the gradient of b
+is exact zeros, in place of rounding errors around zero, and the running mean gets its part of b by itself.
+
+This holds for batch norm that uses the statistics of the batch, for instance norm that uses those of a sample, and for
+group norm with one channel a group.  With running statistics the bias has an effect.  A bias that somebody else reads
+stays, and so does the bias of a convolution whose output somebody else reads.
+
+The pass runs on the graph that Dynamo captures, where a norm and a convolution are one call each.
+"""
+
+from collections.abc import Callable, Iterator
+from inspect import getcallargs
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ... import _torch
+from ...ops.norm import op as norms
+from ..graph import items_of
+from ..settings import Settings
+
+# The convolutions, whose second and third arguments are the weight and the bias.
+CONVOLUTIONS = {
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+    torch.convolution,
+}  # fmt: skip
+
+
+class _Given(NamedTuple):
+    """A norm of a captured graph: its input, and the running mean with its momentum if the norm moves one."""
+
+    x: object
+    running_mean: object = None
+    momentum: object = None
+
+
+def _arguments_of(norm: fx.Node) -> dict[str, Any]:
+    """The arguments of a function of PyTorch by their names, with defaults."""
+    function: Any = norm.target
+    return getcallargs(function, *norm.args, **norm.kwargs)
+
+
+def _batch_norm(node: fx.Node) -> _Given | None:
+    given = _arguments_of(node)
+    return _Given(given["input"], given["running_mean"], given["momentum"]) if given["training"] is True else None
+
+
+def _instance_norm(node: fx.Node) -> _Given | None:
+    given = _arguments_of(node)
+    own = given["use_input_stats"] is True
+    return _Given(given["input"], given["running_mean"], given["momentum"]) if own else None
+
+
+def _group_norm(node: fx.Node) -> _Given | None:
+    given = _arguments_of(node)
+    x = given["input"]
+    alone = isinstance(x, fx.Node) and _value_of(x).shape[1] == given["num_groups"]
+    return _Given(x) if alone else None
+
+
+def _own_norm(node: fx.Node) -> _Given | None:
+    """The norm of a module of this package; the graph moves its running mean by the statistics that it returns."""
+    norm = norms.norm_of_call(node.args)
+    return _Given(node.args[0]) if norm.own and norm.kind != "group" and norm.process_group is None else None
+
+
+# What each of these functions is given, if it removes a constant that is added to a channel.
+NORMS: dict[Any, Callable[[fx.Node], _Given | None]] = {
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    F.group_norm: _group_norm,
+    norms.norm_op._opoverload: _own_norm,
+}
+
+
+class _NoEffect(torch.autograd.Function):
+    """``x``, and zeros as the gradient of a bias that has no effect on the results."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.like = bias.shape, bias.dtype, bias.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        # Not None: an optimizer would leave out its weight decay and its momentum.
+        return dx, torch.zeros(shape, dtype=dtype, device=device)
+
+
+def without_effect(x: Tensor, bias: Tensor) -> Tensor:
+    """The convolution ``x`` without its bias."""
+    return _NoEffect.apply(x, bias) if torch.is_grad_enabled() and bias.requires_grad else x
+
+
+def move_mean(running_mean: Tensor, bias: Tensor, momentum: float) -> None:
+    """Moves a running mean by the part of the bias in the mean of the batch."""
+    # Autograd keeps the running mean for the backward of the norm, which does not read it in training.
+    with torch.no_grad(), _torch.preserve_version_counter(running_mean):
+        running_mean.add_(bias.detach().to(running_mean.dtype), alpha=momentum)
+
+
+def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
+    """The statistics that a norm of this package returns, as if its input had the bias: the mean is the first row."""
+    mean, *others = stats.unbind()
+    shift = bias.detach().to(stats.dtype).repeat(mean.shape[0] // bias.shape[0])
+    return torch.stack([mean + shift, *others])
+
+
+# Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
+without_effect_op = _torch.composite_op(
+    "fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect
+)
+move_op = _torch.composite_op(
+    "fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean
+)
+with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor stats, Tensor bias) -> Tensor", with_bias)
+
+
+class _Dead(NamedTuple):
+    """A norm, the convolution before it, and the bias that has no effect."""
+
+    norm: fx.Node
+    conv: fx.Node
+    bias: fx.Node
+    given: _Given
+
+
+def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+    """Leaves these biases out, and returns their number."""
+    found = list(_found(module.graph, settings))
+    convolutions = {dead.conv for dead in found}
+    alone = [dead for dead in found if set(dead.bias.users) <= convolutions]
+    for dead in alone:
+        _leave_out(module.graph, dead)
+    if alone:
+        module.recompile()
+    return len(alone)
+
+
+def _value_of(node: fx.Node) -> Any:
+    """What Dynamo has computed for a node, on tensors without values."""
+    return node.meta.get("example_value")
+
+
+def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
+    for norm in graph.nodes:
+        given = NORMS[norm.target](norm) if norm.op == "call_function" and norm.target in NORMS else None
+        conv = None if given is None else _convolution_of(given.x, norm)
+        if given is None or conv is None:
+            continue
+        bias, y = argument(conv, 2, "bias"), _value_of(conv)
+        # A convolution without a batch has its channels where the norm has positions.
+        is_batch = y.dim() == _value_of(argument(conv, 1, "weight")).dim()
+        if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
+            continue
+        if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
+            continue
+        yield _Dead(norm, conv, bias, given)
+
+
+def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
+    """The convolution whose output ``reader`` alone reads as ``x``, perhaps in another memory format."""
+    if not isinstance(x, fx.Node) or set(x.users) != {reader}:
+        return None
+    if x.op == "call_method" and x.target == "contiguous":
+        return _convolution_of(x.args[0], x)
+    return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
+
+
+def argument(conv: fx.Node, place: int, name: str) -> Any:
+    """An argument of a convolution, which is given by its place or by its name."""
+    return conv.args[place] if len(conv.args) > place else conv.kwargs.get(name)
+
+
+def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
+    norm, conv, bias, given = dead
+    if len(conv.args) > 2:
+        conv.update_arg(2, None)
+    else:
+        conv.update_kwarg("bias", None)
+    with graph.inserting_before(norm):
+        x: Any = given.x
+        norm.replace_input_with(x, graph.call_function(without_effect_op, (x, bias)))
+    if isinstance(given.running_mean, fx.Node):
+        with graph.inserting_after(norm):
+            graph.call_function(move_op, (given.running_mean, bias, float(given.momentum)))  # type: ignore[arg-type]
+    if norm.target is norms.norm_op._opoverload and 1 in items_of(norm):
+        stats = items_of(norm)[1]
+        with graph.inserting_after(stats):
+            whole = graph.call_function(with_bias_op, (stats, bias))
+        stats.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)

@@ -1,0 +1,412 @@
+"""Norms in the graph that Dynamo captures: norm [+ residual] [+ activation] becomes one op (``ops/norm/graph.py``).
+
+The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
+op keeps x and the statistics, and backward computes its output again from them where it reads that.
+
+``rewrite`` finds the calls, and puts ``of_stock`` in the place of each.  What ``of_stock`` computes is decided when
+AOTAutograd runs it on tensors without values: the op, or else the functions that were captured.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from inspect import getcallargs
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ... import _backend, _torch
+from ...activation import TABLE, Activation
+from ...ops.check import ACTIVATION_DTYPES
+from ...ops.layout import FORMATS, is_rows
+from ...ops.norm import op as module_norms
+from ...ops.norm import stock
+from ...ops.norm.call import Norm, stats_dtype
+from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
+from .. import op_table
+from ..graph import is_alike
+from ..settings import Settings
+from .dead_bias import move_op
+
+IDENTITY = Activation("identity", 0.0)
+
+
+@dataclass(frozen=True)
+class How:
+    """What a backend wants of norms.
+
+    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
+        kernel serves them, and where they would be in the op alone.
+    keeps_rows: norms of samples keep channels_last, although PyTorch's would copy to contiguous planes.
+    whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
+        y > 0 is answered in forward.
+    """
+
+    fuses: bool = False
+    keeps_rows: bool = False
+    whole: bool = True
+
+
+# The number of its fields, which are the last arguments of both ops.
+HOW = len(fields(How))
+
+
+def wanted_by(settings: Settings) -> How:
+    """What the backend wants of norms with these options."""
+    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
+
+
+class Tensors(NamedTuple):
+    """The tensors that a norm is called with."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+
+
+class Stock(NamedTuple):
+    """A function of PyTorch that is a norm.
+
+    kind: the kind of ``Norm``.
+    own: its argument that says whether the statistics are those of x; None if they always are.
+    """
+
+    kind: str
+    own: str | None
+
+    def norm(self, given: dict[str, Any]) -> Norm:
+        """What the function computes with these arguments."""
+        own = self.own is None or bool(given[self.own])
+        momentum, groups = given.get("momentum", 0.0), given.get("num_groups", 0)
+        return Norm("input", IDENTITY, given["eps"], momentum, own, self.kind, groups)
+
+
+NORMS: dict[Any, Stock] = {
+    F.batch_norm: Stock("batch", "training"),
+    F.instance_norm: Stock("instance", "use_input_stats"),
+    F.group_norm: Stock("group", None),
+}
+# Their arguments that are numbers.
+NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
+# The arguments of activations behind the first one, by the name of their row.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "leaky_relu": ("negative_slope",),
+    "elu": ("alpha",),
+    "softplus": ("beta", "threshold"),
+    "relu6": ("min_val", "max_val"),
+}
+# The sums of two tensors, and those that are written over the first one.
+SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
+
+
+def _calls() -> Iterator[tuple[Any, op_table.OpRow]]:
+    """What a graph calls for each activation of the op: functions, and methods by their names."""
+    rows = (row for row in op_table.ROWS if row.backward and row.name in TABLE and row.name != "selu")
+    for row in rows:
+        for call, over in row.calls.items():
+            for function in (call, over):
+                if callable(function):
+                    yield function, row
+                    if function in (Tensor.relu, Tensor.relu_):
+                        yield function.__name__, row
+
+
+# ``nn.ReLU6`` calls the function of ``nn.Hardtanh``.
+ACTIVATIONS: dict[Any, op_table.OpRow] = dict(_calls()) | {
+    F.hardtanh: next(r for r in op_table.ROWS if r.name == "relu6")
+}
+
+
+def activation_of(node: fx.Node) -> Activation | None:
+    """The activation that a node of a captured graph computes, if the op has it."""
+    row = ACTIVATIONS.get(node.target)
+    if row is None or not node.args:
+        return None
+    names = (*ARGUMENTS.get(row.name, ()), op_table.FLAG)
+    given = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
+    given.pop(op_table.FLAG, None)
+    if row.name == "gelu" and given.get("approximate") == "tanh":
+        return Activation("gelu_tanh", 0.0) if len(given) == 1 else None
+    fixed = dict(row.fixed)
+    if node.target is F.hardtanh and any(given.get(key) != value for key, value in fixed.items()):
+        return None
+    param: Any = 0.0
+    if row.parameter:
+        parameter = TABLE[row.name].parameter
+        assert parameter is not None
+        param = given.pop(row.parameter, parameter.default)
+    is_number = isinstance(param, (int, float)) and not isinstance(param, bool)
+    if not is_number or any(key not in fixed or value != fixed[key] for key, value in given.items()):
+        return None
+    return Activation(row.name, float(param))
+
+
+def _is_in_place(act: fx.Node) -> bool:
+    """Whether an activation is written over its argument: its name ends so, or its last argument says so."""
+    name = act.target if isinstance(act.target, str) else act.target.__name__
+    return name.endswith("_") or act.kwargs.get(op_table.FLAG, act.args[-1]) is True
+
+
+# What eager mode keeps for the gradient of the activation of a norm, by the name that its node has as a function of the
+# model.  The compiler passes the name on to the nodes of the joint graph.
+KEEPING = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "result"}
+
+
+def _name_of(act: Activation, in_place: bool) -> str:
+    """The name of ``KEEPING`` for an activation, which is written over its argument if ``in_place``."""
+    if TABLE[act.name].identity:
+        return "norm"
+    of_result = act.name == "relu" or (in_place and act.name in ("leaky_relu", "elu"))
+    return "norm_act_of_result" if of_result else "norm_act_of_input"
+
+
+def kept_by_eager(node: fx.Node) -> str:
+    """What eager mode keeps for the gradient of the activation of a norm of a joint graph, as in ``KEEPING``."""
+    stack = node.meta.get("source_fn_stack")
+    name = stack[-1][1] if stack else None
+    return KEEPING.get(name, "result") if isinstance(name, str) else "result"
+
+
+def of_stock(*call: Any) -> Tensor:
+    """act(norm(x) [+ residual]) in place of a norm of PyTorch: the tensors, what is computed, and ``How``."""
+    tensors, residual, given, how = Tensors(*call[:5]), call[5], norm_of(*call[6:13]), How(*call[13:])
+    spec = given.of_given()
+    tensors = tensors._replace(x=_laid_out(tensors.x, spec, how))
+    if is_served(tensors, spec, how):
+        return normalised(tensors, spec, residual)[0]
+    y = _stock(Tensors(*call[:5]), given)
+    return TABLE[given.act.name].function(y if residual is None else y + residual, given.act.param)
+
+
+def _stock(tensors: Tensors, norm: Norm) -> Tensor:
+    """The norm as PyTorch's function computes it."""
+    x, weight, bias, *running = tensors
+    if norm.kind == "group":
+        return F.group_norm(x, norm.groups, weight, bias, norm.eps)
+    function: Any = F.batch_norm if norm.kind == "batch" else F.instance_norm
+    return function(x, *running, weight, bias, norm.own, norm.momentum, norm.eps)
+
+
+def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``fusedseg::norm``, which modules of this package call, but it keeps the input; ``How`` comes last.
+
+    What is kept is decided by the backend.
+    """
+    call, how = call[:-HOW], How(*call[-HOW:])
+    given, slots, spec = module_norms.parts_of(call)
+    x, weight, bias, residual, _, mean, var, _ = given
+    tensors = Tensors(x, weight, bias, mean, var)
+    if not stock.serves(x, spec, slots) or not is_served(tensors, spec, how):
+        return module_norms.as_stock(*call)
+    spec = spec._replace(keep="input")
+    if how.whole:
+        z, *found = normalised(tensors, spec, residual)
+    else:
+        y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
+        z = TABLE[spec.act.name].function(y if residual is None else y + residual, spec.act.param)
+    if mean is not None and var is not None and not spec.own:
+        found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
+    return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
+
+
+# Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
+_HOW = ", ".join(f"bool {field.name}" for field in fields(How))
+of_stock_op = _torch.composite_op(
+    "fusedseg::norm_of_stock",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
+    f"{SPEC}, {_HOW}) -> Tensor",
+    of_stock,
+)
+of_module_op = _torch.composite_op(
+    "fusedseg::norm_of_module",
+    f"({module_norms.ARGUMENTS}, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    of_module,
+)
+
+
+def _tensors_of(norm: dict[str, Any]) -> Tensors:
+    return Tensors(norm["input"], *(norm.get(name) for name in ("weight", "bias", "running_mean", "running_var")))
+
+
+def _laid_out(x: Tensor, spec: Norm, how: How) -> Tensor:
+    """x as PyTorch's norms of samples take it, which copy from channels_last; its group norm on a CPU does not."""
+    copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
+    return x.contiguous() if copies and not how.keeps_rows and is_rows(x) else x
+
+
+def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
+    """Whether the op computes the norm: what PyTorch's does, on a CPU with the same bits."""
+    x, *vectors = tensors
+    kernels = _backend.takes_triton(x.device)
+    copied = how.keeps_rows and spec.kind != "batch" and is_rows(x)
+    if how.fuses and not (kernels and how.whole) and not copied:
+        return False
+    if x.dtype not in ACTIVATION_DTYPES or not is_planes_or_rows(x) or x.dim() < 2:
+        return False
+    if any(n == 0 for n in x.shape if isinstance(n, int)):
+        return False
+    # With parameters in half precision PyTorch rounds the statistics on a CPU; those of rounded inputs must be exact.
+    wide = stats_dtype(x) if how.whole and not kernels else None
+    return all(v is None or (v.device == x.device and wide in (None, v.dtype)) for v in vectors)
+
+
+def is_planes_or_rows(x: Tensor) -> bool:
+    """Whether a tensor is contiguous, or in channels_last, without gaps."""
+    return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
+
+
+def normalised(tensors: Tensors, spec: Norm, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """z, mean and rstd of the op, which moves the running statistics."""
+    x, weight, bias, *running = tensors
+    z, mean, rstd, *moved = norm_act(x, weight, bias, residual, *running, None, None, *flat(spec))
+    if spec.own:
+        for buffer, value in zip(running, moved, strict=True):
+            if buffer is not None:
+                buffer.copy_(value)
+    return z, mean, rstd
+
+
+class _Found(NamedTuple):
+    """A norm, and what follows it in one op: the sum with a residual, and the activation; or None."""
+
+    norm: fx.Node
+    sum: fx.Node | None
+    residual: fx.Node | None
+    act: fx.Node | None
+
+    @property
+    def last(self) -> fx.Node:
+        return self.act or self.sum or self.norm
+
+    @property
+    def place(self) -> fx.Node:
+        """The node in whose place the op reads what it needs."""
+        return self.sum or self.norm
+
+
+def rewrite(graph: fx.Graph, how: How) -> int:
+    """Puts the op into a captured graph, and returns how often."""
+    for node in graph.nodes:
+        if node.target is module_norms.norm_op._opoverload:
+            node.target, node.args = of_module_op, (*node.args, *astuple(how))
+    # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
+    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in NORMS]
+    if how.fuses:
+        # What stays a function of PyTorch can be found in the compiler's caches.
+        norms = [node for node in norms if _may_be_served(node, how)]
+    return sum(_write(graph, node, how) for node in reversed(norms))
+
+
+def _may_be_served(node: fx.Node, how: How) -> bool:
+    value = _value(node)
+    return how.keeps_rows or (how.whole and value is not None and _backend.takes_triton(value.device))
+
+
+def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
+    stock: Any = node.target
+    norm = getcallargs(stock, *node.args, **node.kwargs)
+    value, x = _value(node), _source_value(norm["input"])
+    numbers = (norm[name] for name in NUMBERS if name in norm)
+    if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
+        return False
+    found = _after(node, norm) if how.whole else _Found(node, None, None, None)
+    act = IDENTITY if found.act is None else activation_of(found.act)
+    assert act is not None
+    with graph.inserting_before(found.place):
+        if value.dtype != x.dtype:
+            # Autocast runs this norm in another dtype.
+            norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
+        spec = NORMS[stock].norm(norm)._replace(act=act)
+        made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *astuple(how)))
+    # Reports speak of the module of the norm.
+    made.meta = dict(node.meta)
+    if found.sum is not None and node.next in _moves(norm.get("running_mean")):
+        # The norm moves its mean first.
+        made.append(node.next)
+    name = _name_of(act, found.act is not None and _is_in_place(found.act))
+    made.meta["source_fn_stack"] = [*made.meta.get("source_fn_stack", ())[:-1], (made.name, name)]
+    found.last.replace_all_uses_with(made)
+    for old in (found.act, found.sum, node):
+        if old is not None:
+            graph.erase_node(old)
+    return True
+
+
+def _after(node: fx.Node, norm: dict[str, Any]) -> _Found:
+    """What follows a norm, as far as nobody else reads the results between."""
+    y, residual = _only_reader(node), None
+    if y is not None and _is_undisturbed(node, y, _tensors_of(norm)):
+        residual = _residual_of(y, node)
+    last = node if residual is None else y
+    assert last is not None
+    act = _only_reader(last)
+    is_act = act is not None and act.args[:1] == (last,) and activation_of(act) is not None
+    if not is_act or not is_alike(_value(node), _value(act)):
+        act = None
+    return _Found(node, None if residual is None else last, residual, act)
+
+
+def _value(node: object) -> Tensor | None:
+    """The result of a node of a captured graph, without values."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _source_value(node: object) -> Tensor | None:
+    """The result of a node, or what it is computed from, where a pass has written the node without its result."""
+    while isinstance(node, fx.Node) and _value(node) is None and node.args:
+        node = node.args[0]
+    return _value(node)
+
+
+def _moves(running_mean: object) -> list[fx.Node]:
+    """The calls that move a running mean by the part of a bias (``dead_bias.py``), each right behind its norm."""
+    readers = running_mean.users if isinstance(running_mean, fx.Node) else ()
+    return [node for node in readers if node.target is move_op]
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
+    """What a node adds to the output of a norm, if it is such a sum and writes over nothing else."""
+    if len(y.args) != 2 or y.kwargs or y.target not in (*SUMS, *SUMS_OVER):
+        return None
+    one, other = y.args if y.args[0] is node else reversed(y.args)
+    if one is not node or other is node or not isinstance(other, fx.Node):
+        return None
+    if y.target in SUMS_OVER and y.args[0] is not node:
+        return None
+    return other if is_alike(_value(node), _value(other)) else None
+
+
+def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
+    """Whether a norm gives the same where ``end`` stands as at ``start``.
+
+    Nothing between may write to a tensor that the norm reads; a call that writes over a tensor returns it, or nothing.
+    And nothing else may read the running statistics, which the norm moves.
+    """
+    running = _memory(_value(norm.running_mean), _value(norm.running_var))
+    memory = _memory(*map(_value, norm))
+    node = start.next
+    if node in _moves(norm.running_mean):
+        # It goes where the norm goes.
+        node = node.next
+    while node is not end:
+        results = node.meta.get("example_value")
+        written = _memory(*(results if isinstance(results, (tuple, list)) else [results]))
+        read = _memory(*map(_value, node.all_input_nodes))
+        if not memory.isdisjoint(written or read) or not running.isdisjoint(read):
+            return False
+        node = node.next
+    return True
+
+
+def _memory(*values: object) -> set[int]:
+    """What names the memory of the tensors among these."""
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}

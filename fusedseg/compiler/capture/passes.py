@@ -1,0 +1,55 @@
+"""The passes over a captured graph in their order, before AOTAutograd traces it into aten ops.
+
+Here a call of a function is one node still.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ..graph import node_at
+from ..settings import Settings
+from . import convolve_first, dead_bias, memory_format, norms, pools_and_upsampling
+
+JOINING = (F.interpolate, torch.cat)
+
+
+def unfold(module: fx.GraphModule) -> None:
+    """Writes the concatenation of a ``JoinConv`` into the graph, in place of a checkpoint of it.
+
+    What is kept is decided by the backend.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+        wrapped = module.get_submodule(str(node_at(node, 0).target))
+        assert isinstance(wrapped, fx.GraphModule)
+        body = wrapped.graph
+        calls = [inner for inner in body.nodes if isinstance(inner.meta.get("example_value"), Tensor)]
+        if any(inner.op == "call_function" and inner.target not in JOINING for inner in calls):
+            continue
+        env = dict(zip(body.find_nodes(op="placeholder"), node.args[1:], strict=True))
+        with module.graph.inserting_before(node):
+            results: Any = module.graph.graph_copy(body, env)
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])
+            module.graph.erase_node(item)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
+    """Rewrites a captured graph for the codegen of the settings."""
+    fuses = settings.codegen == "inductor"
+    # Before other passes replace the norms.
+    dead_bias.rewrite(module, settings)
+    if settings.memory_format is not None:
+        memory_format.rewrite(module, settings.memory_format)
+    unfold(module)
+    convolve_first.rewrite(module, everywhere=fuses)
+    norms.rewrite(module.graph, norms.wanted_by(settings))
+    if fuses:
+        pools_and_upsampling.rewrite_for_inductor(module)
+    else:
+        pools_and_upsampling.rewrite_for_aten(module)
+    return module

@@ -1,0 +1,131 @@
+"""Max-pools and interpolations of a captured graph.
+
+With the codegen "aten", an interpolation becomes an op that the tracer does not take apart (``ops/upsample.py``),
+and a max-pool becomes the op of this package, which keeps a byte for each result in place of int64 positions and of its
+input.
+
+For Inductor, PyTorch's tracer writes an interpolation as index and multiplication ops.  The gradient of these adds the
+values of a result one by one, each by an atomic operation.  Here the gradient is one call.  Where the Triton kernels of
+this package serve a linear interpolation, forward is one call too.
+"""
+
+from collections.abc import Callable
+from inspect import getcallargs
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+from torch.nn import functional as F
+
+from ... import _torch
+from ...ops import upsample
+from ...ops.check import HALF
+from ...ops.max_pool import op as pools
+
+
+class _Interpolation(torch.autograd.Function):
+    """An interpolation that the compiler may take apart in forward, and whose gradient is one call."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None
+    ) -> Tensor:
+        large = upsample.forward(x, size, factors, mode, corners)
+        ctx.how = list(large.shape[2:]), list(x.shape), factors, mode, corners
+        return large
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return upsample.backward(dy, *ctx.how), None, None, None, None
+
+
+def _interpolate(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.interpolate`` for Inductor; its gradient is one call where that is as exact as the compiler's own."""
+    call = upsample.parse(*args, **kwargs)
+    if call is not None and _is_served(call):
+        return upsample.interpolate_op(*call)
+    trained = call is not None and torch.is_grad_enabled() and call.x.requires_grad
+    if call is None or not trained or _adds_in_half(call.x):
+        return F.interpolate(*args, **kwargs)
+    return _Interpolation.apply(*call)
+
+
+def _is_served(call: upsample.Enlarging) -> bool:
+    x = call.x
+    if not x.is_floating_point() or (x.is_cpu and torch.is_autocast_enabled("cpu")):
+        return False
+    return upsample.is_served(x.device, call.mode, x.dim() - 2)
+
+
+def _adds_in_half(x: Tensor) -> bool:
+    """Whether PyTorch's interpolation of ``x`` adds in half precision."""
+    return x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu"))
+
+
+# Its arguments as types of an op: what may be one number or several is a list of numbers.
+enlarge_op = _torch.composite_op(
+    "fusedseg::enlarge",
+    "(Tensor input, SymInt[]? size, float[]? scale_factor, str mode, bool? align_corners, "
+    "bool? recompute_scale_factor, bool antialias) -> Tensor",
+    _interpolate,
+)
+
+
+def _arguments_of(node: fx.Node) -> tuple[Argument, ...] | None:
+    """The arguments of an interpolation of a captured graph as those of the op; None if it has no place for them."""
+    given = getcallargs(F.interpolate, *node.args, **node.kwargs)
+    value, size, factors = node.meta.get("example_value"), given["size"], given["scale_factor"]
+    if not isinstance(value, Tensor) or isinstance(factors, fx.Node):
+        return None
+    dims = value.dim() - 2
+    if isinstance(size, (int, fx.Node)):
+        size = [size] * dims
+    if factors is not None:
+        factors = [factors] * dims if isinstance(factors, (int, float)) else list(factors)
+        if not all(isinstance(factor, (int, float)) for factor in factors):
+            return None
+        factors = list(map(float, factors))
+    flags = (given[name] for name in ("mode", "align_corners", "recompute_scale_factor", "antialias"))
+    return given["input"], size, factors, *flags
+
+
+def rewrite_for_inductor(module: fx.GraphModule) -> None:
+    """Gives the interpolations in a graph of Dynamo one call as their gradient."""
+    for node in module.graph.nodes:
+        arguments = _arguments_of(node) if node.op == "call_function" and node.target is F.interpolate else None
+        if arguments is not None:
+            node.target, node.args, node.kwargs = enlarge_op, arguments, {}
+    module.recompile()
+
+
+def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The stock pool ``stock``, computed by the op of this package where its result and its gradient are the same."""
+
+    def max_pool(input: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:  # noqa: A002
+        trained = torch.is_grad_enabled() and input.requires_grad
+        found = pools.of_stock(dims, input, args, kwargs) if trained else None
+        if found is None:
+            return stock(input, *args, **kwargs)
+        x, pool = found
+        if x.is_cpu and dims == 3 and x.dtype in pools.HALF and torch.is_autocast_enabled("cpu"):
+            # Autocast does the same for the stock function on a CPU.
+            x = x.float()
+        return pools.max_pool_op(x, *pool, True)[0]
+
+    return max_pool
+
+
+POOLS = (2, F.max_pool2d), (3, F.max_pool3d), (2, torch.max_pool2d), (3, torch.max_pool3d)
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.interpolate: upsample.interpolate,
+    **{stock: _max_pool(dims, stock) for dims, stock in POOLS},
+}
+
+
+def rewrite_for_aten(module: fx.GraphModule) -> None:
+    """Gives the interpolations and max-pools in a graph of Dynamo the ops of this package."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+    module.recompile()

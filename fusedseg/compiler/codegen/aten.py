@@ -1,0 +1,178 @@
+"""The codegen "aten": Python code that calls PyTorch's own kernels, one line for each node of a graph.
+
+The function takes its arguments in a list, which it empties, so that each value is let go after its last reader.
+Bindings of ops are called where there are some, because a call through ``torch.ops`` takes microseconds longer.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ... import _backend, _torch
+from ...ops import concat, upsample
+from ...ops.conv import conv3d
+from ...ops.max_pool import op as pools
+from ...ops.norm import graph as norm_ops
+from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
+from . import concatenation, convolution_backward, in_place, norms
+
+aten = torch.ops.aten
+SAME = (
+    "native_batch_norm", "native_group_norm", "native_layer_norm", "relu", "relu_", "mm", "addmm", "bmm",
+    "sigmoid", "tanh", "t", "detach",
+)  # fmt: skip
+ARITHMETIC = ("add", "sub", "mul", "div")
+# The functions that do the same as an op, with the same arguments.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    **{getattr(aten, name).default: getattr(torch, name) for name in SAME},
+    **{getattr(aten, name).Tensor: getattr(torch, name) for name in ARITHMETIC},
+    **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
+    aten.convolution.default: conv3d.convolution,
+    aten.convolution_backward.default: conv3d.convolution_backward,
+    aten.cat.default: concat.concat,
+    _torch.writing_batch_norm: torch.native_batch_norm,
+    aten.empty.memory_format: torch.empty,
+    # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
+    # channels_last, and PyTorch's trace says that it is contiguous.
+    aten.view.default: Tensor.reshape,
+    torch.ops.fusedseg.interpolate.default: upsample.forward,
+    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
+    norm_ops.norm_act: norm_ops.forward,
+    norm_ops.norm_act_backward: norm_ops.backward,
+    torch.ops.fusedseg.max_pool.default: pools.functional,
+    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
+}
+
+
+# The list with the only reference to an input.
+INPUTS = "_of_inputs"
+
+
+class Source:
+    """The lines of a function, and the objects that they name."""
+
+    def __init__(self, direct: Mapping[Any, Callable[..., Any]]) -> None:
+        self.lines: list[str] = []
+        self._direct = direct
+        self.objects: dict[str, object] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, thing: object, hint: str) -> str:
+        """The name of an object, which is no name of a node."""
+        if id(thing) not in self._names:
+            name = f"_of_{hint}_{len(self.objects)}"
+            self._names[id(thing)] = name
+            self.objects[name] = thing
+        return self._names[id(thing)]
+
+    def text(self, value: object) -> str:
+        """An argument as code."""
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(self.text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and value == value and abs(value) != float("inf"):
+            return repr(value)
+        return self.name(value, "value")
+
+    def call(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        given = [self.text(arg) for arg in node.args]
+        if node.target is convolution_backward.convolution_backward:
+            given[0] = INPUTS
+        given += [f"{name}={self.text(arg)}" for name, arg in node.kwargs.items()]
+        target: Any = node.target
+        if target in self._direct:
+            target = self._direct[target]
+        elif is_op(node):
+            target = _torch.bare_op(target)
+        hint = str(node.target).replace(".", "_").replace("::", "_") if is_op(node) else target.__name__
+        return f"{self.name(target, hint if hint.isidentifier() else 'function')}({', '.join(given)})"
+
+
+def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Source:
+    """The code of a graph.  Its function is ``run(arguments)``, which calls ops directly where it can."""
+    graph = module.graph
+    # For each node those that it is the last to read.
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last_readers(graph).items():
+        ends.setdefault(reader, []).append(node)
+    out = Source(direct)
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    out.lines.append("def run(arguments):")
+    if places:
+        out.lines.append(f"    {', '.join(node.name for node in places)}, = arguments")
+    out.lines.append("    arguments.clear()")
+    unread = [node.name for node in places if not node.users]
+    if unread:
+        out.lines.append(f"    del {', '.join(unread)}")
+    for node in graph.nodes:
+        if node.op == "output":
+            out.lines.append(f"    return {out.text(outputs_of(graph))}")
+        elif node.op == "get_attr":
+            out.lines.append(f"    {node.name} = {out.name(operator.attrgetter(str(node.target))(module), 'constant')}")
+        gone = [one.name for one in ends.get(node, ()) if node.op == "call_function"]
+        if node.target is convolution_backward.convolution_backward:
+            (x,), *_ = node.args
+            out.lines += [f"    {INPUTS} = [{out.text(x)}]", f"    del {out.text(x)}"]
+            gone.remove(out.text(x))
+        if node.op == "call_function":
+            out.lines.append(f"    {node.name} = {out.call(node)}")
+        if gone:
+            out.lines.append(f"    del {', '.join(gone)}")
+    return out
+
+
+def _function(source: Source) -> Any:
+    names = dict(source.objects)
+    exec(compile("\n".join(source.lines), "<fusedseg compiler>", "exec"), names)
+    return names["run"]
+
+
+def _has_kernels(graph: fx.Graph) -> bool:
+    """Whether Triton kernels compute norms of a graph."""
+    found = (node_at(node, 0) for node in graph.nodes if node.target is norm_ops.norm_act)
+    return any(_backend.takes_triton(value_of(x).device) for x in found)
+
+
+def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """The function that runs a graph.
+
+    With the batched tensors of ``torch.autograd.grad(is_grads_batched=True)`` it runs as it was given, because such a
+    tensor cannot be written over one without a batch, and the functions of this package know nothing of it.
+    """
+    _torch.donate_nothing()
+    plain = source_of(module, direct={})
+    gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
+    if not gradients:
+        norms.divide(module.graph)
+    norms.write_statistics(module.graph)
+    if not gradients and _has_kernels(module.graph):
+        # Values are those of eager mode up to rounding anyway.
+        concatenation.sums(module.graph)
+    concatenation.rewrite(module.graph)
+    concatenation.make_dense(module.graph)
+    in_place.rewrite(module.graph)
+    convolution_backward.rewrite(module.graph)
+    source = source_of(module)
+    if gradients:
+        batched = source.name(_torch.is_legacy_batchedtensor, "batched")
+        asked = " or ".join(f"{batched}({node.name})" for node in gradients)
+        run_plain = source.name(functools.cache(lambda: _function(plain)), "plain")
+        source.lines.insert(2, f"    if {asked}: return {run_plain}()(arguments)")
+    run = _function(source)
+    run._boxed_call = True
+    run.source = "\n".join(source.lines)
+    return run

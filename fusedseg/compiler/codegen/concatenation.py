@@ -1,0 +1,186 @@
+"""Concatenations and their gradients, for the codegen "aten".
+
+A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
+first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
+
+A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
+enlarged map is convolved in slabs of samples.  This may change last bits.
+
+The gradients of the sources are slices of the channels of one gradient.  In channels_last they lie in its memory with
+gaps.  Elementwise ops read them there.  Some ops need memory without gaps, and would copy a slice themselves, by
+PyTorch's kernel, which takes its values one by one.  So they get a copy by the kernel of ``ops/concat.py``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from ... import _backend
+from ...ops import upsample
+from ...ops.concat import dense
+from ...ops.conv.reference import SLAB_BYTES, slabs
+from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
+from ..graph import has_symbols, is_op, is_tensor, name_of, nbytes_of, node_at, nodes_at, op_of, value_of
+
+aten = torch.ops.aten
+INTERPOLATE = upsample.interpolate_op._opoverload
+
+
+def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
+    """Copies a source to its channels."""
+    whole[:, begin : begin + source.shape[1]].copy_(source)
+    return whole
+
+
+def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: upsample.How) -> Tensor:
+    """Enlarges ``x`` into its channels."""
+    C = x.shape[1]
+    nbytes = whole.numel() // whole.shape[1] * C * whole.element_size()
+    step = -(-C // max(1, nbytes // SLAB_BYTES))
+    for k in range(0, C, step):
+        put(whole, upsample.forward(x[:, k : k + step], *how), begin + k)
+    return whole
+
+
+def add_enlarged(total: Tensor, first: bool, x: Tensor, how: upsample.How, weight: Tensor, *given: Any) -> Tensor:
+    """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
+    for n in slabs(total.shape[0], total.nbytes):
+        part = torch.convolution(upsample.forward(x[n], *how), weight, *given)
+        if first:
+            total[n] = part
+        else:
+            total[n] += part
+    return total
+
+
+def sums(graph: fx.Graph) -> int:
+    """Writes such sums, and returns their number."""
+    return sum(_write_sum(graph, node) for node in reversed(list(graph.nodes)) if node.target is aten.add.Tensor)
+
+
+def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
+    value, terms = value_of(node), _terms(node, node)
+    if len(terms) < 2 or has_symbols(value) or nbytes_of(node) < 2 * SLAB_BYTES:
+        return False
+    last = [_is_large_map(term.args[0], term) for term in terms]
+    if not any(last) or not value.is_contiguous():
+        return False
+    total: fx.Node | None = None
+    with graph.inserting_before(node):
+        for enlarged, term in sorted(zip(last, terms, strict=True), key=lambda row: row[0]):
+            source = node_at(term, 0)
+            if enlarged:
+                whole = _allocated(graph, value) if total is None else total
+                given = (whole, total is None, source.args[0], source.args[1:], *term.args[1:])
+                total = graph.call_function(add_enlarged, given)
+            else:
+                made = graph.node_copy(term)
+                total = made if total is None else graph.call_function(aten.add.Tensor, (total, made))
+            total.meta["val"] = value
+    assert total is not None
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+    for old in reversed(list(graph.nodes)):
+        if old in terms or (not old.users and old.target in (aten.add.Tensor, INTERPOLATE)):
+            graph.erase_node(old)
+    return True
+
+
+def _terms(node: object, outermost: fx.Node) -> list[fx.Node]:
+    """The convolutions of which a node is the sum; none if there is another term, or somebody else reads one."""
+    if not isinstance(node, fx.Node) or (node is not outermost and len(node.users) != 1):
+        return []
+    if name_of(node) == "convolution":
+        return [node]
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    of = [_terms(term, outermost) for term in node.args]
+    return [term for terms in of for term in terms] if all(of) else []
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Writes such concatenations like this, and returns their number."""
+    return sum(_write(graph, node) for node in list(graph.nodes) if name_of(node) == "cat")
+
+
+def _write(graph: fx.Graph, node: fx.Node) -> bool:
+    sources = nodes_at(node, 0)
+    value = value_of(node)
+    enlarged = [_is_large_map(source, node) for source in sources]
+    if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
+        return False
+    if len(set(sources)) < len(sources) or node.args[1:] not in ((1,), (1 - value.dim(),)):
+        return False
+    if any(value_of(source).dtype != value.dtype for source in sources):
+        return False
+    with graph.inserting_before(node):
+        whole = _allocated(graph, value)
+        begins = [sum(value_of(source).shape[1] for source in sources[:place]) for place in range(len(sources))]
+        # The maps come last, because the other sources are gone by then.
+        for map_of, source, begin in sorted(zip(enlarged, sources, begins, strict=True), key=lambda row: row[0]):
+            given = (whole, source.args[0], begin, source.args[1:]) if map_of else (whole, source, begin)
+            whole = graph.call_function(put_enlarged if map_of else put, given)
+            whole.meta["val"] = value
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    for map_of, source in zip(enlarged, sources, strict=True):
+        if map_of:
+            graph.erase_node(source)
+    return True
+
+
+def _allocated(graph: fx.Graph, value: Tensor) -> fx.Node:
+    """Memory for a result."""
+    options: dict[str, Argument] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    made = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
+    made.meta["val"] = value
+    return made
+
+
+def _is_large_map(source: object, reader: fx.Node) -> bool:
+    if not isinstance(source, fx.Node) or source.target is not INTERPOLATE:
+        return False
+    return set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES
+
+
+# Ops, and functions of ``ops/norm/graph.py``, whose first argument is a gradient that they need without gaps.
+READERS = {
+    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward",
+    "max_pool_backward", "norm_act_backward",
+}  # fmt: skip
+
+
+def make_dense(graph: fx.Graph) -> int:
+    """Gives these ops their copies, and returns how many."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        source = node.args[0] if _called(node) in READERS else None
+        if not isinstance(source, fx.Node) or not _is_gradient_of_a_source(source):
+            continue
+        if source not in copies:
+            value = value_of(source)
+            with graph.inserting_before(node):
+                copies[source] = graph.call_function(dense, (source,))
+            copies[source].meta["val"] = torch.empty_like(value, memory_format=FORMATS[value.dim()])
+        node.update_arg(0, copies[source])
+    return len(copies)
+
+
+def _called(node: fx.Node) -> str:
+    """The name of the op or the function that a node calls, without a namespace and an overload."""
+    if node.op != "call_function":
+        return ""
+    function: Any = node.target
+    return op_of(node)._schema.name.rpartition("::")[2] if is_op(node) else function.__name__
+
+
+def _is_gradient_of_a_source(node: fx.Node) -> bool:
+    """Whether a node is a slice of the channels of an image in channels_last, on a device of the kernel."""
+    if name_of(node) != "slice" or node.args[1:2] != (1,) or not is_tensor(node):
+        return False
+    value = value_of(node)
+    if value.dim() not in FORMATS or has_symbols(value) or not _backend.takes_triton(value.device):
+        return False
+    return pitch_of(value) not in (None, value.shape[1]) and suggests_channels_last(value)

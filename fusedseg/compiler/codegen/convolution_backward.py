@@ -1,0 +1,42 @@
+"""Gradients of a convolution one after the other, so that its input is gone before its gradient is allocated.
+
+    dw = convolution_backward(dy, x, w)         the last reader of x
+    dx = convolution_backward(dy, like x, w)    from the shape of x alone
+
+The kernels are those of one call, so the bits are the same.  For the codegen "aten".
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...ops.conv import conv3d
+from ...ops.conv.reference import shape_only
+from ..graph import last_readers
+from ..plan.aliasing import spent_input
+
+aten = torch.ops.aten
+
+
+def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: Any) -> Any:
+    """``inputs`` is a list with x, the only reference to it; x is taken off the list."""
+    x = inputs.pop()
+    *geometry, mask = given
+    instead = shape_only(dy, x, w)
+    if instead is None:
+        return conv3d.convolution_backward(dy, x, w, *given)
+    _, dw, dbias = aten.convolution_backward(dy, x, w, *geometry, [False, *mask[1:]])
+    del x
+    dx, _, _ = conv3d.convolution_backward(dy, instead, w, *geometry, [True, False, False])
+    return dx, dw, dbias
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Writes such gradients where they are the last reader, and returns their number."""
+    last = last_readers(graph)
+    found = [(node, x) for node in graph.nodes if (x := spent_input(node)) is not None and last[x] is node]
+    for node, x in found:
+        dy, _, *rest = node.args
+        node.target, node.args = convolution_backward, ([x], dy, *rest)
+    return len(found)

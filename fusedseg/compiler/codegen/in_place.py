@@ -1,0 +1,87 @@
+"""Writing results over inputs that nobody reads again, for the codegen "aten".
+
+A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
+becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
+and has the dtype, shape and strides of the result.  The gradient of an activation is written over the gradient that it
+reads.  So are a softmax and its gradient, which would be the third tensor of its size at the peak of an attention.
+"""
+
+import torch
+from torch import Tensor, fx
+
+from ..graph import calls_view, is_op, outputs_of, roots_of, value_of
+from ..plan.aliasing import first_result, may_overwrite, overwriting
+
+aten = torch.ops.aten
+# How these forms, and that of a choice by a mask, name the tensor that they write to.
+INTO = {"grad_input": "grad_input", "self_out": "out"}
+
+
+def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """For each memory the place of the last node that reads it."""
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for source in node.all_input_nodes:
+            last[roots[source]] = place
+    return last
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Makes ops write their results over their arguments, and returns how many do."""
+    roots = roots_of(graph)
+    last = _last_reads(graph, roots)
+    # For each result the node that writes it, and what it is written over.
+    written: dict[fx.Node | None, tuple[fx.Node, fx.Node]] = {}
+    for place, node in enumerate(graph.nodes):
+        x = next((x for x in may_overwrite(node) if _is_free(node, x, place, roots, last)), None)
+        if x is None:
+            continue
+        result, root = first_result(node), roots[x]
+        node.target = overwriting(node)
+        into = INTO.get(node.target._overloadname) if is_op(node) else None
+        if into is not None:
+            node.kwargs = {**node.kwargs, into: x}
+        elif x is not node.args[0]:
+            node.args = (x, node.args[0])
+        # The result lies in the memory of x, so that memory is read as long as the result is.
+        for other, of in roots.items():
+            if of is result:
+                roots[other] = root
+        last[root] = max(place, last.get(result, place))
+        written[result] = node, x
+    _return_no_views(graph, written)
+    return len(written)
+
+
+def _return_no_views(graph: fx.Graph, written: dict[fx.Node | None, tuple[fx.Node, fx.Node]]) -> None:
+    """No output of a graph is a view because it was written over one, as over the output of an instance norm.
+
+    A program may change an output in place, and PyTorch refuses that for a view which a function has returned.
+    """
+    for output in outputs_of(graph):
+        if not isinstance(output, fx.Node) or output not in written:
+            continue
+        node, x = written[output]
+        while x in written:
+            node, x = written[x]
+        if calls_view(x):
+            with graph.inserting_before(node):
+                node.replace_input_with(x, graph.call_function(without_views, (x,)))
+
+
+def without_views(x: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view to autograd."""
+    return x.data
+
+
+def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+    """Whether the result of the node at ``place`` may be written over its argument ``x``."""
+    root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
+    if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
+        return False
+    return _is_whole(value_of(root), value_of(x))
+
+
+def _is_whole(root: object, x: Tensor) -> bool:
+    """Whether a view covers the memory that it lies in; ``root`` may have several results."""
+    return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())

@@ -1,0 +1,138 @@
+"""Norms in the code of "aten": their running statistics, and those whose input is packed.
+
+Running statistics are written where they are, in place of a copy that is copied back.
+
+A batch norm whose input is packed is divided into its statistics, the packing, which reads them, and its output.  So
+the output can be written over the input (``in_place.py``), which would otherwise live until it is packed.  It is done
+where Triton kernels compute both; elsewhere the output would have other last bits.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ... import _backend, _torch
+from ...ops.low_bit.graph import round_op
+from ...ops.norm import graph as norms
+from ..graph import arguments_of, calls_view, has_same_form, items_of, node_at, outputs_of, roots_of, value_of
+
+aten = torch.ops.aten
+# Norms that return their running statistics, moved, as the results 3 and 4: the place of the first among the arguments,
+# and the form that moves them where they are.
+MOVING: dict[Any, tuple[int, Any]] = {
+    _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
+    **norms.MOVING,
+}
+
+
+def write_statistics(graph: fx.Graph) -> int:
+    """Norms move their running statistics where they are, and counters are increased there."""
+    taken = _take_apart(graph)
+    outputs = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
+    copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
+    count = 0
+    for node in list(graph.nodes):
+        if node.target in MOVING:
+            count += _norm(graph, node, copies, outputs)
+        elif node.target is aten.add.Tensor and node.args[0] in copies:
+            buffer = node.args[0]
+            copy = copies[buffer]
+            alone = set(node.users) == {copy} and not node.kwargs and set(buffer.users) == {node, copy}
+            if alone and buffer.op == "placeholder" and _is_counter(value_of(buffer), value_of(node)):
+                graph.erase_node(copy)
+                node.target = aten.add_.Tensor
+                count += 1
+    for buffer, added in taken:
+        _add_at_the_end(graph, buffer, added)
+    return count
+
+
+def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """What ``capture/dead_bias.py`` adds to a new running mean is to be added where the mean is, after all else.
+
+    The norm's own new mean is copied to the buffer in place of the sum.  Returns the buffers and the sums, which nobody
+    reads any more.
+    """
+    copies, roots, taken = graph.find_nodes(op="call_function", target=aten.copy_.default), roots_of(graph), []
+    changed = {copy.args[0] for copy in copies}
+    for copy in copies:
+        buffer, added = copy.args
+        if not isinstance(added, fx.Node) or added.target is not aten.add.Tensor or set(added.users) != {copy}:
+            continue
+        new, more = added.args
+        if not isinstance(new, fx.Node) or new.target is not operator.getitem or set(new.users) != {added}:
+            continue
+        # At the end of the graph another buffer may have its next value already.
+        still = isinstance(more, fx.Node) and roots[more] not in changed
+        if still and all(has_same_form(value_of(t), value_of(buffer)) for t in (new, added)):
+            copy.update_arg(1, new)
+            added.update_arg(0, more)
+            taken.append((buffer, added))
+    return taken
+
+
+def _add_at_the_end(graph: fx.Graph, buffer: fx.Node, added: fx.Node) -> None:
+    with graph.inserting_before(graph.output_node()):
+        late = graph.call_function(aten.add_.Tensor, (buffer, *added.args[1:]), dict(added.kwargs))
+    late.meta["val"] = value_of(buffer)
+    graph.erase_node(added)
+
+
+def _is_counter(buffer: object, more: Tensor) -> bool:
+    return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
+
+
+def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
+    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
+    items, (first, moving) = items_of(node), MOVING[node.target]
+    pairs = [(node.args[first], 3), (node.args[first + 1], 4)]
+    for buffer, place in pairs:
+        new, copy = items.get(place), copies.get(buffer)
+        if new is None or copy is None or copy.args[1] is not new or set(new.users) != {copy} or new in outputs:
+            return False
+        if buffer.op != "placeholder" or set(buffer.users) != {node, copy}:  # type: ignore[union-attr]
+            return False
+    for buffer, place in pairs:
+        graph.erase_node(copies[buffer])
+        graph.erase_node(items[place])
+    node.target = moving
+    return True
+
+
+def divide(graph: fx.Graph) -> int:
+    """Divides these norms of a forward graph, and returns their number."""
+    found = [node for node in graph.nodes if node.target is norms.norm_act and _is_packed(node)]
+    for node in found:
+        _divide(graph, node)
+    return len(found)
+
+
+def _is_packed(node: fx.Node) -> bool:
+    given, x = arguments_of(node), node_at(node, 0)
+    while calls_view(x):
+        x = node_at(x, 0)
+    finds = given["own"] and given["kind"] == "batch" and given["mean"] is None
+    packs = any(user.target is round_op._opoverload for user in x.users)
+    return finds and packs and {0, 1, 2} <= set(items_of(node)) and _backend.takes_triton(value_of(x).device)
+
+
+def _divide(graph: fx.Graph, node: fx.Node) -> None:
+    x, weight, bias, residual, *running = node.args[:6]
+    spec, items = node.args[8:], items_of(node)
+    with graph.inserting_before(node):
+        statistics = graph.call_function(norms.statistics, (x, *running, *spec))
+        statistics.meta["val"] = value_of(node)
+    for place in set(items) - {0}:
+        items[place].args = (statistics, place)
+    order = {one: place for place, one in enumerate(graph.nodes)}
+    with graph.inserting_before(min(items[0].users, key=order.__getitem__)):
+        given = (x, weight, bias, residual, None, None, items[1], items[2], *spec)
+        again = graph.call_function(norms.norm_act, given)
+        again.meta["val"] = value_of(node)
+        z = graph.call_function(operator.getitem, (again, 0))
+        z.meta = dict(items[0].meta)
+    items[0].replace_all_uses_with(z)
+    graph.erase_node(items[0])
+    graph.erase_node(node)

@@ -1,0 +1,111 @@
+"""What is packed, written into the graph: the nodes that pack and unpack, and what a step costs with them."""
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from ...ops.low_bit import graph as ops
+from ...ops.low_bit.graph import unpack_op
+from ...ops.low_bit.spec import SMOOTH_BITS
+from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
+from ..plan import keep, nearly_free
+from ..plan.choose import Choices, Cost, cost_of
+from ..plan.keep import AGAIN, KEEP, LABEL, call_node
+from ..plan.min_cut import Cut
+from ..plan.peak import Live
+from .choose_bits import Rounded, bits_of, settled
+
+
+class Storage:
+    """The nodes that pack, right after a value is computed, and those that unpack, before its first reader."""
+
+    def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
+        self.graph = graph
+        self.packed: dict[fx.Node, tuple[Any, ...]] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
+        key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
+        for place, node in enumerate(order):
+            after = behind(node)
+            size, stride = form_in(graph, node, after)
+            if node in rounded.integers:
+                bits = rounded.integers[node]
+                packed = _keep(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
+                unpack = ops.bits_unpack._opoverload
+                self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
+                continue
+            bits, kink = rounded.bits[node], None
+            if node in rounded.kinks:
+                norm = rounded.kinks[node]
+                after = behind(call_node(norm.mean))  # type: ignore[arg-type]
+                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
+                kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
+            given = (node, bits, key, place, kink, stride)
+            codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
+            results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
+            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, size, stride)
+
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """The unpacked value of a node, for a reader in backward."""
+        if node not in self.made:
+            self.made[node] = call(self.graph, *self.packed[node], before=before)
+            self.made[node].meta[LABEL] = AGAIN
+        return self.made[node]
+
+
+def _keep(node: fx.Node) -> fx.Node:
+    node.meta[LABEL] = KEEP
+    return node
+
+
+def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool) -> Cost:
+    """Writes a decision into its graph, with everything that packs and unpacks, and counts it there."""
+    graph, outputs = of.graph, of.outputs
+    foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
+    keep.apply(of, decided, Storage(graph, found, seed))
+    graph.eliminate_dead_code()
+    labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
+    joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
+    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.AGAIN})
+    counted.goal = decided.goal
+    cost = cost_of(Live(joint, fused), counted)
+    for node, label in labels.items():
+        if label is not None:
+            node.meta[keep.LABEL] = label
+    return cost
+
+
+class RoundedChoices(Choices):
+    """The choices with ``bits``: what is kept is packed, and so costs fewer bytes.
+
+    Each choice is counted on a copy of the graph with everything that packs, unpacks and answers questions.
+    """
+
+    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
+        super().__init__(joint, eager, fused)
+        self._bits = bits
+
+    def nbytes(self, node: fx.Node) -> int:
+        nbytes, bits = super().nbytes(node), bits_of(node, self._bits)
+        return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
+
+    def first(self) -> keep.Decision:
+        return keep.decide(self.joint, nearly_free.scores)
+
+    def cut(self) -> Cut:
+        def is_rounded(node: fx.Node) -> bool:
+            return self.nbytes(node) < super(RoundedChoices, self).nbytes(node)
+
+        return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < SMOOTH_BITS else None)
+
+    def kept(self, decision: keep.Decision) -> int:
+        return sum(map(self.nbytes, decision.kept))
+
+    def cost(self, decision: keep.Decision) -> Cost:
+        graph, twins = twin_of(self.joint.graph)
+        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.again}
+        outputs = self.joint.outputs
+        of, decided, found = settled(graph, outputs, self._bits, keep.Decision(again=again, goal=decision.goal))
+        return packed(of, decided, found, seed=0, fused=self.fused)

@@ -1,0 +1,97 @@
+"""In which memory a result may be written: over an input that nobody reads again.
+
+The codegen "aten" writes results so (``codegen/in_place.py``), and the schedule counts their bytes so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ... import _torch
+from ...ops.norm import graph as norms
+from .. import op_table
+from ..graph import has_symbols, is_alike, items_of, name_of, node_at, value_of
+
+aten = torch.ops.aten
+COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
+_ACTIVATIONS = [row for row in op_table.ROWS if row.backward]
+_GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
+
+
+def _softmax_over(op: Any) -> Callable[..., Tensor]:
+    """A softmax, or its gradient, that is written over its first argument.
+
+    Kernels reduce a row before they write to it, and then write each value where they read it.  But they write a
+    contiguous result, and a trace may say that a tensor is contiguous which is not.
+    """
+    (into,) = (argument.name for argument in op.out._schema.arguments if argument.is_out)
+
+    def over(x: Tensor, *given: Any) -> Any:
+        return op.out(x, *given, **{into: x}) if x.is_contiguous() else op.default(x, *given)
+
+    return over
+
+
+# The op -> its form that writes the result over the first argument.
+OVERWRITING: dict[Any, Any] = {
+    **{
+        getattr(aten, op).default: getattr(aten, f"{op}_").default
+        for op in (row.ops[0] for row in _ACTIVATIONS)
+        if hasattr(aten, f"{op}_")
+    },
+    **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
+    aten.where.self: aten.where.self_out,
+    **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
+    # Not each of the gradients can be told where to write.
+    **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
+    **norms.OVER,
+}
+
+
+def overwriting(node: fx.Node) -> Any:
+    """The form of a node's function that writes the result over the first argument, or None."""
+    if node.target in (norms.norm_act, norms.forward_moving) and set(items_of(node)) != {0}:
+        # A norm that writes over its input keeps no mean.
+        return None
+    return OVERWRITING.get(node.target)
+
+
+def may_overwrite(node: fx.Node) -> list[fx.Node]:
+    """The arguments over which the result may be written if nobody reads them later."""
+    if node.op != "call_function" or overwriting(node) is None:
+        return []
+    # A sum or a product has the same bits with its arguments exchanged.
+    exchanged = node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
+    result = first_result(node)
+    given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + exchanged]
+    if result is None:
+        # Nobody reads the first result.
+        return []
+    return [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+
+
+def first_result(node: fx.Node) -> Any:
+    """The node of the first result of a call."""
+    return items_of(node).get(0) if isinstance(value_of(node), tuple) else node
+
+
+def spent_input(node: fx.Node) -> fx.Node | None:
+    """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
+    if name_of(node) != "convolution_backward":
+        return None
+    dy, x, w = (node_at(node, place) for place in range(3))
+    transposed, mask = node.args[7], node.args[10]
+    assert isinstance(mask, (list, tuple))
+    apart = not transposed and x not in (dy, w) and mask[0] and (mask[1] or mask[2])
+    if not apart or has_symbols(value_of(dy), value_of(x)):
+        return None
+    # ``shape_only`` may find no memory for a larger input.
+    return x if value_of(dy).numel() >= value_of(x).numel() else None
+
+
+def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
+    """The inputs in whose place a result may be, if nobody reads them later."""
+    x = None if fused else spent_input(node)
+    return may_overwrite(node) if x is None else [x]

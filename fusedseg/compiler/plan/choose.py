@@ -1,0 +1,259 @@
+"""A budget: which values forward keeps, and which convolutions and matrix products run twice for it.
+
+``min_cut.py`` gives the values that are computed again, for falling prices of arithmetic.  Each of these choices has a
+price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
+The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
+So a smaller budget never has a higher peak.  Without a budget the last choice counts: none may peak above the first.
+Arithmetic that is left at the end, too little for the next choice, buys single products.
+Products run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from enum import Enum, auto
+from typing import NamedTuple
+
+from torch import fx
+
+from ..._sizes import text_of
+from ..budget import Budget
+from ..graph import Joint, flops_of, nbytes_of
+from ..settings import OP
+from . import keep
+from .min_cut import Cut
+from .peak import Live
+from .schedule import Goal
+
+# A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
+CHEAP = 1
+# A choice is left out if it keeps less by so small a share of eager mode's bytes, but for the last one.
+LEAST = 0.004
+# The search ends after so many choices in a row that peak higher.
+TRIES = 12
+# So many choices that repeat too much are tried without one of their products.
+NEAREST = 4
+# The share by which the peak may rise, for small tensors such as copies of biases.
+SAME = 1e-3
+
+
+class Cost(NamedTuple):
+    """The bytes that forward keeps, the arithmetic that backward repeats, and the most bytes at once.
+
+    with_workspaces: the most bytes at once with what convolutions and packing may need beside their results.
+    """
+
+    kept: int
+    flops: int
+    peak: int
+    with_workspaces: int
+
+    def is_within(self, most: "Cost") -> bool:
+        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
+
+
+class Choice(NamedTuple):
+    decision: keep.Decision
+    cost: Cost
+
+
+class Choices:
+    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``order.Backward``."""
+
+    def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
+        self.joint, self.eager, self.fused = joint, eager, fused
+        self.live = Live(joint, fused)
+        self.flops = {node: flops_of(node) for node in joint.forward}
+        self.total = sum(self.flops.values())
+
+    def _price(self, call: fx.Node) -> int:
+        """What a second run of a call costs."""
+        return self.flops.get(call) or CHEAP * sum(map(nbytes_of, (call, *call.all_input_nodes)))
+
+    def nbytes(self, node: fx.Node) -> int:
+        return 0 if node in self.joint.held else nbytes_of(node)
+
+    def first(self) -> keep.Decision:
+        """The decision without a budget."""
+        return keep.decide(self.joint)
+
+    def cut(self) -> Cut:
+        return Cut(self.joint, self.nbytes, self._price)
+
+    def kept(self, decision: keep.Decision) -> int:
+        """The bytes that forward keeps, or a few less."""
+        return self.live.kept(decision)
+
+    def cost(self, decision: keep.Decision) -> Cost:
+        return cost_of(self.live, decision)
+
+    def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
+        return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
+
+    def flops_of(self, decision: keep.Decision) -> int:
+        """The arithmetic of the products that a decision computes again, once each."""
+        return self._flops_of(set(decision.again))
+
+    def on_the_way_down(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
+        """The choices within so much arithmetic that keep less and less.
+
+        With ``falling`` none peaks higher than one before it, otherwise none peaks higher than the first one.
+        """
+        first = self.first()
+        way = WayDown(self, Choice(first, self.cost(first)), most_flops, falling)
+        yield way.best
+        cut = self.cut()
+        steps = cut.steps()
+        way.again = next(iter(steps))
+        # The first choices for which there is too little arithmetic, and their prices.
+        dear: dict[frozenset[fx.Node], float] = {}
+        for wanted, price in steps.items():
+            # Parts that save too little by themselves.
+            small: frozenset[fx.Node] = frozenset()
+            for part in sorted(cut.parts(wanted - way.again), key=self._flops_of) or [set()]:
+                tried = way.again | small | part
+                verdict = way.walk(tried)
+                if verdict is Verdict.DEAR and len(dear) < NEAREST:
+                    dear.setdefault(tried, price)
+                if verdict is Verdict.DEAR or len(way.refused) == TRIES:
+                    break
+                small = small | part if verdict is Verdict.SMALL else frozenset()
+                if verdict is Verdict.TAKEN:
+                    yield way.best
+            if len(way.refused) == TRIES:
+                return
+        if dear:
+            way.refused.clear()
+            yield from self._filled(way, cut, dear)
+
+    def _filled(self, way: "WayDown", cut: Cut, dear: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
+        """Choices that use up the arithmetic: those of ``dear`` without a product, and then with one product more."""
+        price = next(iter(dear.values()))
+        for more in dear:
+            products = cut.products & {keep.call_node(node) for node in keep.decision_of(self.joint, more).again}
+            for call in sorted(products, key=self.nbytes):
+                fits = self._flops_of(products - {call}) <= way.most_flops
+                verdict = way.walk(cut.with_products(products - {call}, dear[more])) if fits else Verdict.DEAR
+                if verdict is Verdict.TAKEN:
+                    yield way.best
+                if len(way.refused) == TRIES:
+                    return
+                if verdict is Verdict.TAKEN:
+                    break
+        for call in sorted(cut.products, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
+            products = cut.products & {keep.call_node(node) for node in way.best.decision.again}
+            if call in products or self._flops_of(products | {call}) > way.most_flops:
+                continue
+            if way.walk(way.again | cut.with_products(products | {call}, price)) is Verdict.TAKEN:
+                yield way.best
+            if len(way.refused) == TRIES:
+                return
+
+
+class Verdict(Enum):
+    """What becomes of a choice that is tried: it is the next one, saves too little, or repeats or peaks too much."""
+
+    TAKEN = auto()
+    SMALL = auto()
+    DEAR = auto()
+    HIGH = auto()
+
+
+class WayDown:
+    """The last choice on the way down.
+
+    Attributes:
+        best: the choice.
+        again: the values that may be computed again in it.
+        refused: those with which the peak was too high since then.
+    """
+
+    def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
+        self._choices, self.best, self.most_flops, self._falling = choices, best, most_flops, falling
+        self.again: frozenset[fx.Node] = frozenset()
+        self.refused: set[frozenset[fx.Node]] = set()
+        self._most = best.cost.peak
+
+    def walk(self, tried: frozenset[fx.Node]) -> Verdict:
+        """Tries the choice with these values."""
+        of, best = self._choices, self.best
+        decision = keep.decision_of(of.joint, tried)
+        enough = best.cost.kept - LEAST * of.eager
+        kept, flops = of.kept(decision), of.flops_of(decision)
+        if kept > enough or tried in self.refused:
+            return Verdict.SMALL
+        if flops > self.most_flops:
+            return Verdict.DEAR
+        # A byte of the peak is worth as much as one that is kept.
+        price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
+        decision.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
+        cost = of.cost(decision)
+        if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
+            self.refused.add(tried)
+            return Verdict.HIGH
+        self.best, self.again = Choice(decision, cost), tried
+        if self._falling:
+            self._most = min(self._most, cost.peak)
+        self.refused.clear()
+        return Verdict.TAKEN
+
+
+def cost_of(live: Live, decision: keep.Decision) -> Cost:
+    peak = live.peak(decision)
+    return Cost(live.kept(decision), peak.flops, peak.nbytes, peak.with_workspaces)
+
+
+def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:
+    """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
+
+    If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
+    """
+    if budget is None:
+        first = choices.first()
+        return Choice(first, choices.cost(first)), True
+    nbytes, arguments = budget.bytes_of(choices.eager), choices.live.arguments
+    # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
+    falling = nbytes is not None or budget.peak is not None
+    last = None
+    for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
+        if most is not None and not found.cost.is_within(most):
+            continue
+        last = found
+        kept_enough = nbytes is not None and found.cost.kept <= nbytes
+        if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
+            return found, True
+    return last or found, False
+
+
+def chosen(choices: Choices, budget: Budget) -> Choice:
+    """The choice for a budget, or the nearest one, with a warning."""
+    found, met = nearest(choices, budget)
+    if not met:
+        warn_of(found.cost, budget, choices)
+    return found
+
+
+def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
+    """Says which budget can be met; one without a number of bytes always is."""
+    eager = choices.eager
+    most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
+    if budget.peak is not None:
+        asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
+    elif most is not None:
+        asked, nearest = (
+            f"budget {text_of(most)}",
+            f"{text_of(cost.kept)}, which is a share of {_up(cost.kept / eager)}",
+        )
+    else:
+        return
+    warnings.warn(
+        f"{OP}: {asked} cannot be met without a higher peak or more arithmetic.  The nearest that can is {nearest}; "
+        f"{cost.flops / max(choices.total, 1):.1%} of the forward's arithmetic runs again, and extra_flops, which is "
+        f"{budget.most_flops:g}, limits it",
+        stacklevel=2,
+    )
+
+
+def _up(share: float) -> str:
+    return f"{math.ceil(share * 1000) / 1000:g}"

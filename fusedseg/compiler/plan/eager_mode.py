@@ -1,0 +1,85 @@
+"""What eager mode keeps for backward, as the joint graph that was traced says.
+
+Its backward reads just what eager mode keeps, but for the ops of this package that stand for stock functions.
+"""
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from ... import _torch
+from ..capture.norms import kept_by_eager
+from ..graph import (
+    SIZES_ALONE,
+    Joint,
+    following,
+    is_op,
+    items_of,
+    name_of,
+    nbytes_of,
+    node_at,
+    op_of,
+    outputs_of,
+    roots_of,
+)
+from . import keep
+
+# Ops of this package that keep less than the stock functions, which keep their first argument.
+KEPT_BY_STOCK = ("fusedseg::max_pool",)
+# What ``note_changeable`` writes on the output of a graph.
+CHANGEABLE = "fusedseg_changeable"
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node of backward reads of what eager mode keeps: a sum with a residual keeps neither of them."""
+    sources = node.all_input_nodes
+    if name_of(node) == "norm_act_backward":
+        residual = node.args[4]
+        return [source for source in sources if source is not residual or residual is node.args[1]]
+    return sources
+
+
+def _activated(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
+    """The results of norms with an activation, and what eager mode keeps for it (``NormAct.keeps``)."""
+    trained = {node_at(node, 1) for node in graph.nodes if name_of(node) == "norm_act_backward"}
+    for node in graph.nodes:
+        if name_of(node) == "norm_act" and node.args[0] in trained and 0 in items_of(node):
+            yield kept_by_eager(node), items_of(node)[0]
+
+
+def note_changeable(graph: fx.Graph) -> None:
+    """Notes which outputs of a joint graph eager mode does not keep for backward.
+
+    The graph is the one that was traced.  A pass that has run before, such as those of Inductor that leave out copies,
+    would change this.
+    """
+    end = graph.output_node()
+    if CHANGEABLE in end.meta:
+        return
+    roots = roots_of(graph)
+    kept = {roots[z] for what, z in _activated(graph) if what == "result"}
+    backward = {node for node in graph.nodes if _torch.is_traced_in_backward(node)} | following(graph)
+    backward.discard(end)
+    for node in graph.nodes:
+        if node in backward and name_of(node) not in SIZES_ALONE:
+            kept |= {roots[source] for source in _read(node) if source not in backward}
+        elif is_op(node) and op_of(node)._schema.name in KEPT_BY_STOCK:
+            kept.add(roots[node_at(node, 0)])
+    returned = enumerate(outputs_of(graph))
+    end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]
+
+
+def bytes_of(joint: Joint) -> int:
+    """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
+    roots = roots_of(joint.graph)
+    # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.
+    made = {node for node in joint.graph.nodes if keep.call_node(node) in joint.forward}
+    kept = {roots[node] for node in joint.gradients if node in made}
+    for node in joint.graph.nodes:
+        if node not in made and node is not joint.end:
+            kept |= {roots[source] for source in _read(node) if source in made}
+    activated = list(_activated(joint.graph))
+    kept |= {roots[z] for what, z in activated if what == "result"}
+    # The argument of an activation has no node, and the size of the result.
+    arguments = sum(nbytes_of(z) for what, z in activated if what == "input")
+    return arguments + sum(nbytes_of(root) for root in kept if root.op == "call_function")

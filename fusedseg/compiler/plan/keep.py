@@ -1,0 +1,383 @@
+"""What forward keeps for backward, decided once for a joint graph.
+
+Results of products and of random ops are kept, but for those products of which a second run is nearly free
+(``nearly_free.py``).  Everything cheap is computed again from them, with these exceptions:
+a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
+end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
+
+A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
+value, and where it must be kept, a copy of it is.
+
+``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
+does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
+from such a form (``recompute.py``).
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ...ops.low_bit.spec import FEWEST_VALUES
+from ..graph import (
+    LARGER,
+    SMALL,
+    Joint,
+    behind,
+    call,
+    call_of,
+    calls_view,
+    copied,
+    has_flops,
+    is_cheap,
+    is_op,
+    is_random,
+    nbytes_of,
+    node_at,
+    size_of,
+    tensors_of,
+)
+from . import nearly_free, recompute
+from .schedule import Goal
+
+LABEL = "recompute"
+# The largest number of calls in a chain, of which backward runs each once.
+LONGEST = 64
+# What names those of the kept products that run again.
+Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]
+AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+@dataclass
+class Decision:
+    """What backward reads of forward.
+
+    Attributes:
+        kept: the nodes that forward keeps.
+        again: the nodes that backward computes again, with the nodes from which it does.
+        readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
+        reading: the nodes of backward, which read nodes of forward.
+        instead: nodes that backward reads in place of others, with the same value.
+        goal: how the order of backward weighs the peak against products that run a third time; None without a budget.
+    """
+
+    kept: set[fx.Node] = field(default_factory=set)
+    again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    goal: Goal | None = None
+    reading: list[fx.Node] = field(default_factory=list)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether backward has the value anyway: arguments and numbers; and values that a checkpoint in the model rules."""
+    return node.op in ("placeholder", "get_attr") or not tensors_of(node) or LABEL in node.meta
+
+
+def call_node(node: fx.Node) -> fx.Node:
+    """The call of which a node picks one of several results, or the node itself."""
+    return node_at(node, 0) if node.target is operator.getitem else node
+
+
+def is_view(node: fx.Node) -> bool:
+    return calls_view(call_node(node))
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    call = call_node(node)
+    if is_cheap(call) or recompute.form_of(node) is not None:
+        return True
+    return is_op(call) and not call.all_input_nodes and not is_random(call)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes from which backward computes a node again."""
+    form = recompute.form_of(node)
+    return list(call_node(node).all_input_nodes) if form is None else recompute.sources_of(form)
+
+
+def sources_of(node: fx.Node, joint: Joint, products: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
+    """The nodes from which backward may compute a node again; None if it must be kept.
+
+    products: those that may run again; None for all that are not random.
+    """
+    call = call_node(node)
+    repeats = node in products if products is not None else has_flops(call) and not is_random(call)
+    if node in joint.held or not (repeats or _may_run_again(node)):
+        return None
+    sources = _sources(node)
+    if not is_view(node) and any(source in joint.overwritten for source in sources):
+        # Backward would read what forward has written there.
+        return None
+    return sources
+
+
+def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What backward reads of forward: readers and nodes.  The end of the graph reads gradients."""
+    own = set(reading)
+    for reader in (*reading, joint.end):
+        for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
+            if node not in own and not is_free(node):
+                yield reader, node
+
+
+def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes that follow from a gradient, others that only backward needs and that are not cheap, and what follows.
+
+    again: nodes that backward computes as it does values of forward.
+    """
+    found: dict[fx.Node, None] = {}
+
+    def is_of_backward(node: fx.Node) -> bool:
+        if node in joint.backward:
+            return True
+        if node.op != "call_function" or not tensors_of(node) or node in again or call_node(node) in joint.forward:
+            # Symbolic sizes are computed in forward.
+            return False
+        return not _may_run_again(node) or any(source in found for source in node.all_input_nodes)
+
+    for node in joint.graph.nodes:
+        if is_of_backward(node):
+            found[node] = None
+    return list(found)
+
+
+def decide(joint: Joint, repeats: Repeats = nearly_free.chosen) -> Decision:
+    """What backward reads of forward; of the products that it would keep, those that ``repeats`` names run again."""
+    first = _by_rules(joint, set())
+    twice_run = repeats(first.kept, joint)
+    found = _by_rules(joint, twice_run) if twice_run else first
+    for one in {id(first): first, id(found): found}.values():
+        _keep_later(one, joint)
+        _take_along(one)
+    # A product that runs again may need an input that backward would not keep otherwise.
+    return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
+
+
+def decision_of(joint: Joint, again: Collection[fx.Node]) -> Decision:
+    """What backward reads if just these values are computed again."""
+    reading = readers_of_forward(joint, again)
+    found = Decision(reading=reading)
+    for reader, node in entries(joint, reading):
+        found.readers.setdefault(node, set()).add(reader)
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in found.kept or one in found.again:
+                continue
+            if one not in again:
+                found.kept.add(one)
+                continue
+            found.again[one] = _sources(one)
+            stack += [source for source in found.again[one] if not is_free(source)]
+        _read(node, found)
+    return found
+
+
+def _by_rules(joint: Joint, products: Collection[fx.Node]) -> Decision:
+    """What backward reads by the rules if these products run again."""
+    reading = readers_of_forward(joint)
+    found = Decision(reading=reading)
+    calls: dict[fx.Node, frozenset[str]] = {}
+    for reader, node in entries(joint, reading):
+        found.readers.setdefault(node, set()).add(reader)
+        _decide(node, joint, found, calls, products)
+    return found
+
+
+def _decide(
+    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], products: Collection[fx.Node]
+) -> None:
+    """Decides about a node, and about those from which it is computed again."""
+    stack = [entry]
+    while stack:
+        node = stack[-1]
+        if node in calls:
+            stack.pop()
+            continue
+        allowed = sources_of(node, joint, products)
+        sources = allowed or []
+        open_ones = [source for source in sources if source not in calls and not is_free(source)]
+        if open_ones:
+            stack += open_ones
+            continue
+        stack.pop()
+        needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
+        if allowed is None or _is_worth_keeping(node, sources, calls, needed):
+            calls[node] = frozenset()
+            found.kept.add(node)
+        else:
+            calls[node] = frozenset().union(*(calls.get(s, frozenset()) for s in sources)) if is_view(node) else needed
+            found.again[node] = sources
+    # Only what the entry needs is read.
+    _read(entry, found)
+
+
+def _is_worth_keeping(
+    node: fx.Node, sources: list[fx.Node], calls: dict[fx.Node, frozenset[str]], needed: frozenset[str]
+) -> bool:
+    if is_view(node):
+        # Keeping a view would keep all of its memory.
+        return False
+    size = size_of(node)
+    if isinstance(recompute.form_of(node), recompute.MaxPool):
+        # A result that is too small to be rounded is kept, so that it has no noise.
+        return size < FEWEST_VALUES
+    rebuilt = [source for source in sources if calls.get(source)]
+    if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
+        return True
+    positions = any(t.dtype == torch.int64 for t in tensors_of(node))
+    return len(needed) > LONGEST or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
+
+
+def _read(node: fx.Node, found: Decision) -> None:
+    """Notes who reads the nodes from which a node is computed again."""
+    stack = [node]
+    while stack:
+        reader = stack.pop()
+        for source in found.again.get(reader, ()):
+            if is_free(source):
+                continue
+            readers = found.readers.setdefault(source, set())
+            if reader not in readers:
+                readers.add(reader)
+                stack.append(source)
+
+
+def _keep_later(found: Decision, joint: Joint) -> None:
+    """Keeps a value in place of the one before it, if nothing else reads that one: relu(conv(x)), not conv(x)."""
+    waiting = [node for node in joint.graph.nodes if node in found.kept and node not in joint.held]
+    while waiting:
+        node = waiting.pop()
+        if node not in found.kept:
+            continue
+        reader = _only_reader(node, found)
+        while reader is not None and is_view(reader):
+            reader = _only_reader(reader, found)
+        if reader is None or nbytes_of(reader) > nbytes_of(node):
+            continue
+        sources = found.again.pop(reader)
+        found.kept.add(reader)
+        waiting.append(reader)
+        leave(reader, sources, found)
+
+
+def _only_reader(node: fx.Node, found: Decision) -> fx.Node | None:
+    readers = found.readers.get(node, set())
+    reader = next(iter(readers), None)
+    return reader if len(readers) == 1 and reader in found.again else None
+
+
+def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
+    """``reader`` reads these sources no longer; what nobody reads is neither kept nor computed again."""
+    for source in sources:
+        readers = found.readers.get(source)
+        if readers is None:
+            continue
+        readers.discard(reader)
+        if not readers:
+            del found.readers[source]
+            found.kept.discard(source)
+            if source in found.again:
+                leave(source, found.again.pop(source), found)
+
+
+def _take_along(found: Decision) -> None:
+    """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
+    for node in [node for node in found.kept if node.target is operator.getitem]:
+        others = (other for other in call_node(node).users if other in found.again and recompute.form_of(other) is None)
+        other = next(others, None)
+        if other is not None:
+            found.kept.remove(node)
+            found.again[node] = found.again[other]
+            _read(node, found)
+
+
+class Unpacking(Protocol):
+    """Kept nodes that are packed, and what backward reads in their place."""
+
+    packed: dict[fx.Node, tuple[Any, ...]]
+
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node: ...
+
+
+def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
+    """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in joint.graph.nodes if node in decided.kept]:
+        if storage is not None and node in storage.packed:
+            continue
+        if node in joint.changeable:
+            copies[node] = call(joint.graph, torch.ops.aten.clone.default, node, before=behind(node))
+            copies[node].meta[LABEL] = KEEP
+            continue
+        for one in {node, call_node(node)}:
+            one.meta.setdefault(LABEL, KEEP)
+    writer = _Writer(joint, decided, storage, copies)
+    for reader in decided.reading:
+        read = functools.partial(writer.read, before=reader)
+        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
+    (returned,) = joint.end.args
+    gradients = set(joint.gradients)
+    joint.end.args = (
+        fx.map_arg(returned, lambda n: writer.read(n, joint.end) if n in gradients and n not in joint.returned else n),
+    )
+
+
+class _Writer:
+    """Gives backward the nodes that it reads."""
+
+    def __init__(
+        self, joint: Joint, decided: Decision, storage: Unpacking | None, copies: dict[fx.Node, fx.Node]
+    ) -> None:
+        self.graph, self.decided, self.storage, self.copies = joint.graph, decided, storage, copies
+        self.changeable = joint.changeable
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
+        node = self.decided.instead.get(node, node)
+        if self.storage is not None and node in self.storage.packed:
+            return self.storage.read(node, before)
+        if node not in self.decided.again:
+            return self.copies.get(node, node)
+        if node not in self.made:
+            self.made[node] = self._again(node, before)
+        return self.made[node]
+
+    def _again(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        form = recompute.form_of(node)
+        if form is not None:
+            last = before.prev
+            made = form.write(self.graph, lambda n: self.read(n, before), before)
+            _label_new(last, before)
+            return made
+        call = call_node(node)
+        swapped = {source: self.read(source, before) for source in call.all_input_nodes}
+        if node not in self.changeable and all(source is other for source, other in swapped.items()):
+            return _labelled(node, call)
+        if node is call:
+            made = copied(self.graph, node, swapped, before)
+            return _labelled(made)
+        if call not in self.made:
+            self.made[call] = _labelled(copied(self.graph, call, swapped, before))
+        return _labelled(copied(self.graph, node, {call: self.made[call]}, before))
+
+
+def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
+    for one in (node, *others):
+        one.meta[LABEL] = AGAIN
+    return node
+
+
+def _label_new(last: fx.Node, before: fx.Node) -> None:
+    """Labels the nodes that were made between two nodes."""
+    node = last.next
+    while node is not before:
+        node.meta[LABEL] = AGAIN
+        node = node.next

@@ -1,0 +1,281 @@
+"""Which values forward keeps at the least price of bytes and arithmetic: a minimum cut.
+
+A value of forward that backward reads is kept, which costs its bytes, or computed again, which costs its arithmetic,
+and then backward reads the values from which it follows.  For one price of arithmetic in bytes the best choice is a
+minimum cut of a network with two vertices for each value: the value is available to backward, and it is computed again.
+With a lower price more values are computed again, and all that was before still is.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from torch import fx
+
+from ..graph import Joint, has_flops
+from . import keep, recompute
+from .keep import call_node, is_free, is_view
+
+# Capacities are whole numbers: this many for a byte.
+UNIT = 1 << 10
+ENDLESS = 1 << 80
+# The prices of arithmetic, in bytes: each is this share of the one before it.
+FIRST, NEXT, PRICES = 1 / 4, 0.85, 90
+
+
+class Flow:
+    """A network from vertex 0 to vertex 1, and a maximum flow in it, which grows with the capacities (Dinic)."""
+
+    def __init__(self) -> None:
+        self.heads: list[int] = []
+        self.left: list[int] = []
+        self.edges: list[list[int]] = [[], []]
+
+    def vertex(self) -> int:
+        self.edges.append([])
+        return len(self.edges) - 1
+
+    def edge(self, tail: int, head: int, capacity: int) -> int:
+        """An edge, whose twin of the other direction is the next one."""
+        for one, other, left in ((tail, head, capacity), (head, tail, 0)):
+            self.edges[one].append(len(self.heads))
+            self.heads.append(other)
+            self.left.append(left)
+        return len(self.heads) - 2
+
+    def augment(self) -> None:
+        while (levels := self._levels())[1] >= 0:
+            self._block(levels)
+
+    def _levels(self) -> list[int]:
+        """For each vertex its distance from vertex 0; -1 where there is no way."""
+        levels = [-1] * len(self.edges)
+        levels[0] = 0
+        queue = deque([0])
+        while queue:
+            tail = queue.popleft()
+            for edge in self.edges[tail]:
+                head = self.heads[edge]
+                if self.left[edge] and levels[head] < 0:
+                    levels[head] = levels[tail] + 1
+                    queue.append(head)
+        return levels
+
+    def _block(self, levels: list[int]) -> None:
+        """Fills all shortest ways."""
+        heads, left, edges = self.heads, self.left, self.edges
+        turn = [0] * len(edges)
+        path: list[int] = []
+        at = 0
+        while True:
+            if at == 1:
+                most = min(left[edge] for edge in path)
+                for edge in path:
+                    left[edge] -= most
+                    left[edge ^ 1] += most
+                full = next(place for place, edge in enumerate(path) if not left[edge])
+                at = heads[path[full] ^ 1]
+                del path[full:]
+            while turn[at] < len(edges[at]):
+                edge = edges[at][turn[at]]
+                if left[edge] and levels[heads[edge]] == levels[at] + 1:
+                    break
+                turn[at] += 1
+            else:
+                if not path:
+                    return
+                at = heads[path.pop() ^ 1]
+                turn[at] += 1
+                continue
+            path.append(edge)
+            at = heads[edge]
+
+    def after_the_start(self) -> list[bool]:
+        """For each vertex whether more could flow to it from vertex 0."""
+        return [level >= 0 for level in self._levels()]
+
+    def before_the_end(self) -> list[bool]:
+        """For each vertex whether more could flow from it to vertex 1."""
+        found = [False] * len(self.edges)
+        found[1] = True
+        stack = [1]
+        while stack:
+            head = stack.pop()
+            for edge in self.edges[head]:
+                tail = self.heads[edge]
+                if self.left[edge ^ 1] and not found[tail]:
+                    found[tail] = True
+                    stack.append(tail)
+        return found
+
+
+class Vertices(NamedTuple):
+    """The vertices of a value: it is available to backward; it is computed again."""
+
+    available: int
+    again: int
+
+
+class Cut:
+    """The network of a joint graph.
+
+    Args:
+        joint: the graph.
+        nbytes: the bytes that keeping a value costs.
+        price: the arithmetic that a second run of a call costs.
+        is_rounded: whether a value is rounded if it is kept; products run again from exact values alone.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        nbytes: Callable[[fx.Node], int],
+        price: Callable[[fx.Node], int],
+        is_rounded: Callable[[fx.Node], bool] | None = None,
+    ) -> None:
+        flow = self._flow = Flow()
+        needed = [node for _, node in keep.entries(joint, keep.readers_of_forward(joint))]
+        self.sources = _all_sources(needed, joint)
+        self._vertices: dict[fx.Node, Vertices] = {}
+        for node, sources in self.sources.items():
+            one = flow.vertex()
+            free = is_view(node) and sources is not None
+            own = self._vertices[node] = Vertices(one, one if free else flow.vertex())
+            if not free:
+                flow.edge(own.again, own.available, UNIT * nbytes(node))
+        for node in needed:
+            flow.edge(self._vertices[node].available, 1, ENDLESS)
+        # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
+        self._priced: list[tuple[int, int]] = []
+        # The places of products among them.
+        self._products: dict[fx.Node, int] = {}
+        calls: dict[fx.Node, int] = {}
+        for node, sources in self.sources.items():
+            again = self._vertices[node].again
+            if sources is None:
+                flow.edge(0, again, ENDLESS)
+                continue
+            # Results of one call share its run.
+            call = node if recompute.form_of(node) is not None else call_node(node)
+            if call not in calls:
+                calls[call] = flow.vertex()
+                if has_flops(call):
+                    self._products[call] = len(self._priced)
+                self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
+                for source in sources:
+                    flow.edge(self._vertices[source].available, calls[call], ENDLESS)
+            flow.edge(calls[call], again, ENDLESS)
+        self._paid = [0] * len(self._priced)
+        if is_rounded is not None:
+            self._from_exact_values(calls, is_rounded)
+        self._start = flow.left.copy()
+
+    def _from_exact_values(self, calls: dict[fx.Node, int], is_rounded: Callable[[fx.Node], bool]) -> None:
+        """A product runs again only if its inputs are exact: they are computed again from exact values themselves."""
+        flow = self._flow
+        exact = {node: flow.vertex() for node in self.sources}
+        for node, sources in self.sources.items():
+            own = self._vertices[node]
+            flow.edge(own.again if is_rounded(node) else own.available, exact[node], ENDLESS)
+            for source in sources or ():
+                if is_rounded(node):
+                    flow.edge(exact[source], exact[node], ENDLESS)
+                call = call_node(node)
+                if has_flops(call):
+                    flow.edge(exact[source], calls[call], ENDLESS)
+
+    def steps(self) -> dict[frozenset[fx.Node], float]:
+        """The values that are computed again, for falling prices of arithmetic; each set has those before it."""
+        flow = self._flow
+        found: dict[frozenset[fx.Node], float] = {}
+        vertices = [True] * len(flow.edges)
+        for step in reversed(range(PRICES)):
+            price, left, paid = UNIT * FIRST * NEXT**step, flow.left.copy(), self._paid.copy()
+            later = self._at_price(price, range(len(self._priced)))
+            changed = [
+                place
+                for place in self._products.values()
+                if vertices[(head := self._vertex(place))] and not later[head]
+            ]
+            if found and len(changed) > 1:
+                # Between both prices, one product after the other has the second one, the largest first.
+                changed.sort(key=lambda place: -self._priced[place][1])
+                after, flow.left, self._paid = (flow.left, self._paid), left, paid
+                for place in changed[:-1]:
+                    found.setdefault(self._again(self._at_price(price, [place])), price)
+                flow.left, self._paid = after
+            found.setdefault(self._again(later), price)
+            vertices = later
+        return dict(reversed(found.items()))
+
+    def with_products(self, products: AbstractSet[fx.Node], price: float) -> frozenset[fx.Node]:
+        """The values that are computed again if these products alone may run again, for nothing."""
+        self._flow.left, self._paid = self._start.copy(), [0] * len(self._priced)
+        for call, place in self._products.items():
+            if call not in products:
+                self._flow.left[self._priced[place][0]] = ENDLESS
+        cheap = set(range(len(self._priced))).difference(self._products.values())
+        return self._again(self._at_price(price, cheap))
+
+    def _vertex(self, place: int) -> int:
+        return self._flow.heads[self._priced[place][0]]
+
+    def _at_price(self, price: float, places: Iterable[int]) -> list[bool]:
+        """Raises the price of some calls, and returns the vertices from which more could flow to the end."""
+        for place in places:
+            edge, flops = self._priced[place]
+            more = int(price * flops) - self._paid[place]
+            self._flow.left[edge] += more
+            self._paid[place] += more
+        self._flow.augment()
+        return self._flow.before_the_end()
+
+    @property
+    def products(self) -> AbstractSet[fx.Node]:
+        return self._products.keys()
+
+    def _again(self, after: list[bool]) -> frozenset[fx.Node]:
+        return frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
+
+    def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
+        """Values that are computed again together: each part may be so without the others."""
+        parts: list[set[fx.Node]] = []
+        # In the order of the graph, so that equal graphs have equal choices.
+        left = dict.fromkeys(node for node in self.sources if node in more)
+        neighbours: dict[fx.Node, set[fx.Node]] = {node: set() for node in more}
+        for node in more:
+            for source in (*(self.sources[node] or ()), *_results(node)):
+                if source in more:
+                    neighbours[node].add(source)
+                    neighbours[source].add(node)
+        while left:
+            part: set[fx.Node] = set()
+            stack = [next(iter(left))]
+            while stack:
+                node = stack.pop()
+                if node in left:
+                    del left[node]
+                    part.add(node)
+                    stack += neighbours[node]
+            parts.append(part)
+        return parts
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The results of the call of which a node is one."""
+    call = call_node(node)
+    return [] if call is node else list(call.users)
+
+
+def _all_sources(needed: list[fx.Node], joint: Joint) -> dict[fx.Node, list[fx.Node] | None]:
+    """For each value that backward may have, the values from which it follows; None if it cannot run again."""
+    found: dict[fx.Node, list[fx.Node] | None] = {}
+    stack = list(needed)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            sources = keep.sources_of(node, joint)
+            found[node] = None if sources is None else [source for source in sources if not is_free(source)]
+            stack += found[node] or ()
+    return found

@@ -1,0 +1,45 @@
+"""Products that run twice although nobody has asked for it, because their second run is nearly free.
+
+* The scores of attention: a product of two activations whose result is much larger than both of them.  Kernels of
+  attention do not keep it either.
+* Those that give the most bytes for their arithmetic, such as a 1x1 convolution of an image or the transposed
+  convolution at the end of a decoder, until a fiftieth of forward's arithmetic runs again.
+"""
+
+from torch import fx
+
+from ..graph import LARGER, Joint, flops_of, name_of, nbytes_of, size_of
+
+# The share of forward's arithmetic that may run again.
+SHARE = 0.02
+# The products whose factors are both activations.
+BATCHED = ("bmm", "baddbmm")
+PRODUCTS = ("convolution", "mm", "addmm", *BATCHED)
+
+
+def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """Those of the kept products that are scores of attention."""
+    return {node for node in kept - joint.held if _is_of_scores(node)}
+
+
+def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """Those of the kept products that run again."""
+    mine, found = kept - joint.held, scores(kept, joint)
+    products = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
+    left = SHARE * sum(map(_flops_of, joint.forward))
+    others = [node for node, flops in products.items() if flops and node not in found]
+    for node in sorted(others, key=lambda node: products[node] / max(1, nbytes_of(node))):
+        left -= products[node]
+        if left < 0:
+            break
+        found.add(node)
+    return found
+
+
+def _flops_of(node: fx.Node) -> int:
+    """The arithmetic of a convolution or a matrix product."""
+    return flops_of(node) if name_of(node) in PRODUCTS else 0
+
+
+def _is_of_scores(node: fx.Node) -> bool:
+    return name_of(node) in BATCHED and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))

@@ -1,0 +1,225 @@
+"""The bytes of a step, counted on a joint graph and a decision: what is kept, and the peak.
+
+The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
+puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their
+input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have those of the example.
+"""
+
+import operator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ...ops.low_bit import graph as packing
+from ..graph import (
+    UNSAFE_VIEWS,
+    Joint,
+    arguments_of,
+    is_op,
+    name_of,
+    nbytes_of,
+    node_at,
+    op_of,
+    size_of,
+    value_of,
+    writes,
+)
+from . import keep, recompute, schedule
+
+PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)
+PACKING = (*PACKS, packing.unpack_op._opoverload, packing.bits_unpack._opoverload)
+
+
+class Virtual:
+    """A node of backward before there is a graph of it, with the attributes of a node that ``schedule.py`` reads.
+
+    node: the node of the joint graph.  view: whether its result lies in the memory of its first input.
+    made, nbytes: the bytes of its results while it runs, and those that later nodes read.
+    """
+
+    __slots__ = ("all_input_nodes", "made", "nbytes", "node", "op", "root", "target", "users")
+
+    def __init__(self, node: Any, inputs: list["Virtual"], nbytes: int, view: bool = False, op: str = "") -> None:
+        self.node, self.all_input_nodes = node, list(dict.fromkeys(inputs))
+        self.op, self.users = op or "call_function", list[Virtual]()
+        # A result of a call reads the call.  One that is computed in another form is a call itself.
+        self.target = node.target if node.target is not operator.getitem or _picks(node, inputs) else None
+        self.root: Virtual = inputs[0].root if view and inputs else self
+        self.made = nbytes if self.root is self else 0
+        # Each of several results has a node of its own.
+        self.nbytes = 0 if isinstance(value_of(node), (tuple, list)) else self.made
+        for one in self.all_input_nodes:
+            one.users.append(self)
+
+
+class Planned(schedule.Backward):
+    """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
+
+    def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
+        self._decision, self._nbytes, self.fused = decision, nbytes, fused
+        self._made: dict[fx.Node, Virtual] = {}
+        self._given: list[Virtual] = []
+        calls: list[Virtual] = []
+        follows: set[Virtual] = set()
+        for node in joint.graph.nodes:
+            if node.op == "placeholder" and node in joint.backward:
+                follows.add(self._argument(node, nbytes[node]))
+        for reader in (*decision.reading, joint.end):
+            reads = joint.gradients if reader is joint.end else reader.all_input_nodes
+            inputs = [self._value(node, calls) for node in reads]
+            if reader in self._made:
+                continue
+            if reader is joint.end:
+                made = Virtual(reader, inputs, 0, op="output")
+            else:
+                made = Virtual(reader, inputs, nbytes_of(reader), _is_view(reader))
+            self._made[reader] = made
+            calls.append(made)
+            if any(one in follows for one in inputs):
+                follows.add(made)
+        self.graph: Any = SimpleNamespace(nodes=[*self._given, *calls])
+        self.roots: Any = {one: one.root for one in self.graph.nodes}
+        self.again: Any = {
+            one for one in calls if one not in follows and one.op == "call_function" and schedule.is_pure(one.node)
+        }
+        self._prepare()
+
+    def nbytes(self, node: Any) -> int:
+        return node.nbytes
+
+    def made(self, node: Any) -> int:
+        return node.made
+
+    def over(self, node: Any) -> schedule.Over:
+        sources = [(self._made.get(x), nbytes_of(x)) for x in schedule.gives_memory(node.node, self.fused)]
+        inputs = node.all_input_nodes
+        return [(inputs.index(one), nbytes) for one, nbytes in sources if one in inputs]
+
+    def node_of(self, node: Any) -> fx.Node:
+        return node.node
+
+    def _argument(self, node: fx.Node, nbytes: int) -> Virtual:
+        made = self._made[node] = Virtual(node, [], nbytes, op="placeholder")
+        self._given.append(made)
+        return made
+
+    def _value(self, node: fx.Node, calls: list[Virtual]) -> Virtual:
+        """What backward reads in place of a node."""
+        stack = [node]
+        while stack:
+            one = stack[-1]
+            sources = self._decision.again.get(one, [])
+            waiting = [source for source in sources if source not in self._made]
+            if one not in self._made and waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if one in self._made:
+                continue
+            if one in self._decision.again:
+                self._made[one] = self._rebuilt(one, [self._made[source] for source in sources], calls)
+            else:
+                self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
+        return self._made[node]
+
+    def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
+        """A value that is computed again."""
+        form, call = recompute.form_of(node), keep.call_node(node)
+        if form is None and call is not node:
+            if call not in self._made:
+                self._made[call] = Virtual(call, inputs, nbytes_of(call), _is_view(call))
+                calls.append(self._made[call])
+            inputs = [self._made[call]]
+        made = Virtual(node, inputs, nbytes_of(node), form is None and _is_view(node))
+        calls.append(made)
+        return made
+
+
+def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
+    return len(inputs) == 1 and inputs[0].node is node.args[0]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return keep.is_view(node) or name_of(node) in UNSAFE_VIEWS
+
+
+class Live:
+    """Counts the bytes of the decisions about a joint graph, whose arguments have ``arguments`` bytes."""
+
+    def __init__(self, joint: Joint, fused: bool) -> None:
+        self._joint, self._fused = joint, fused
+        self._whole = schedule.Backward(joint.graph, fused)
+        self._roots = self._whole.roots
+        nodes = [node for node in joint.graph.nodes if node is not joint.end]
+        self._nbytes = {node: 0 if writes(node) else nbytes_of(node) for node in nodes}
+        self.arguments = sum(
+            self._nbytes[node] for node in nodes if node.op == "placeholder" and node not in joint.backward
+        )
+        self._forward = self._whole.as_it_stands(node for node in nodes if keep.call_node(node) in joint.forward)
+
+    def kept(self, decision: keep.Decision) -> int:
+        """The bytes that forward keeps, each memory once."""
+        return sum(self._nbytes[root] for root in self._kept(decision))
+
+    def _kept(self, decision: keep.Decision) -> set[fx.Node]:
+        return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
+
+    def peak(self, decision: keep.Decision) -> "Peak":
+        """The most bytes at once.
+
+        The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
+        """
+        kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
+        held = [step for node, step in self._forward.items() if node in kept | returned]
+        end = schedule.Step(self._joint.end, held, self._joint.end, 0, 0, [])
+        forward = self._whole.alive([*self._forward.values(), end])
+        planned = Planned(self._joint, decision, self._nbytes, self._fused)
+        steps = planned.least_peak(decision.goal)
+        backward = planned.alive(steps)
+        copied = {root for root in kept if root in self._joint.changeable}
+        copies = sum(self._nbytes[root] for root in copied)
+        others = sum(self._nbytes[root] for root in returned - (kept - copied) if root.op == "call_function")
+        in_forward, in_backward = (self._with_workspaces(*of) for of in ((forward, self._whole), (backward, planned)))
+        return Peak(
+            max(forward.peak[0] + copies, backward.peak[0] + others),
+            planned.flops(steps),
+            max(in_forward + copies, in_backward + others),
+        )
+
+    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.Backward) -> int:
+        needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
+        return max(map(operator.add, alive.bytes_at, needed))
+
+
+class Peak(NamedTuple):
+    """The peak of a step.
+
+    nbytes: the most bytes at one moment, beyond the arguments.
+    flops: the arithmetic that backward repeats.
+    with_workspaces: the most bytes if convolutions and packing need as many bytes beside as they may.
+    """
+
+    nbytes: int
+    flops: int
+    with_workspaces: int
+
+
+def workspace(node: fx.Node, fused: bool) -> int:
+    """The bytes beside its arguments and results that a node may need while it runs.
+
+    Kernels of convolutions may copy images into another layout.  Which kernel runs is not known here.
+    """
+    name = name_of(node)
+    if name == "convolution":
+        return nbytes_of(node) + nbytes_of(node_at(node, 0))
+    if name == "convolution_backward":
+        return nbytes_of(node_at(node, 0)) + nbytes_of(node_at(node, 1))
+    if not is_op(node) or op_of(node) not in PACKING:
+        return 0
+    given = arguments_of(node)
+    if fused and given.get("kink") is None:
+        # Inductor computes it inside the kernels beside it.
+        return 0
+    value = node_at(node, 0) if op_of(node) in PACKS else node
+    return packing.workspace_of(op_of(node), value_of(value), size_of(value), given["bits"])

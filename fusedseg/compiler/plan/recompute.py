@@ -1,0 +1,206 @@
+"""Calls that backward computes again in another form, because the same call would do more than compute its result.
+
+A norm of this package (``capture/norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that
+backward reads anyway.  On a CPU PyTorch rounds weight / sqrt(var + eps) once in both calls, so the bits are the same.
+A batch norm of PyTorch would move its running statistics again, and runs again with the statistics of the batch.  Norms
+in eval mode run again as they are.  A layer norm runs again: its rows lie in the cache, and one kernel takes less time
+than a difference, a product and a sum.
+
+Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
+
+With the option "bits" the input is rounded, so last bits do not count.  Then a layer norm is rebuilt from its
+statistics too; and a max-pool of this package picks the values at the positions that backward reads anyway, because the
+maximum of rounded values would be too large on average.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ... import _torch
+from ...ops.low_bit.spec import wide_dtype
+from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
+from ...ops.norm.graph import norm_act
+from ..graph import arguments_of, call, form_in, items_of, name_of, node_at, value_of
+
+aten = torch.ops.aten
+# The mark of calls whose inputs may be rounded in backward.
+ROUNDED = "fusedseg_rounded"
+# What gives the node that backward reads in place of a node of forward.
+Read = Callable[[Any], Any]
+
+
+class BatchNorm(NamedTuple):
+    """The output of PyTorch's batch norm in training mode, which runs again without running statistics."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        given = (*map(read, self[:3]), True, 0.0, self.eps)
+        again = call(graph, _torch.batch_norm_without_running, *given, before=before)
+        return call(graph, operator.getitem, again, 0, before=before)
+
+
+class NormAct(NamedTuple):
+    """The output of a norm of this package, from its statistics.
+
+    mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
+        computed again then.
+    spec: the other arguments of the op.
+    """
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    residual: fx.Node | None
+    running_mean: fx.Node | None
+    running_var: fx.Node | None
+    mean: fx.Node | None
+    rstd: fx.Node | None
+    spec: tuple[Any, ...]
+    own: bool
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again."""
+        again = call(graph, norm_act, *map(read, self[:8]), *self.spec, before=before)
+        return call(graph, operator.getitem, again, 0, before=before)
+
+
+class LayerNorm(NamedTuple):
+    """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    mean: fx.Node
+    rstd: fx.Node
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
+        x, weight, bias, mean, rstd = map(read, self)
+        make = functools.partial(call, graph, before=before)
+        shape = form_in(graph, x, before)[0]
+        rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
+        rows = form_in(graph, mean, before)[0]
+        flat = make(aten.view.default, x, [1, *rows, -1])
+        again = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
+        if weight is not None:
+            again = make(aten.mul.Tensor, again, weight)
+        return again if bias is None else make(aten.add.Tensor, again, bias)
+
+
+def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Node:
+    """A vector in the dtype of the arithmetic on ``x``."""
+    wide = wide_dtype(value_of(x).dtype)
+    if value_of(t).dtype == wide:
+        return t
+    return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
+
+
+def _normed(
+    graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: fx.Node | None, mean: fx.Node, before: fx.Node
+) -> fx.Node:
+    """(x - mean) scale + shift for each channel, in one pass: a batch norm in eval mode."""
+    scale, mean = _widened(graph, x, scale, before), _widened(graph, x, mean, before)
+    shift = None if shift is None else _widened(graph, x, shift, before)
+    # A shape may be symbolic, so a node takes it from the statistics.
+    one = call(graph, aten.full_like.default, mean, 1, before=before)
+    given = (x, scale, shift, mean, one, False, 0.0, 0.0)
+    return call(
+        graph, operator.getitem, call(graph, aten.native_batch_norm.default, *given, before=before), 0, before=before
+    )
+
+
+class MaxPool(NamedTuple):
+    """The output of a max-pool of this package; only for rounded inputs."""
+
+    x: fx.Node
+    codes: fx.Node
+    window: tuple[Any, ...]
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that picks the values at the positions of the maxima."""
+        # The op asks for the size and the format of x, which its transpose needs.
+        rows = not value_of(self.codes).is_contiguous()
+        given = (read(self.x), read(self.codes), [], rows, *self.window)
+        return call(graph, max_pool_pick_op._opoverload, *given, before=before)
+
+
+class Dropout(NamedTuple):
+    """The output of a dropout that has drawn a mask."""
+
+    x: fx.Node
+    mask: fx.Node
+    p: float
+
+    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
+        """A node that computes the output again, as dropout does; Inductor has no ``native_dropout_backward``."""
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        left = call(graph, aten.mul.Tensor, read(self.x), read(self.mask), before=before)
+        return call(graph, aten.mul.Tensor, left, scale, before=before)
+
+
+BATCH_NORMS = {
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm",
+    "miopen_batch_norm",
+}  # fmt: skip
+CALLS = {"native_dropout", "native_layer_norm", "norm_act", *BATCH_NORMS}
+Form = BatchNorm | NormAct | LayerNorm | Dropout | MaxPool
+
+
+def sources_of(form: Form) -> list[fx.Node]:
+    """The nodes that the form reads."""
+    return [source for source in form if isinstance(source, fx.Node)]
+
+
+def round_inputs(graph: fx.Graph) -> None:
+    """Says that backward may read rounded values, so that the last bits of what it rebuilds do not count."""
+    for node in graph.nodes:
+        node.meta[ROUNDED] = True
+
+
+def form_of(node: fx.Node) -> Form | None:
+    """The form in which backward computes ``node`` again, if it is not the call itself."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    made = node_at(node, 0)
+    name, items, rounded = name_of(made), items_of(made), ROUNDED in made.meta
+    if rounded and made.target is max_pool_op._opoverload and 1 in items:
+        return MaxPool(node_at(made, 0), items[1], made.args[1:6])
+    if name not in CALLS:
+        return None
+    given = arguments_of(made)
+    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    if name == "native_dropout":
+        return Dropout(x, items[1], given["p"]) if 1 in items and given["train"] is not False else None
+    if name == "norm_act":
+        return _norm_act(made, given, items)
+    if name == "native_layer_norm":
+        known = rounded and {1, 2} <= set(items)
+        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if known else None
+    eps = given["eps"] if "eps" in given else given["epsilon"]
+    return BatchNorm(x, weight, bias, eps) if given["training"] is True else None
+
+
+def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormAct:
+    running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
+    mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
+    x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
+    return NormAct(
+        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
+    )
+
+
+def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
+    """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
+    x = value_of(norm.x)
+    alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
+    return norm if x.is_contiguous() and alike else None

@@ -1,0 +1,75 @@
+"""Copies, calls and labels that a functional graph does not need, and calls that it needs twice.
+
+An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
+of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.  A view of
+the same sizes does nothing either, but it may have other strides along a dimension of one element than the graph says.
+"""
+
+import operator
+
+from torch import fx
+
+from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, value_of
+
+# Ops that return their input.
+NOTHING = ("detach", "alias", "view")
+# What a checkpoint in the model writes into the nodes of its calls.
+LABELS = ("recompute", "ac_graph_id")
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Replaces each such copy by what it copies, and returns their number.
+
+    What the graph returns stays apart from its arguments and from all else that it returns.
+    """
+    count, roots, end = 0, roots_of(graph), graph.output_node()
+    returned = {roots[node] for node in end.all_input_nodes}
+    for node in list(graph.nodes):
+        source: object = None
+        if name_of(node) == "copy":
+            source = node.args[1]
+        elif name_of(node) in ("clone", *NOTHING):
+            source = node.args[0]
+        if not is_tensor(source) or not has_same_form(value_of(source), value_of(node)):
+            continue
+        root = roots[source]
+        if root is not roots[node]:
+            if root.op != "call_function" or {root, roots[node]} <= returned:
+                continue
+            returned |= {root} if roots[node] in returned else set()
+        # What is returned stays a view.
+        node.replace_all_uses_with(source, lambda user, node=node: user is not end or name_of(node) not in NOTHING)
+        if not node.users:
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def part(graph: fx.Graph) -> int:
+    """Parts calls that the compiler has made one call of although their results must stay apart; returns their number.
+
+    It leaves apart what the graph returns.  So the one call has a result twice, in one memory: an op would write over
+    what is returned, and the labels of a checkpoint that held one of the calls would be half of the other call's.
+    """
+    count = 0
+    for call in list(graph.nodes):
+        found = set()
+        for item in [user for user in call.users if user.target is operator.getitem]:
+            if item.args[1] in found:
+                own = copied(graph, call, {}, before=call.next)
+                own.meta = {name: value for name, value in own.meta.items() if name not in LABELS}
+                own.meta |= {name: item.meta[name] for name in LABELS if name in item.meta}
+                item.args = (own, item.args[1])
+                count += 1
+            found.add(item.args[1])
+    return count
+
+
+def forget_running(graph: fx.Graph) -> None:
+    """Backward of a batch norm in training mode gets no running statistics, which it does not read.
+
+    Otherwise forward would keep copies of them.
+    """
+    for node in graph.nodes:
+        if name_of(node) == "native_batch_norm_backward" and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
