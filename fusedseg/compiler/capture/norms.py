@@ -53,9 +53,9 @@ class How:
 HOW = len(fields(How))
 
 
-def wanted_by(settings: Settings) -> How:
-    """What the backend wants of norms with these options."""
-    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
+def wanted_by(settings: Settings, in_rows: bool) -> How:
+    """What the backend wants of norms with these options, and of a graph that computes in channels_last or not."""
+    return How(settings.codegen == "inductor", in_rows, settings.bits is None)
 
 
 class Tensors(NamedTuple):
