@@ -61,8 +61,8 @@ FEATURES = {False: (32, 64, 128, 256, 320, 320), True: (4, 8, 16)}
 BLOCKS = {False: (1, 3, 4, 6, 6, 6), True: (1, 2, 2)}
 WIDTHS = {False: (64, 128, 256, 512, 1024), True: (8, 16, 32)}
 # NVIDIA's results of MLPerf Training on H100 GPUs.  They are cited, not measured here.
-RECORD_3D = "MLPerf's record on an H100 (cited): 14.0 ms a sample at batch 7, 15.4 to 16.0 at batch 1, with optimizer"
-RECORD_RESNET = "MLPerf's record on an H100 (cited): 7,055 images a second, with optimizer"
+RECORD_3D = "MLPerf Training 3.0 on H100 GPUs (cited): 14.1 ms a sample at batch 7, with optimizer"
+RECORD_RESNET = "MLPerf Training 3.0 on H100 GPUs (cited): 7,009 images a second, with optimizer"
 
 
 def plain(tiny: bool) -> nn.Module:
