@@ -40,7 +40,7 @@ class Storage:
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))  # type: ignore[arg-type]
-                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
+                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, stride)
             codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))

@@ -55,6 +55,7 @@ class NormAct(NamedTuple):
     mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
         computed again then.
     spec: the other arguments of the op.
+    of_samples: whether the statistics are those of samples.
     """
 
     x: fx.Node
@@ -67,6 +68,7 @@ class NormAct(NamedTuple):
     rstd: fx.Node | None
     spec: tuple[Any, ...]
     own: bool
+    of_samples: bool
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that computes the output again."""
@@ -194,9 +196,8 @@ def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -
     running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
     mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
     x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
-    return NormAct(
-        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
-    )
+    tensors = x, weight, bias, residual, running_mean, running_var, mean, rstd
+    return NormAct(*tensors, spec=made.args[8:], own=given["own"], of_samples=given["kind"] != "batch")
 
 
 def _layer_norm(norm: LayerNorm) -> LayerNorm | None:

@@ -21,7 +21,7 @@ from .aliasing import gives_memory
 TRIALS = 200
 # Without a budget a value is computed once more where the peak loses a byte for at most so many bytes that kernels read
 # and write for it.  Rebuilding a norm moves two or three times its result, and a chain of n residual sums n times that.
-WORTH = 4
+WORTH = 12
 # A product computes so many multiplications and additions in the time in which a GPU moves a byte: 380 TFLOP/s and 2.9
 # TB/s on an H100.
 FLOPS_A_BYTE = 130
