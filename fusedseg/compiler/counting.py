@@ -15,11 +15,9 @@ from torch import fx
 
 from ..memory.meter import key_of
 from ..memory.workspaces import copies_of
-from .graph import flops_of, following, name_of, node_at, outputs_of, tensors_of
+from .graph import flops_of, following, outputs_of, tensors_of
 from .plan import keep, peak, schedule
 
-# The argument with the images of each op that computes a convolution, beside its result or its gradient.
-IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}
 Parts = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -95,13 +93,8 @@ def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
 
 def workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
-    places = IMAGES.get(name_of(node))
-    if places is None:
-        return peak.workspace(node, fused)
-    images = [node_at(node, place) for place in places]
-    if len(images) == 1:
-        images.append(node)
-    return copies_of(t for image in images for t in tensors_of(image))
+    images = peak.images_of(node)
+    return copies_of(t for image in images for t in tensors_of(image)) if images else peak.workspace(node, fused)
 
 
 def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:

@@ -18,26 +18,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
 from .. import op_table
-from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, splice, value_of
+from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, row_of, splice, value_of
 
 LINEAR, SMOOTH, EXACT = op_table.LINEAR, op_table.SMOOTH, op_table.EXACT
-# Products, which are right on average where their factors do not come from the same rounding.
-PRODUCTS = {op for op, row in op_table.OF_OP.items() if row.kind == op_table.PRODUCT} | {"div", "norm_act_backward"}
-# They read the form of a tensor, and not its values.
-FORMS = {op for op, row in op_table.OF_OP.items() if row.kind == op_table.FORM}
-_OURS = {
-    "interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round", "norm_act",
-    "norm_act_backward",
-}  # fmt: skip
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node multiplies: its result is right on average if its factors do not come from the same rounding."""
+    row = row_of(node)
+    return row.kind == op_table.PRODUCT or row.name == "div"
 
 
 def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     """How a node reads its inputs; ``reads`` tells which of them are rounded."""
     if not is_op(node):
         return LINEAR  # one of several results
-    target = op_of(node)
-    if target.namespace == "fusedseg":
-        return LINEAR if target._schema.name.partition("::")[2] in _OURS else EXACT
     name = name_of(node)
     if name == "div":
         return SMOOTH if reads(node.args[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
@@ -45,9 +40,9 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
         return SMOOTH if node.args[1] in (1, 2, 3) else EXACT
     if name == "where" and reads(node.args[0]):
         return EXACT
-    row = op_table.OF_OP.get(name)
-    kind = EXACT if row is None or row.kinks else row.kind
-    if target.is_view or kind == op_table.PRODUCT:
+    row = row_of(node)
+    kind = EXACT if row.kinks else row.kind
+    if calls_view(node) or kind == op_table.PRODUCT:
         return LINEAR
     return kind
 
@@ -66,8 +61,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """The results of a node computed by a chain of simpler nodes right before it; None if no chain is known."""
-    row = op_table.OF_OP.get(name_of(node))
-    function = (row and row.pieces) or _torch.decomposition(node.target)
+    function = row_of(node).pieces or _torch.decomposition(node.target)
     sources = node.all_input_nodes
     values = [value_of(source) for source in sources]
     mode = next((v.fake_mode for v in values if isinstance(v, _torch.FakeTensor)), None)

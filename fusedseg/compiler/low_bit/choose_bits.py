@@ -16,7 +16,6 @@ from torch import fx
 
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ...ops.max_pool.op import max_pool_op
-from .. import op_table
 from ..graph import (
     SMALL,
     Joint,
@@ -29,10 +28,13 @@ from ..graph import (
     nbytes_of,
     node_at,
     op_of,
+    reads_size_alone,
+    row_of,
     size_of,
     tensors_of,
     value_of,
 )
+from ..op_table import FIRST, NOT_SECOND
 from ..plan import nearly_free, recompute
 from ..plan.keep import (
     Decision,
@@ -45,19 +47,12 @@ from ..plan.keep import (
     sources_of,
 )
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
+from .branches import EXACT, LINEAR, SMOOTH, chain_of, is_product, is_question, kind_of, write_chain
 
-# They bend at 0, and do not change signs.
-BENDS = tuple(op for op, row in op_table.OF_OP.items() if row.keeps_sign)
-# Products whose result mixes values of many places, so that the rounding of one value hardly counts there.
-MIXING = ("convolution_backward", "mm", "addmm", "bmm", "baddbmm")
-# What asks for the sign of one of its arguments, and the place of that argument.
-SIGNS = {"le": 0, "gt": 0, **{op_table.OF_OP[op].backward: 1 for op in BENDS}, **dict.fromkeys(BENDS, 0)}
-# The max-pools whose second result numbers a position in the window, whose size is their second argument.
+# The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
 # A value is rounded only if this saves so many times the bytes of the answers that it needs.
 WORTH = 2
-POOLS = ("fusedseg::max_pool", "prims::_low_memory_max_pool_with_offsets")
 
 
 @dataclass
@@ -85,18 +80,16 @@ def _has_size(node: fx.Node) -> bool:
 
 def _positions(node: fx.Node) -> int:
     """How many numbers there are, if a node numbers positions in windows; otherwise 0."""
-    if node.target is not operator.getitem or node.args[1] != 1 or not is_op(node.args[0]):
-        return 0
-    pool: Any = node.args[0]
-    return math.prod(pool.args[1]) if pool.target._schema.name in POOLS else 0
+    pool: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
+    return math.prod(pool.args[1]) if row_of(pool).positions else 0
 
 
 def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
-    if node.target is not operator.getitem:
-        return name_of(node) == "rsqrt"
-    name = name_of(node.args[0])
-    return name == "var_mean" or ("norm" in name and bool(node.args[1]))
+    is_item = node.target is operator.getitem
+    first = row_of(node.args[0] if is_item else node).statistics
+    place: Any = node.args[1] if is_item else 0
+    return first is not None and bool(place >= first)
 
 
 def bits_of(node: fx.Node, bits: int) -> int:
@@ -151,8 +144,8 @@ class _Choice:
             elif (node in self.found.again or node in self.own) and not is_question(node) and not self._is_mean(node):
                 followed, sources = self._followed(node), self._sources(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                if node in self.joint.backward and name_of(node) not in (*MIXING, *FORMS):
-                    others = [source for source in sources if source not in followed and name_of(node) not in SIGNS]
+                if node in self.joint.backward and not _mixes(node) and not reads_size_alone(node):
+                    others = [source for source in sources if source not in followed and row_of(node).sign_of is None]
                     near = [self.near.get(source, ()) for source in sources]
                     self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
         return {node: of for node, of in roots.items() if of}
@@ -166,18 +159,14 @@ class _Choice:
     def _followed(self, node: fx.Node) -> list[fx.Node]:
         """The sources whose rounding a result follows, element by element."""
         sources = self._sources(node)
-        if name_of(node) in FORMS:
+        if reads_size_alone(node):
             return []
+        row = row_of(node)
         if node in self.joint.backward:
-            if name_of(node) == "convolution_backward":
+            if row.follows == NOT_SECOND:
                 # The gradient of the input does not depend on the input.
                 return [sources[0], *sources[2:]]
-            if name_of(node) in SIGNS:
-                return sources[:1]
-            if name_of(node).endswith(
-                ("norm_backward", "norm_act_backward", "pool2d_backward", "pool3d_backward", "with_indices_backward")
-            ):
-                # That of a norm does, times a mean over many values; that of an average depends on its size.
+            if row.follows == FIRST or row.sign_of is not None:
                 return sources[:1]
             if name_of(node) == "mul" and len(sources) == 2:
                 # The same, as the compiler writes it.
@@ -195,11 +184,11 @@ class _Choice:
         for node in list(self.joint.graph.nodes):
             again = node in self.found.again
             read = [roots[source] for source in self._sources(node) if source in roots]
-            if not read or not (again or node in self.own) or not tensors_of(node) or name_of(node) in FORMS:
+            if not read or not (again or node in self.own) or not tensors_of(node) or reads_size_alone(node):
                 # Sizes are exact.
                 continue
             kind, of = self._kind(node, again, roots), set().union(*read)
-            if kind == LINEAR and name_of(node) in PRODUCTS:
+            if kind == LINEAR and is_product(node):
                 kind, of = SMOOTH, self._read_twice(node, roots)
             elif gradients := _gradients(node):
                 # It is linear in the gradient that it is given.
@@ -243,12 +232,12 @@ class _Choice:
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
-        name = name_of(node)
-        if name not in SIGNS or (name in ("le", "gt") and node.args[1] != 0):
+        name, place = name_of(node), row_of(node).sign_of
+        if place is None or (name in ("le", "gt") and node.args[1] != 0):
             return False
         if name == "threshold_backward" and node.args[2] != 0:
             return False
-        source = node_at(node, SIGNS[name])
+        source = node_at(node, place)
         if name_of(source) == "relu" and source in self.rounded.bits:
             # 0 is a value of the grid.
             return True
@@ -380,9 +369,14 @@ def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
     return found
 
 
+def _mixes(node: fx.Node) -> bool:
+    """Whether a result mixes values of many places, so that the rounding of one value hardly counts there."""
+    return row_of(node).compute_intensive
+
+
 def _bent(node: fx.Node) -> fx.Node:
     """The argument of an activation that does not change signs, or the node itself."""
-    while name_of(node) in BENDS:
+    while row_of(node).keeps_sign:
         slope = node.args[1] if len(node.args) > 1 else 1
         if not isinstance(slope, (int, float)) or slope <= 0:
             break

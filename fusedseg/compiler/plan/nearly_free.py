@@ -8,13 +8,10 @@
 
 from torch import fx
 
-from ..graph import LARGER, Joint, flops_of, name_of, nbytes_of, size_of
+from ..graph import LARGER, Joint, flops_of, nbytes_of, row_of, size_of
 
 # The share of forward's arithmetic that may run again.
 SHARE = 0.02
-# The products whose factors are both activations.
-BATCHED = ("bmm", "baddbmm")
-PRODUCTS = ("convolution", "mm", "addmm", *BATCHED)
 
 
 def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
@@ -38,8 +35,8 @@ def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
 
 def _flops_of(node: fx.Node) -> int:
     """The arithmetic of a convolution or a matrix product."""
-    return flops_of(node) if name_of(node) in PRODUCTS else 0
+    return flops_of(node) if row_of(node).compute_intensive else 0
 
 
 def _is_of_scores(node: fx.Node) -> bool:
-    return name_of(node) in BATCHED and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
+    return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))

@@ -13,14 +13,15 @@ from torch import fx
 
 from ...ops.low_bit import graph as packing
 from ..graph import (
-    UNSAFE_VIEWS,
     Joint,
     arguments_of,
     is_op,
-    name_of,
+    is_tensor,
+    may_alias,
     nbytes_of,
     node_at,
     op_of,
+    row_of,
     size_of,
     value_of,
     writes,
@@ -141,7 +142,7 @@ def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return keep.is_view(node) or name_of(node) in UNSAFE_VIEWS
+    return keep.is_view(node) or may_alias(node)
 
 
 class Live:
@@ -205,16 +206,20 @@ class Peak(NamedTuple):
     with_workspaces: int
 
 
+def images_of(node: fx.Node) -> list[fx.Node]:
+    """The images that a convolution or its gradient reads, with the image that a convolution makes."""
+    read = [node_at(node, place) for place in row_of(node).images]
+    return [*read, node] if read and is_tensor(node) else read
+
+
 def workspace(node: fx.Node, fused: bool) -> int:
     """The bytes beside its arguments and results that a node may need while it runs.
 
     Kernels of convolutions may copy images into another layout.  Which kernel runs is not known here.
     """
-    name = name_of(node)
-    if name == "convolution":
-        return nbytes_of(node) + nbytes_of(node_at(node, 0))
-    if name == "convolution_backward":
-        return nbytes_of(node_at(node, 0)) + nbytes_of(node_at(node, 1))
+    images = images_of(node)
+    if images:
+        return sum(map(nbytes_of, images))
     if not is_op(node) or op_of(node) not in PACKING:
         return 0
     given = arguments_of(node)

@@ -148,11 +148,6 @@ class Dropout(NamedTuple):
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
-BATCH_NORMS = {
-    "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm",
-    "miopen_batch_norm",
-}  # fmt: skip
-CALLS = {"native_dropout", "native_layer_norm", "norm_act", *BATCH_NORMS}
 Form = BatchNorm | NormAct | LayerNorm | Dropout | MaxPool
 
 
@@ -172,22 +167,21 @@ def form_of(node: fx.Node) -> Form | None:
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     made = node_at(node, 0)
-    name, items, rounded = name_of(made), items_of(made), ROUNDED in made.meta
-    if rounded and made.target is max_pool_op._opoverload and 1 in items:
+    items = items_of(made)
+    if ROUNDED in made.meta and made.target is max_pool_op._opoverload and 1 in items:
         return MaxPool(node_at(made, 0), items[1], made.args[1:6])
-    if name not in CALLS:
-        return None
-    given = arguments_of(made)
-    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-    if name == "native_dropout":
-        return Dropout(x, items[1], given["p"]) if 1 in items and given["train"] is not False else None
-    if name == "norm_act":
-        return _norm_act(made, given, items)
-    if name == "native_layer_norm":
-        known = rounded and {1, 2} <= set(items)
-        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if known else None
+    form = FORMS.get(name_of(made))
+    return None if form is None else form(made, arguments_of(made), items)
+
+
+def _batch_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> BatchNorm | None:
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    return BatchNorm(x, weight, bias, eps) if given["training"] is True else None
+    norm = BatchNorm(given["input"], given["weight"], given["bias"], eps)
+    return norm if given["training"] is True else None
+
+
+def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> Dropout | None:
+    return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
 
 
 def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormAct:
@@ -199,8 +193,24 @@ def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -
     )
 
 
-def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
+def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> LayerNorm | None:
     """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
+    if ROUNDED not in made.meta or not {1, 2} <= set(items):
+        return None
+    norm = LayerNorm(given["input"], given["weight"], given["bias"], items[1], items[2])
     x = value_of(norm.x)
     alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
     return norm if x.is_contiguous() and alike else None
+
+
+# The ops that run again in another form, and what gives that form.
+FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
+    "native_dropout": _dropout,
+    "native_layer_norm": _layer_norm,
+    "norm_act": _norm_act,
+    "_native_batch_norm_legit_functional": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "native_batch_norm": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "miopen_batch_norm": _batch_norm,
+}

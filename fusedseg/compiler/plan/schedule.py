@@ -14,20 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..graph import flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
+from ..graph import flops_of, following, is_op, is_random, nbytes_of, op_of, roots_of, row_of, value_of, writes
+from ..op_table import INSIDE, READS
 from .aliasing import gives_memory
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
-# Ops beside the elementwise ones that Inductor computes inside the kernels that read their results, and ops that read
-# such results inside their own kernel.
-INLINED = {
-    "_low_memory_max_pool_offsets_to_indices", "_to_copy", "_unsafe_index", "clone", "constant_pad_nd", "full",
-    "index", "iota", "repeat",
-}  # fmt: skip
-READING = {
-    "_unsafe_index_put", "amax", "amin", "cat", "index_put", "mean", "scatter_add", "sum", "var", "var_mean",
-}  # fmt: skip
 
 
 class Goal(NamedTuple):
@@ -161,7 +153,7 @@ class Backward:
         fusing = {step for step in own if is_inlined(self.node_of(step.node))}
         apart = set[Step]()
         for step in own:
-            if step not in fusing and name_of(self.node_of(step.node)) not in READING:
+            if step not in fusing and not reads_inside(self.node_of(step.node)):
                 apart |= {read.first for read in step.reads}
         inlined: dict[Step, list[Step]] = {}
         for step in own:
@@ -315,7 +307,12 @@ def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
-    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or name_of(node) in INLINED)
+    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or row_of(node).inductor == INSIDE)
+
+
+def reads_inside(node: fx.Node) -> bool:
+    """Whether Inductor computes elementwise inputs of a node inside the node's own kernel."""
+    return row_of(node).inductor == READS
 
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
@@ -335,7 +332,7 @@ def sums_after_products(steps: list[Step]) -> list[Step]:
     the value once more from its inputs, which then live on beside it: in backward of an attention three tensors of the
     size of its scores in place of two.
     """
-    for added in [step for step in steps if name_of(step.node) in READING]:
+    for added in [step for step in steps if reads_inside(step.node)]:
         start = steps.index(added)
         values = {read.first for read in added.reads if is_inlined(read.first.node)}
         end = next((place for place in range(start, len(steps)) if _is_product_of(values, steps[place])), start)
@@ -350,7 +347,7 @@ def sums_after_products(steps: list[Step]) -> list[Step]:
 
 def _is_product_of(values: set[Step], step: Step) -> bool:
     """Whether a step reads one of these values from memory."""
-    inside = is_inlined(step.node) or name_of(step.node) in READING
+    inside = is_inlined(step.node) or reads_inside(step.node)
     return not inside and is_op(step.node) and step.first is step and any(read.first in values for read in step.reads)
 
 
