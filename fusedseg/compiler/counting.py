@@ -115,8 +115,8 @@ def gradient_bytes(backward: fx.GraphModule) -> int:
     return sum(nbytes for nbytes, _ in _storages(outputs_of(backward.graph)).values())
 
 
-def computed_again(nodes: Iterable[fx.Node]) -> dict[str, int]:
-    """For each class of modules the number of those of which backward computes something again."""
+def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:
+    """For each class of modules the number of those of which backward recomputes something."""
     # A result of several stands for its call; a node that the graph has no longer has None as its argument.
     calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
     modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
@@ -126,8 +126,8 @@ def computed_again(nodes: Iterable[fx.Node]) -> dict[str, int]:
 def repeated(parts: Parts) -> float:
     """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
     forward, backward = parts
-    again = set(backward.graph.nodes) - following(backward.graph)
-    return sum(map(flops_of, again)) / max(1, sum(map(flops_of, forward.graph.nodes)))
+    recomputed = set(backward.graph.nodes) - following(backward.graph)
+    return sum(map(flops_of, recomputed)) / max(1, sum(map(flops_of, forward.graph.nodes)))
 
 
 def _storages(nodes: Sequence[object]) -> dict[int, tuple[int, fx.Node]]:

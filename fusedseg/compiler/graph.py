@@ -1,7 +1,8 @@
 """A joint graph of forward and backward, as AOTAutograd traces it: what its nodes are, and new nodes in it.
 
-A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
-matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
+A cheap node may be recomputed: it gives the same result, without much arithmetic.  A compute-intensive op is a
+convolution, a matrix product or attention.  It is kept, as is the result of an op of another package, and what is cheap
+follows from it.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch.fx.node import Argument
 from .. import _torch
 from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
-# Keep a result if computing it again needs a recomputed input at least this many times its size.
+# Keep a result if recomputing it needs a recomputed input at least this many times its size.
 LARGER = 4
 # A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
 SMALL = 16
@@ -156,7 +157,7 @@ def call_of(node: fx.Node) -> str:
     return stack[-1][0] if stack else node.name
 
 
-def has_flops(node: fx.Node) -> bool:
+def is_compute_intensive(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
@@ -164,7 +165,7 @@ def has_flops(node: fx.Node) -> bool:
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
+    """Whether the compiler may recompute the node, with the same result and without much arithmetic."""
     op = node.target
     if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
         return False
@@ -179,8 +180,8 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node) -> int:
-    """The arithmetic of a product, where a multiplication and a sum are two; 0 for other nodes."""
-    if not has_flops(node):
+    """The arithmetic of a compute-intensive op, where a multiplication and a sum are two; 0 for other nodes."""
+    if not is_compute_intensive(node):
         return 0
     from torch.utils.flop_counter import flop_registry
 

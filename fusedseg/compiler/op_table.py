@@ -29,16 +29,18 @@ EXACT = "exact"
 # the function reads sizes and no values.
 FORM = "form"
 
-# What Inductor does with an op, beside elementwise ones: it computes the op inside the kernels that read its result;
+# What Inductor does with an op that is not elementwise (``inductor`` of a row):
+# it computes the op inside the kernels that read its result;
 INSIDE = "inside"
-# or the op has a kernel of its own, inside which its elementwise inputs are computed.
+# the op has a kernel of its own, inside which its elementwise inputs are computed.
 READS = "reads"
 
-# The inputs of a gradient whose rounding its result follows, element by element:
+# The inputs whose rounding the result of a gradient op follows, element by element (``follows`` of a row):
+# all of them;
 ALL = "all"
-# the gradient that it is given, because other inputs count by a mean over many values or by their size alone;
+# the first one, which is the gradient: other inputs count by a mean over many values, or by their size alone;
 FIRST = "first"
-# all but the input of the convolution.
+# all but the second one, which is the input of a convolution.
 NOT_SECOND = "not second"
 
 # The form of a function that writes over its first argument is the same function with ``inplace=True``.
@@ -47,10 +49,10 @@ FLAG = "inplace"
 
 @dataclass(frozen=True, eq=False)
 class OpRow:
-    """What the package knows about a function.
+    """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    kind: one of the words above; of a function with ``kinks``, what it is between them.
+    kind: LINEAR, PRODUCT, SMOOTH, EXACT or FORM; of a function with ``kinks``, what it is between them.
     ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
         "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
@@ -71,7 +73,7 @@ class OpRow:
     pieces: the first one of ``ops`` as predicates (x <= 0), choices and ops without kinks.  With None, the compiler's
         own decomposition is taken.
     sign_of: the place of the argument whose sign the op asks for.
-    follows: one of the words above.
+    follows: ALL, FIRST or NOT_SECOND.
     statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
     positions: whether the second result numbers positions in windows, whose size is the second argument.
     eager_keeps_input: whether eager mode keeps the first argument of the stock function for which the op stands.
@@ -83,7 +85,7 @@ class OpRow:
     in_place: the overload of the op and of its form OP_, which writes over the first argument; "" without one.
     commutative: whether two tensors may be exchanged.
     dense: whether the first argument is a gradient that the op needs without gaps.
-    inductor: one of the words above.
+    inductor: INSIDE, READS, or "" for neither.
 
     Activations:
 

@@ -36,12 +36,12 @@ class _Fusing:
     def __init__(self, module: fx.GraphModule) -> None:
         self.graph = module.graph
         # On a CPU this holds for each graph with a convolution; on a GPU it depends on their channels.
-        self.rows = _parts.GraphLowering.decide_layout_opt(module, is_inference=False)
+        self.channels_last = _parts.GraphLowering.decide_layout_opt(module, is_inference=False)
         self.packed: dict[Any, Any] = {}
 
     def form(self, value: Tensor) -> traced.Form:
         stride = value.stride()
-        if self.rows and value.dim() == 4:
+        if self.channels_last and value.dim() == 4:
             stride = torch.empty(value.shape, device="meta", memory_format=torch.channels_last).stride()
         return traced.Form.of(value.shape, stride)
 

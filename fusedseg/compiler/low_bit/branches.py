@@ -1,4 +1,4 @@
-"""How an op of a graph reads a value that was rounded, and ops with branches as chains of simpler ones.
+"""How an op of a graph reads a value that was rounded, and ops with branches as pointwise chains of simpler ones.
 
     linear     a value that is right on average gives a result that is right on average
     smooth     the derivative varies slowly: values in at least 8 bits
@@ -23,7 +23,7 @@ from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, row_
 LINEAR, SMOOTH, EXACT = op_table.LINEAR, op_table.SMOOTH, op_table.EXACT
 
 
-def is_product(node: fx.Node) -> bool:
+def is_multiplication(node: fx.Node) -> bool:
     """Whether a node multiplies: its result is right on average if its factors do not come from the same rounding."""
     row = row_of(node)
     return row.kind == op_table.PRODUCT or row.name == "div"
@@ -47,7 +47,7 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     return kind
 
 
-def is_question(node: fx.Node) -> bool:
+def is_predicate(node: fx.Node) -> bool:
     """Whether the result of a node is true or false for each element."""
     value = value_of(node)
     return isinstance(value, Tensor) and value.dtype == torch.bool
@@ -59,8 +59,8 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes
 
 
-def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
-    """The results of a node computed by a chain of simpler nodes right before it; None if no chain is known."""
+def pointwise_chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
+    """The results of a node computed by a pointwise chain of simpler nodes right before it; None if none is known."""
     function = row_of(node).pieces or _torch.decomposition(node.target)
     sources = node.all_input_nodes
     values = [value_of(source) for source in sources]
@@ -80,9 +80,9 @@ def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return splice(graph, traced.graph, sources, node)
 
 
-def write_chain(graph: fx.Graph, node: fx.Node) -> bool:
-    """Writes an op of backward as a chain, so that its questions can be answered in forward; whether there is one."""
-    chain = chain_of(graph, node)
+def write_pointwise_chain(graph: fx.Graph, node: fx.Node) -> bool:
+    """Writes an op of backward as a pointwise chain, if there is one; forward can answer the predicates of that."""
+    chain = pointwise_chain_of(graph, node)
     if chain is None:
         return False
     if len(chain) == 1 and is_tensor(node):

@@ -3,8 +3,8 @@
     settled  which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
     Storage  the nodes that pack in forward and unpack in backward
 
-A value is rounded once.  Everything that backward computes again from it is a copy that reads the unpacked value.  A
-question about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
+A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  A
+predicate about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
 """
 
 import math
@@ -47,7 +47,16 @@ from ..plan.keep import (
     sources_of,
 )
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import EXACT, LINEAR, SMOOTH, chain_of, is_product, is_question, kind_of, write_chain
+from .branches import (
+    EXACT,
+    LINEAR,
+    SMOOTH,
+    is_multiplication,
+    is_predicate,
+    kind_of,
+    pointwise_chain_of,
+    write_pointwise_chain,
+)
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
@@ -63,13 +72,14 @@ class Rounded:
         bits: for each kept node the bits of a value.
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
         integers: the kept nodes with masks or small integers, and the bits of a value.
-        asking: ops of backward with a branch, which must be written as chains before anything can be decided.
+        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
+            decided.
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, recompute.NormAct] = field(default_factory=dict)
+    kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
-    asking: set[fx.Node] = field(default_factory=set)
+    branching: set[fx.Node] = field(default_factory=set)
 
 
 def _has_size(node: fx.Node) -> bool:
@@ -98,7 +108,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
         return 0
     if value_of(node).dtype in DTYPES:
         return bits
-    if is_question(node):
+    if is_predicate(node):
         return 1
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
@@ -106,7 +116,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
 class Known(NamedTuple):
     """What earlier passes over a graph have found.
 
-    stuck: ops of backward with branches for which there is no chain.
+    stuck: ops of backward with branches for which there is no pointwise chain.
     exact: values whose rounding saves too little for the answers that it needs.
     """
 
@@ -120,7 +130,7 @@ class _Choice:
         self.rounded = Rounded()
         # The rounded values for which each answer is kept.
         self.answers: dict[fx.Node, set[fx.Node]] = {}
-        self.questions: dict[object, fx.Node] = {}
+        self.predicates: dict[object, fx.Node] = {}
         self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
@@ -141,7 +151,11 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif (node in self.found.again or node in self.own) and not is_question(node) and not self._is_mean(node):
+            elif (
+                (node in self.found.recomputed or node in self.own)
+                and not is_predicate(node)
+                and not self._is_mean(node)
+            ):
                 followed, sources = self._followed(node), self._sources(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
                 if node in self.joint.backward and not _mixes(node) and not reads_size_alone(node):
@@ -176,19 +190,19 @@ class _Choice:
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
         instead = self.found.instead
-        return self.found.again.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
+        return self.found.recomputed.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
 
     def settle(self) -> bool:
         """One pass over all that backward reads; whether it has changed the choice."""
         roots, bits, changed = self._roots(), self.rounded.bits, False
         for node in list(self.joint.graph.nodes):
-            again = node in self.found.again
+            recomputed = node in self.found.recomputed
             read = [roots[source] for source in self._sources(node) if source in roots]
-            if not read or not (again or node in self.own) or not tensors_of(node) or reads_size_alone(node):
+            if not read or not (recomputed or node in self.own) or not tensors_of(node) or reads_size_alone(node):
                 # Sizes are exact.
                 continue
-            kind, of = self._kind(node, again, roots), set().union(*read)
-            if kind == LINEAR and is_product(node):
+            kind, of = self._kind(node, recomputed, roots), set().union(*read)
+            if kind == LINEAR and is_multiplication(node):
                 kind, of = SMOOTH, self._read_twice(node, roots)
             elif gradients := _gradients(node):
                 # It is linear in the gradient that it is given.
@@ -198,13 +212,13 @@ class _Choice:
                 few = [root for root in of if bits[root] < SMOOTH_BITS]
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
                 changed |= bool(few)
-            elif kind == EXACT and again:
+            elif kind == EXACT and recomputed:
                 self._answer(node, of)
                 return True
             elif not of:
                 continue
             elif kind == EXACT and node not in self.known.stuck:
-                self.rounded.asking.add(node)
+                self.rounded.branching.add(node)
             elif kind == EXACT:
                 for root in of:
                     del bits[root]
@@ -216,18 +230,18 @@ class _Choice:
         """The packed values of which more than one argument of a node follows."""
         return _twice([(roots.get(s, set()), self.near.get(s, set())) for s in self._sources(node)])
 
-    def _kind(self, node: fx.Node, again: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
+    def _kind(self, node: fx.Node, recomputed: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
         if self._has_exact_sign(node):
             return LINEAR
-        form = recompute.form_of(node) if again else None
+        form = recompute.form_of(node) if recomputed else None
         if isinstance(form, recompute.BatchNorm) or (
-            isinstance(form, recompute.NormAct) and form.own and form.rstd is None
+            isinstance(form, recompute.NormActForm) and form.own and form.rstd is None
         ):
             return EXACT
         if form is not None:
             return LINEAR
         return kind_of(
-            call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots
+            call_node(node) if recomputed else node, lambda source: self.found.instead.get(source, source) in roots
         )
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
@@ -242,8 +256,8 @@ class _Choice:
             # 0 is a value of the grid.
             return True
         source = _bent(source)
-        norm = recompute.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, recompute.NormAct) or norm.mean is None or norm.rstd is None:
+        norm = recompute.form_of(source) if source in self.found.recomputed else None
+        if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
@@ -260,20 +274,20 @@ class _Choice:
         return True
 
     def _answer(self, node: fx.Node, roots: set[fx.Node]) -> None:
-        """Something that must read exact values is computed in forward: questions of it, or its result.
+        """Something that must read exact values is computed in forward: predicates of it, or its result.
 
         It reads these rounded values.
         """
         found = self.found
-        if is_question(node):
-            first = self.questions.setdefault(_asked(node), node)
+        if is_predicate(node):
+            first = self.predicates.setdefault(_key_of(node), node)
             if first is not node:
                 self._replace(node, first)
                 return
-        chain = None if is_question(node) or not is_op(node) else chain_of(self.joint.graph, node)
-        sources = found.again[node]
+        chain = None if is_predicate(node) or not is_op(node) else pointwise_chain_of(self.joint.graph, node)
+        sources = found.recomputed[node]
         if chain is None or len(chain) != 1:
-            del found.again[node]
+            del found.recomputed[node]
             found.kept.add(node)
             self.answers[node] = roots
             self._early(node)
@@ -282,7 +296,7 @@ class _Choice:
             return
         (result,) = chain
         self._add(result)
-        found.again[node] = sources
+        found.recomputed[node] = sources
         self._replace(node, result)
 
     def _early(self, node: fx.Node) -> None:
@@ -321,7 +335,7 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node.target is max_pool_op._opoverload:
                 x = node_at(node, 0)
-                if x not in roots and (x in self.found.again or x in self.found.kept):
+                if x not in roots and (x in self.found.recomputed or x in self.found.kept):
                     node.meta.pop(recompute.ROUNDED, None)
 
     def _kept_bytes(self, node: fx.Node) -> int:
@@ -331,22 +345,22 @@ class _Choice:
     def _replace(self, node: fx.Node, other: fx.Node) -> None:
         """Backward reads another node of the same value."""
         found = self.found
-        sources, readers = found.again.pop(node), found.readers.pop(node, set())
+        sources, readers = found.recomputed.pop(node), found.readers.pop(node, set())
         found.instead[node] = other
         found.readers.setdefault(other, set()).update(readers)
         for reader in readers:
-            if reader in found.again:
-                found.again[reader] = [other if source is node else source for source in found.again[reader]]
+            if reader in found.recomputed:
+                found.recomputed[reader] = [other if source is node else source for source in found.recomputed[reader]]
         leave(node, sources, found)
 
     def _add(self, result: fx.Node) -> None:
-        """The nodes of a chain are computed again."""
+        """The nodes of a pointwise chain are recomputed."""
         stack = [result]
         while stack:
             one = stack.pop()
-            if one in self.found.again or one in self.found.kept or is_free(one):
+            if one in self.found.recomputed or one in self.found.kept or is_free(one):
                 continue
-            self.found.again[one] = list(one.all_input_nodes)
+            self.found.recomputed[one] = list(one.all_input_nodes)
             for source in one.all_input_nodes:
                 self.found.readers.setdefault(source, set()).add(one)
                 stack.append(source)
@@ -384,16 +398,16 @@ def _bent(node: fx.Node) -> fx.Node:
     return node
 
 
-def _asked(question: fx.Node) -> object:
-    """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0.
+def _key_of(predicate: fx.Node) -> object:
+    """What is equal for two predicates with the same answer: relu(x) <= 0 and x <= 0.
 
     A value that a cast to 16 bits would round to 0 counts with its own sign.
     """
-    source, *rest = question.args
-    if isinstance(source, fx.Node) and name_of(question) in ("le", "gt") and rest == [0]:
+    source, *rest = predicate.args
+    if isinstance(source, fx.Node) and name_of(predicate) in ("le", "gt") and rest == [0]:
         while (before := _with_its_sign(source)) is not source:
             source = before
-    return question.target, source, *rest
+    return predicate.target, source, *rest
 
 
 def _with_its_sign(node: fx.Node) -> fx.Node:
@@ -419,7 +433,7 @@ def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
     choice = _Choice(joint, found, bits, known)
     while choice.settle():
         pass
-    if not choice.rounded.asking and (dear := choice.dear()):
+    if not choice.rounded.branching and (dear := choice.dear()):
         known.exact.update(dear)
         choice.forget(dear)
     return choice.rounded
@@ -428,9 +442,10 @@ def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
 def settled(
     graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
 ) -> tuple[Joint, Decision, Rounded]:
-    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values.
+    """What is kept, and in how many bits; ops of backward with branches become pointwise chains where they need exact
+    values.
 
-    chosen: what backward computes again, where a budget has chosen it.
+    chosen: what backward recomputes, where a budget has chosen it.
     """
     known = Known(set(), set())
     before = set(graph.nodes)
@@ -440,11 +455,11 @@ def settled(
             decided = decide(joint, nearly_free.scores)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
-            decided = decision_of(joint, chains.union(chosen.again))
+            decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
         exact = len(known.exact)
         found = choose(joint, decided, bits, known)
-        if not found.asking and len(known.exact) == exact:
+        if not found.branching and len(known.exact) == exact:
             return joint, decided, found
-        known.stuck.update(node for node in found.asking if not write_chain(graph, node))
+        known.stuck.update(node for node in found.branching if not write_pointwise_chain(graph, node))
         graph.eliminate_dead_code()

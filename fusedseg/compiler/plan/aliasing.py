@@ -75,7 +75,10 @@ def first_result(node: fx.Node) -> Any:
 
 
 def spent_input(node: fx.Node) -> fx.Node | None:
-    """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
+    """The input of a convolution, if its gradient may be in its memory: the gradient of the weight is the last reader.
+
+    ``codegen/convolution_backward.py`` computes both gradients one after the other then.
+    """
     if name_of(node) != "convolution_backward":
         return None
     dy, x, w = (node_at(node, place) for place in range(3))

@@ -1,7 +1,7 @@
 """The bytes of a step, counted on a joint graph and a decision: what is kept, and the peak.
 
 The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
-puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their
+puts what is recomputed right before its first reader.  A value lives until its last reader.  Ops write over their
 input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have those of the example.
 """
 
@@ -81,7 +81,7 @@ class Planned(schedule.Backward):
                 follows.add(made)
         self.graph: Any = SimpleNamespace(nodes=[*self._given, *calls])
         self.roots: Any = {one: one.root for one in self.graph.nodes}
-        self.again: Any = {
+        self.recomputed: Any = {
             one for one in calls if one not in follows and one.op == "call_function" and schedule.is_pure(one.node)
         }
         self._prepare()
@@ -110,7 +110,7 @@ class Planned(schedule.Backward):
         stack = [node]
         while stack:
             one = stack[-1]
-            sources = self._decision.again.get(one, [])
+            sources = self._decision.recomputed.get(one, [])
             waiting = [source for source in sources if source not in self._made]
             if one not in self._made and waiting:
                 stack += waiting
@@ -118,14 +118,14 @@ class Planned(schedule.Backward):
             stack.pop()
             if one in self._made:
                 continue
-            if one in self._decision.again:
+            if one in self._decision.recomputed:
                 self._made[one] = self._rebuilt(one, [self._made[source] for source in sources], calls)
             else:
                 self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
         return self._made[node]
 
     def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
-        """A value that is computed again."""
+        """A value that is recomputed."""
         form, call = recompute.form_of(node), keep.call_node(node)
         if form is None and call is not node:
             if call not in self._made:
@@ -173,7 +173,7 @@ class Live:
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
-        end = schedule.Step(self._joint.end, held, self._joint.end, 0, 0, [])
+        end = schedule.ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.alive([*self._forward.values(), end])
         planned = Planned(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
