@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fusedseg
 from fusedseg.ops.conv.choice import tf32_allowed
-from fusedseg.ops.conv.convolution import Geometry
+from fusedseg.ops.conv.geometry import Geometry
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, norm_act
 
 from .contenders import SLOPE, Treat, as_it_is, compiled, leaky

@@ -16,7 +16,7 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
 # The reference has the integrations also where their frameworks are not installed.
-autodoc_mock_imports = ["monai", "lightning", "pytorch_lightning", "transformers"]
+autodoc_mock_imports = ["monai"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autoclass_content = "class"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import Parser, add_command, add_nnunet, add_plan, add_profile
+from .cli import Parser, add_command, add_plan, add_profile
 from .cli.command import Refused
 from .cli.models import add_json, place_of
 from .doctor import doctor
@@ -66,7 +66,7 @@ def parser() -> Parser:
     add_doctor(commands)
     add_profile(commands)
     add_plan(commands)
-    add_nnunet(commands)
+    add_trainers(commands)
     return top
 
 
@@ -86,6 +86,26 @@ def add_doctor(commands) -> None:
         help="test every family of kernels on each kind of GPU, in another process, against PyTorch in float64",
     )
     add_json(command)
+
+
+def add_trainers(commands) -> None:
+    add_command(
+        commands,
+        "nnunet-trainers",
+        summary="print the folder in which nnU-Net v2 finds fusedseg's trainers",
+        description="Prints the folder for nnU-Net's environment variable nnUNet_extTrainer. The name of the trainer, "
+        "for nnUNetv2_train -tr, is nnUNetTrainerFusedseg.",
+        examples=["fusedseg nnunet-trainers"],
+        run=_print_trainers,
+    )
+
+
+def _print_trainers(args: argparse.Namespace) -> int:
+    # The compiler, which the trainers import, takes seconds.
+    from .integrations.nnunet import TRAINERS
+
+    print(TRAINERS)
+    return 0
 
 
 if __name__ == "__main__":

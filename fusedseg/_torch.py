@@ -79,9 +79,8 @@ DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
 # running statistics again, as the stock norms do.
 current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
-# The transforms of torch.func, and their wrapped tensors.
+# The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
-get_unwrapped = _or("torch._C._functorch.get_unwrapped", lambda t: t)
 # The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -102,32 +101,9 @@ preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter"
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
 )
-# Gradients in batches.  A batch that is not recognised raises an error where its memory is read or written.
+# Batches of gradients.  A batch that is not recognised raises an error where its memory is read or written.
 is_batchedtensor = _or("torch._C._functorch.is_batchedtensor", lambda t: False)
 is_legacy_batchedtensor = _or("torch._C._functorch.is_legacy_batchedtensor", lambda t: False)
-_BATCHES = "a gradient in batches (is_grads_batched, vmap)"
-maybe_get_level = _needed("torch._C._functorch.maybe_get_level", _BATCHES)
-maybe_get_bdim = _needed("torch._C._functorch.maybe_get_bdim", _BATCHES)
-functorch_add_batch_dim = _needed("torch._C._functorch._add_batch_dim", _BATCHES)
-_enter_vmap = _or("torch._C._vmapmode_increment_nesting", None)
-_leave_vmap = _or("torch._C._vmapmode_decrement_nesting", None)
-add_batch_dim = _needed("torch._add_batch_dim", _BATCHES)
-remove_batch_dim = _needed("torch._remove_batch_dim", _BATCHES)
-
-
-def legacy_vmap_level() -> int:
-    """The level of the innermost batch of the older kind."""
-    if _enter_vmap is None or _leave_vmap is None:
-        _raise("torch._C._vmapmode_increment_nesting and torch._C._vmapmode_decrement_nesting", _BATCHES)
-    level = _enter_vmap() - 1
-    _leave_vmap()
-    return level
-
-
-def temporarily_pop_interpreter_stack() -> Any:
-    # This module imports the compiler.
-    return later("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", _BATCHES)()
-
 
 # Forward-mode differentiation.  Its level is -1 outside of it; level 0 makes callers look at each tensor.
 forward_ad: Any = torch.autograd.forward_ad
@@ -211,7 +187,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
 else:
     FakeTensor = _needed(f"{_FAKE}.FakeTensor", _FLOW)
     FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode", _FLOW)
@@ -222,7 +197,6 @@ else:
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", _FLOW)
     tree_leaves = _needed(f"{_TREE}.tree_leaves", _FLOW)
     tree_map = _needed(f"{_TREE}.tree_map", _FLOW)
-    tree_map_only = _needed(f"{_TREE}.tree_map_only", _FLOW)
 
 
 def resolve_process_group(name: str) -> Any:

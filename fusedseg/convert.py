@@ -230,7 +230,7 @@ def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
 
 
 @dataclass(eq=False, slots=True)
-class Pair:
+class NormAndAct:
     """A norm and the activation after it.
 
     conv: the convolution directly before the norm, or None.  adds: whether the block's input is added between norm and
@@ -314,7 +314,7 @@ class Pair:
         return not TABLE[how.name].learned or x.dtype == torch.get_autocast_dtype(x.device.type)
 
 
-def _paired(steps: Sequence[Step]) -> Iterator[Step | Pair]:
+def _paired(steps: Sequence[Step]) -> Iterator[Step | NormAndAct]:
     """The steps, in which norms and activations that an op may serve are pairs."""
     i = 0
     while i < len(steps):
@@ -327,7 +327,7 @@ def _paired(steps: Sequence[Step]) -> Iterator[Step | Pair]:
             i += 1
 
 
-def _pair_at(steps: Sequence[Step], i: int) -> tuple[Pair | None, int]:
+def _pair_at(steps: Sequence[Step], i: int) -> tuple[NormAndAct | None, int]:
     """The pair that begins at a step, with the number of its steps."""
     first = i
     conv = steps[i] if type(steps[i]) in CONVS else None
@@ -338,7 +338,7 @@ def _pair_at(steps: Sequence[Step], i: int) -> tuple[Pair | None, int]:
     if type(norm) not in NORMS or type(act) not in OF_MODULE:
         return None, 0
     after = steps[i + 1] if i + 1 < len(steps) and type(steps[i + 1]) in CONVS else None
-    return Pair(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
+    return NormAndAct(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
 
 
 class Container(NamedTuple):
@@ -372,7 +372,7 @@ class BlockPlan:
         self._idle: list[tuple[Any, type, bool]] = []
         flat = list(self._flat(block, top=True))
         self.steps = list(_paired(flat))
-        self.pairs = [step for step in self.steps if isinstance(step, Pair)]
+        self.pairs = [step for step in self.steps if isinstance(step, NormAndAct)]
 
     def _flat(self, module: nn.Module, top: bool = False) -> Iterator[Step]:
         steps = _steps_of(module)
@@ -401,7 +401,7 @@ class BlockPlan:
     def run(self, x: Tensor) -> Tensor:
         given = x
         for step in self.steps:
-            if isinstance(step, (Pair, Add)):
+            if isinstance(step, (NormAndAct, Add)):
                 x = step(x, given)
             else:
                 x = step(x)
@@ -621,7 +621,7 @@ ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 def conversion(model: nn.Module) -> Conversion:
     """Which norms and pools of a model ``convert`` serves, and which stay stock, with reasons."""
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
-    pairs: dict[Any, Pair] = {pair.norm: pair for block in blocks for pair in BlockPlan(block).pairs}
+    pairs: dict[Any, NormAndAct] = {pair.norm: pair for block in blocks for pair in BlockPlan(block).pairs}
     why = _reasons(model)
     served: list[Served] = []
     left: list[Left] = []

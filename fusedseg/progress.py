@@ -17,14 +17,15 @@ class Progress:
     """A context that shows ``text`` and the elapsed seconds on stderr, and clears the line at its end.
 
     It writes nothing if stderr is no terminal, so that logs and pipes stay clean.  A thread redraws the line, so
-    that the seconds go on while PyTorch computes.
+    that the seconds go on while PyTorch computes.  What ends within ``quiet`` seconds shows no line.
 
         with Progress("fusedseg plan") as progress:
             progress.update("eager, batch 8")       # "fusedseg plan: eager, batch 8 (3 s)"
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, quiet: float | None = None) -> None:
         self._text, self._now = text, ""
+        self._quiet = QUIET_SECONDS if quiet is None else quiet
         self._start = time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._redraw, daemon=True) if sys.stderr.isatty() else None
@@ -44,7 +45,7 @@ class Progress:
             self._thread.join()
 
     def _redraw(self) -> None:
-        if self._done.wait(QUIET_SECONDS):
+        if self._done.wait(self._quiet):
             return
         while not self._done.is_set():
             now = f": {self._now}" if self._now else ""
@@ -57,7 +58,7 @@ class Progress:
         sys.stderr.flush()
 
 
-class Lines:
+class ProgressLines:
     """Prints what a long command is doing, and for how long, a line every ten seconds.
 
     It is for output that goes into a file or a pipe.  The lines go to stdout, because stderr is for errors there.  If

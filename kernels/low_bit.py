@@ -303,7 +303,8 @@ def launcher(kernel, lines, dtype, bits, kinks):
 def low_bit_pack(flat, lines, bits, key, kink):
     """Codes, lowest and highest values of a tensor with the memory ``flat``; ``key`` is the int32 of the hash.
 
-    ``lines`` is a ``Lines`` of ``fusedseg/ops/low_bit/spec.py``.  ``kink`` is None or in the dtype of the arithmetic.
+    ``lines`` is a ``ChannelLines`` of ``fusedseg/ops/low_bit/spec.py``.  ``kink`` is None or in the dtype of the
+    arithmetic.
     """
     codes = torch.empty(lines.code_bytes(bits), dtype=torch.uint8, device=flat.device)
     groups = lines.I * lines.groups * lines.C

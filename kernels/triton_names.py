@@ -1,14 +1,11 @@
-"""The names of Triton that its versions have at different places, whether Triton interprets kernels, and versions.
+"""The names of Triton that its versions have at different places, and whether Triton interprets kernels.
 
 Triton is found by import alone, because it is installed under other names too: ``triton-windows`` on Windows,
 ``pytorch-triton-rocm`` or ``pytorch-triton-xpu`` with other builds of PyTorch.  ``launcher.py`` alone reads how Triton
 launches a kernel, and only in versions whose code we have read.
 """
 
-import functools
-import hashlib
 import os
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -27,10 +24,3 @@ def interpreted() -> bool:
         # These versions know no other word.
         return os.environ.get("TRITON_INTERPRET", "0") == "1"
     return bool(knobs.runtime.interpret)
-
-
-@functools.cache
-def identity() -> dict[str, str]:
-    """Triton's version, and a digest of the text of all kernels, for results that must not outlive them."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return {"triton": triton.__version__, "kernels": hashlib.sha256(text).hexdigest()[:16]}

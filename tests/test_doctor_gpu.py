@@ -11,7 +11,7 @@ import torch
 from fusedseg import _backend
 from fusedseg.__main__ import main
 from fusedseg.doctor import gpu, report
-from fusedseg.ops.self_test import first_use, verdicts
+from fusedseg.ops.self_test import first_use
 from fusedseg.ops.self_test.checks import CHECKS, DTYPES
 
 CPU = torch.device("cpu")
@@ -85,10 +85,9 @@ def test_a_kernel_that_hangs_ends_with_the_time(workers):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch, tmp_path, workers):
+def on_a_gpu(monkeypatch, workers):
     """A machine with two GPUs of one model."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
@@ -98,9 +97,7 @@ def on_a_gpu(monkeypatch, tmp_path, workers):
         name, total_memory, multi_processor_count = "Card", 80 * 2**30, 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    verdicts.environment.cache_clear()
-    yield workers
-    verdicts.environment.cache_clear()
+    return workers
 
 
 def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
@@ -138,13 +135,6 @@ def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):
     assert out.splitlines()[-1].startswith("Something is wrong: see the lines with PROBLEM above.")
 
 
-def test_a_kernel_that_killed_its_process_is_not_used_any_more(on_a_gpu):
-    on_a_gpu(norm="dies")
-    assert main(["doctor", "--gpu"]) == 1
-    found = first_use.remembered("norm", torch.float16, torch.device("cuda", 0))
-    assert (found.kind, found.text) == ("process died", "exit status -11: an illegal access")
-
-
 def test_a_gpu_that_fusedseg_does_not_use_is_tested_too(on_a_gpu, monkeypatch, capsys):
     monkeypatch.setattr(_backend, "architecture", lambda device: "gfx1100")
     assert main(["doctor", "--gpu"]) == 0
@@ -170,36 +160,26 @@ def test_without_a_gpu_it_says_so_in_one_sentence(capsys):
     assert capsys.readouterr() == ("", "fusedseg doctor: --gpu: torch sees no GPU here\n")
 
 
-def test_the_worker_tests_and_keeps_the_verdict(monkeypatch, tmp_path, capsys):
-    """The verdict replaces the one that a self-test left, so that a repaired installation is used again."""
+def test_the_worker_prints_each_result(capsys):
     pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first_use._known.clear()
-    first_use.record("pool", torch.float32, CPU, verdicts.Verdict("launch failed", "yesterday"))
-    assert first_use.remembered("pool", torch.float32, CPU).kind
     gpu.worker([("cpu", "pool", "float32"), ("cpu", "pool", "int32")])
     passed, failed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert passed["kind"] == ""
-    assert first_use.remembered("pool", torch.float32, CPU).kind == ""
     # An error has its traceback.
     assert failed["kind"]
     assert "Traceback" in failed["traceback"]
 
 
-def test_the_worker_leaves_a_gpu_that_does_not_answer(monkeypatch, tmp_path, capsys):
+def test_the_worker_leaves_a_gpu_that_does_not_answer(monkeypatch, capsys):
     pytest.importorskip("triton")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(first_use, "answers", lambda device: False)
     gpu.worker([("cpu", "pool", "int32"), ("cpu", "pool", "float32")])
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_the_plain_report_names_failed_families(on_a_gpu, monkeypatch, capsys):
+def test_the_plain_report_names_every_gpu(on_a_gpu, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    device = torch.device("cuda", 0)
-    first_use.record("conv", torch.float16, device, verdicts.Verdict("compilation failed", "PTXASError: no"))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "    aten for conv in float16: the self-test failed, compilation failed: PTXASError: no\n" in out
     assert re.search(r"cuda:1 \(Card, sm_90\): triton", out)
     assert report.devices()[1:] == [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -1,5 +1,7 @@
 """Tests the examples in the README and the pages of docs/: Python blocks are run, and commands are parsed.
 
+The commands of the scripts that CI and a run on a GPU start are parsed too.
+
 The rules that a page follows:
 
 * Each ``python`` block runs by itself, in an empty folder.
@@ -64,6 +66,21 @@ COMMANDS = [
     for line in block.text.replace("\\\n", " ").splitlines()
     for command in line.split("&&")
 ]
+SCRIPTS = ROOT / ".ci" / "run", ROOT / "bench" / "gpu" / "gpu.sh"
+# A command whose arguments are ours, in a line of a script: settings and a folder may stand before it.
+CALL = re.compile(
+    r'(?:^\s*(?:\w+=\S+ )*(?:\S+/)?|"\$python" -m )((?:python -m )?(?:fusedseg|examples\.demo|bench\.report)(?: .*)?$)',
+    re.MULTILINE,
+)
+PYTEST = re.compile(r"^(?:\w+=\S+ )*(pytest .*)$", re.MULTILINE)
+# A redirection or another command ends the arguments.
+END = re.compile(r" \d?(?:[<>|;]|&&)")
+
+
+def calls(pattern: re.Pattern[str], text: str) -> list[list[str]]:
+    """The words of each command of a script that matches the pattern."""
+    lines = text.replace("\\\n", " ")
+    return [shlex.split(END.split(match[1])[0]) for match in pattern.finditer(lines)]
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=[block.where for block in PYTHON])
@@ -140,7 +157,7 @@ def check_pytest(arguments: list[str]) -> None:
                 )
         elif argument == "-k":
             name, paths = next(rest), [ROOT / one for one in arguments if one.endswith(".py")]
-            assert any(f"def {name}(" in path.read_text() for path in paths), name
+            assert any(re.search(rf"def \w*{name}", path.read_text()) for path in paths), name
         elif argument == "--device":
             assert next(rest) in ("cpu", "cuda")
         elif argument == "--ptx":
@@ -148,7 +165,9 @@ def check_pytest(arguments: list[str]) -> None:
         elif argument == "-n":
             assert next(rest).isdigit()
         else:
-            assert argument in ("-s", "--cov") or (ROOT / argument).exists(), argument
+            argument = argument.removeprefix("--ignore=")
+            known = re.fullmatch(r"-s|--cov|--cov-fail-under=\d+", argument)
+            assert known or (ROOT / argument).exists(), argument
 
 
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +213,29 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("command", "where"), COMMANDS, ids=[f"{where} {command}" for command, where in COMMANDS])
 def test_a_command_is_parsed(command, where, monkeypatch):
     check_command(shlex.split(command, comments=True), monkeypatch)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=[path.name for path in SCRIPTS])
+def test_commands_of_a_script_are_parsed(path, monkeypatch):
+    """``.ci/run`` once failed at its last line, after 25 minutes: the command had renamed the option --compare."""
+    found = calls(CALL, path.read_text())
+    assert found
+    for command in found:
+        words = command if command[0] in ("python", "fusedseg") else ["python", "-m", *command]
+        with monkeypatch.context() as patch:
+            check_command(words, patch)
+
+
+def test_pytest_of_ci_gets_files_and_options_that_exist(monkeypatch):
+    found = calls(PYTEST, (ROOT / ".ci" / "run").read_text())
+    assert found
+    for command in found:
+        check_command(command, monkeypatch)
+
+
+def test_a_call_of_a_script_is_found():
+    text = "FUSEDSEG_BACKEND=aten user/bin/fusedseg doctor \\\n  --gpu 2> errors.txt || exit 1\n"
+    assert calls(CALL, text + "# fusedseg none\n") == [["fusedseg", "doctor", "--gpu"]]
 
 
 def test_commands_write_different_files():
@@ -283,12 +325,10 @@ def test_every_public_name_is_marked_as_stable_or_experimental():
 def test_every_name_of_an_integration_is_in_the_reference():
     """The public functions and classes of each file, read from its source, because a framework may be absent."""
     home = ROOT / "fusedseg" / "integrations"
-    named = {"nnunet": ["Fused", "Leaky", "fused_loss", "plan.plan"]}
+    named = {"nnunet": ["Fused", "Leaky", "fused_loss", "plans.read"]}
     for path in home.glob("*.py"):
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         named[path.stem] = [node.name for node in nodes if not node.name.startswith("_")]
-    # What the integrations share is for them alone.
-    del named["common"]
     names = [f"fusedseg.integrations.{module}.{name}" for module in named for name in named[module]]
     assert len(names) > 12
     assert [name for name in names if f":: {name}\n" not in REFERENCE] == []

@@ -31,7 +31,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
-    "ops/interpolate": ({"_backend", "_torch", "ops/unfused", "ops/upsample"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
@@ -42,27 +41,25 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"torch"},
     ),
     "ops/conv": (
-        {"_backend", "_torch", "kernels", "ops/interpolate", "ops/norm"} | SHARED,
+        {"_backend", "_torch", "kernels", "ops/norm", "ops/upsample"} | SHARED,
         {"torch"},
     ),
     # It numbers the positions of a window by numpy.
     "ops/max_pool": ({"_backend", "_torch", "kernels", "ops/conv"} | SHARED, {"numpy", "torch"}),
-    "ops/segmentation": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
+    "ops/segmentation": ({"_backend", "_torch", "kernels", "ops/upsample"} | SHARED, {"torch"}),
     "ops/self_test": ({"_backend", "_torch", "kernels", "ops"}, {"torch"}),
     "functional": (BASE | {"ops"}, {"torch"}),
     "nn": (BASE | {"ops"}, {"torch"}),
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
-    "unet": ({"nn"}, {"torch"}),
+    "unet": ({"nn", "ops/check"}, {"torch"}),
     "memory": ({"_backend", "_moved", "_torch"}, {"torch"}),
     "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
     "compiler": (BASE - {"_module_hooks"} | {"_moved", "memory", "ops"}, {"torch"}),
     "planning": ({"_sizes", "_torch", "compiler", "convert", "memory"}, {"matplotlib", "torch"}),
-    # The frameworks are imported by name, in functions of common.py, but nnU-Net, whose code has types.
     "integrations": (
-        {"_sizes", "_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "memory"}
-        | {"nn", "ops", "planning", "progress"},
-        {"nnunetv2", "numpy", "torch"},
+        {"_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "nn", "ops", "progress"},
+        {"monai", "nnunetv2", "numpy", "torch"},
     ),
     "__init__": (
         BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "planning", "unet"},
@@ -70,7 +67,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
     "cli": ({"convert", "integrations", "memory", "planning", "progress", "unet"}, {"torch"}),
-    "__main__": ({"__init__", "cli", "doctor"}, {"torch"}),
+    "__main__": ({"__init__", "cli", "doctor", "integrations"}, {"torch"}),
 }
 # The floors of ``fusedseg/compiler``, from the ground up: a folder or a file imports from lower floors, or from itself.
 # Files of one floor, which are no folders, may import each other.
@@ -86,9 +83,10 @@ COMPILER = (
 )
 # These are imported only inside functions, because they need triton, or the packages of an extra.
 LAZY = {"integrations", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "nnunetv2"}
+LAZY_PACKAGES = {"matplotlib", "monai", "nnunetv2"}
 # These files are themselves imported only inside functions.
 LAZY_FILES = {
+    "fusedseg/integrations/monai.py",
     "fusedseg/integrations/nnunet/predictor.py",
     "fusedseg/integrations/nnunet/trainers/nnUNetTrainerFusedseg.py",
 }

@@ -36,7 +36,6 @@ ALLOWED = {
     "fusedseg/doctor/gpu.py": {"torch": NAMED},
     "fusedseg/doctor/report.py": {"importlib.import_module(name)": VERSIONS},
     "fusedseg/integrations/inplace_abn.py": {"module": USERS, "sys.modules[module]": FRAMEWORK},
-    "fusedseg/integrations/monai.py": {"leaf": FRAMEWORK},
     "fusedseg/integrations/nnunet/loss.py": {"dice": FRAMEWORK, "dice.apply_nonlin": CALLED, "module": FRAMEWORK},
     "fusedseg/losses/monai.py": {"reduction": MONAI},
     "fusedseg/memory/meter.py": {"node": NODE},

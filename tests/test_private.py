@@ -86,8 +86,6 @@ def without(*names: str) -> dict:
 def test_names_have_stand_ins_or_errors():
     """Results stay the same, and a feature that cannot do without a name says so."""
     errors = without(*_torch.NAMES)["errors"]
-    # Batches are not recognised, so PyTorch refuses them.
-    assert errors["batched"].startswith("RuntimeError: ")
     assert errors["estimate"].startswith("RuntimeError: fusedseg: ")
     assert "does not have; `python -m fusedseg doctor`" in errors["estimate"]
 
@@ -97,10 +95,9 @@ def test_names_have_stand_ins_or_errors():
 def test_a_name_is_missing(name):
     found = without(name)
     for error in found["errors"].values():
-        refused = error.startswith("RuntimeError: Batching rule not implemented")
-        assert error == "" or refused or (error.startswith("RuntimeError: fusedseg: ") and name in error)
+        assert error == "" or (error.startswith("RuntimeError: fusedseg: ") and name in error)
 
 
 def test_nothing_is_missing_from_the_program():
     found = without()
-    assert found["errors"] == {"batched": "", "estimate": ""}
+    assert found["errors"] == {"estimate": ""}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fusedseg.memory.tables import open_new, write_json
-from fusedseg.progress import Lines
+from fusedseg.progress import ProgressLines
 
 from . import report, training
 
@@ -53,7 +53,7 @@ def run(
     start = time.perf_counter()
     problem = importlib.import_module(f"{__package__}.{name}").problem(torch.device(device))
     networks = training.build(problem, torch.device(device), seed, bits)
-    shown = Lines()
+    shown = ProgressLines()
     trainings = training.train(problem, networks, steps or problem.size.steps, seed, say=shown.say)
     shown.say("evaluating")
     outcome = report.evaluate(problem, trainings, seed, bits)

@@ -47,12 +47,6 @@ class Shape(tuple[int, ...]):
     def batch_of(self, batch: int) -> "Shape":
         return Shape((batch, *self), self.dtype)
 
-    def example(self, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-        """Random numbers; integers are 0, which every embedding has."""
-        if self.dtype is not None:
-            return torch.zeros(self, dtype=self.dtype, device=device)
-        return torch.randn(self, dtype=dtype, device=device)
-
     def without_values(self) -> "Shape | Tensor":
         """What ``fusedseg.profile`` takes as the shape of this input."""
         return self if self.dtype is None else torch.empty(self, dtype=self.dtype, device="meta")
@@ -66,14 +60,16 @@ class ModelSource:
     """The model of a command.
 
     name: MODEL as it was typed.  build: makes the model of stock modules.  convert: a function that is called with such
-    a model and the shapes of the inputs, batch included, and returns its fused form.  code: the line of Python that
-    makes the fused form of a preset; None for other models, whose fused form ``fusedseg.convert`` makes.
+    a model and returns its fused form.  code: the line of Python that makes the fused form of a preset; None for other
+    models, whose fused form ``fusedseg.convert`` makes.  sample, batch: the input that a plans file of nnU-Net names.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    convert: Callable[[nn.Module, Shapes], nn.Module]
+    convert: Callable[[nn.Module], nn.Module] = convert
     code: str | None = None
+    sample: Shape | None = None
+    batch: int | None = None
 
     @property
     def meaning(self) -> str:
@@ -81,18 +77,21 @@ class ModelSource:
         return "" if self.code is None else "convert stands for the preset's fused blocks."
 
 
-def parse_model(text: str) -> ModelSource:
-    """The model that a preset's name or ``package.module:callable`` stands for; raises Refused if there is none."""
+def parse_model(args: argparse.Namespace) -> ModelSource:
+    """The model that MODEL stands for; raises Refused if there is none."""
+    text: str = args.model
     if text in PRESETS:
         make = PRESETS[text]
         return ModelSource(
             text, partial(make, plain=True), partial(_fused_preset, make), code=f"model = fusedseg.unet.{text}()"
         )
+    if text.endswith(".json"):
+        return _planned_by_nnunet(text, args.configuration)
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise Refused(
-            f"MODEL must be a preset ({', '.join(PRESETS)}) or package.module:callable, got {text!r}"
-            f"{did_you_mean(text, PRESETS)}"
+            f"MODEL must be a preset ({', '.join(PRESETS)}) or package.module:callable, or a plans file of nnU-Net in "
+            f"JSON, got {text!r}{did_you_mean(text, PRESETS)}"
         )
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")
@@ -103,10 +102,21 @@ def parse_model(text: str) -> ModelSource:
             raise Refused(f"MODEL {text!r}: {module} has no {name}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if isinstance(found, nn.Module):
-        return ModelSource(text, lambda: found, _converted)
+        return ModelSource(text, lambda: found)
     if not callable(found):
         raise Refused(f"MODEL {text!r}: {name} must be a module or build one, and is a {type(found).__name__}")
-    return ModelSource(text, found, _converted)
+    return ModelSource(text, found)
+
+
+def _planned_by_nnunet(path: str, configuration: str) -> ModelSource:
+    # The import stands here, because only plans files need nnU-Net.
+    from ..integrations.nnunet.plans import read
+
+    try:
+        planned = read(path, configuration)
+    except (ImportError, ValueError) as error:
+        raise Refused(f"MODEL {path!r}: {first_line(error)}") from error
+    return ModelSource(f"{path}, {configuration}", planned.build, sample=Shape(planned.sample), batch=planned.batch)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -138,12 +148,7 @@ def place_of(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-def _converted(model: nn.Module, shapes: Shapes) -> nn.Module:
-    """Converts the model, which is a copy of its own, with ``fusedseg.convert``; the shapes do not matter."""
-    return convert(model)
-
-
-def _fused_preset(make: Callable[[], nn.Module], model: nn.Module, shapes: Shapes) -> nn.Module:
+def _fused_preset(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
     """The fused preset, built in the dtype of the stock preset.
 
     It is not cast afterwards, because PyTorch cannot cast parameters without values.
@@ -172,12 +177,17 @@ def build(source: ModelSource, on_fake_tensors: bool = False) -> nn.Module:
         raise Refused(f"{source.name} cannot be built: {first_line(error)}{place_of(error)}") from error
 
 
-def split_batch(source: ModelSource, shapes: Shapes, batch: int | None, named: bool) -> tuple[list[Shape], int | None]:
+def split_batch(source: ModelSource, args: argparse.Namespace, named: bool) -> tuple[list[Shape], int | None]:
     """The shapes of one sample, and the batch: ``--batch``, or the first number of the shapes, or None.
 
     Let d be the number of spatial dimensions of the model's first convolution.  A shape of d + 2 numbers contains the
     batch, and a shape of d + 1 numbers does not.  For any other shape ``named`` says whether it contains the batch.
     """
+    shapes, batch = args.input, args.batch
+    if not shapes:
+        if source.sample is None:
+            raise Refused("--input is needed, unless MODEL is a plans file of nnU-Net")
+        return [source.sample], batch or source.batch
     convs = (module for module in build(source, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
     dims = next((len(conv.kernel_size) for conv in convs), None)
     if dims is not None and len(shapes[0]) in (dims + 1, dims + 2):
@@ -192,7 +202,7 @@ def split_batch(source: ModelSource, shapes: Shapes, batch: int | None, named: b
 
 def batched(source: ModelSource, args: argparse.Namespace) -> list[Shape]:
     """The shapes of ``--input`` with their batch, which is 1 if the user names none."""
-    samples, batch = split_batch(source, args.input, args.batch, named=True)
+    samples, batch = split_batch(source, args, named=True)
     return [shape.batch_of(batch or 1) for shape in samples]
 
 
@@ -224,16 +234,23 @@ def add_model(command: Parser, batch: str) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help=f"{', '.join(PRESETS)}, or package.module:callable, which returns a model",
+        help=f"{', '.join(PRESETS)}, package.module:callable, which returns a model, or a plans file of nnU-Net, "
+        "with dataset.json beside it",
     )
     command.add_argument(
         "--input",
         type=parse_shape,
         action="append",
-        required=True,
+        default=[],
         metavar="SHAPE",
         help="shape of the input, with the batch or without it: 8,3,256,256 or 3,256,256; repeat the option for each "
-        "further input; 2,128:int64 is an input of integers",
+        "further input; 2,128:int64 is an input of integers; by default what the plans file says",
+    )
+    command.add_argument(
+        "--configuration",
+        metavar="NAME",
+        default="3d_fullres",
+        help="the configuration in the plans file (default: 3d_fullres)",
     )
     command.add_argument("--batch", type=positive, metavar="N", help=batch)
 

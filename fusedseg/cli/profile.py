@@ -5,7 +5,6 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..memory.tables import write_json
 from ..planning import profile
@@ -37,6 +36,7 @@ def add_profile(commands) -> None:
         examples=[
             "fusedseg profile unet3d_small --input 2,1,64,64,64",
             "fusedseg profile mypackage.nets:build --input 8,3,256,256 --amp --bits 8",
+            "fusedseg profile nnUNetPlans.json --configuration 3d_fullres --amp",
         ],
         run=run,
     )
@@ -75,12 +75,8 @@ def run(args: argparse.Namespace) -> int:
         check_new(path, args.overwrite)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise Refused('--plot needs matplotlib: pip install "fusedseg[plot]"')
-    source = parse_model(args.model)
+    source = parse_model(args)
     shapes = batched(source, args)
-
-    def convert(model: nn.Module) -> nn.Module:
-        return source.convert(model, shapes)
-
     with Progress("fusedseg profile") as progress:
         try:
             found = profile(
@@ -90,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                 autocast=torch.float16 if args.amp else None,
                 dtype=DTYPES[args.dtype],
                 optimizer=OPTIMIZERS[args.optimizer],
-                convert=convert,
+                convert=source.convert,
                 progress=progress.update,
             )
         # A model, and the compiler, may raise any error.

@@ -11,9 +11,18 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
+from ..progress import Progress
 from .capture import passes
 from .report import noting, remember
 from .settings import OP, Settings, parse, say_once
+
+# A compilation that takes longer shows on the terminal what it does.
+QUIET_SECONDS = 5.0
+PHASES = {
+    "fw_compiler": "code of forward",
+    "bw_compiler": "code of backward",
+    "inference_compiler": "code of forward",
+}
 
 
 def backend(
@@ -32,8 +41,8 @@ def backend(
             ": the model has a graph break, and each of its graphs keeps and peaks at up to "
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
-    with noting(module, example_inputs) as noted:
-        run = compiler(module, example_inputs, settings, mode)
+    with noting(module, example_inputs) as noted, Progress(f"{OP}: {noted[0].calls} calls", QUIET_SECONDS) as progress:
+        run = compiler(module, example_inputs, settings, mode, progress)
     remember(run, *noted)
     return run
 
@@ -51,7 +60,19 @@ def chosen(settings: Settings) -> Settings:
     return replace(settings, codegen="aten", inductor={})
 
 
-def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+def _showing(progress: Progress, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that says first what it does."""
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        progress.update(text)
+        return function(*args, **kwargs)
+
+    return shown
+
+
+def _aten(
+    module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
+) -> Any:
     if mode not in (None, "default", "reduce-overhead"):
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
     from .codegen import cuda_graphs
@@ -67,11 +88,16 @@ def _aten(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Setti
             "bw_compiler": recorder.backward,
             "inference_compiler": recorder.inference,
         }
-    compiler = parts.aot_autograd(**compilers, partition_fn=Partition(settings), keep_inference_input_mutations=True)
+    compilers = {key: _showing(progress, PHASES[key], function) for key, function in compilers.items()}
+    divide = _showing(progress, "choosing what forward keeps", Partition(settings))
+    compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)
+    progress.update("tracing forward and backward")
     return compiler(passes.rewrite(module, settings), example_inputs)
 
 
-def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None) -> Any:
+def _inductor(
+    module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
+) -> Any:
     from .partition import NoteChangeable, Partition, WeightsAsTheyAre
 
     parts = _torch.compiler_parts()
@@ -82,6 +108,7 @@ def _inductor(module: fx.GraphModule, example_inputs: Sequence[Any], settings: S
     if mode not in (None, "default"):
         patches = {**parts.list_mode_options(mode), **patches}
     patches["custom_partitioner_fn"] = Partition(settings)
+    progress.update("Inductor traces and compiles forward and backward")
     return parts.compile_fx(passes.rewrite(module, settings), example_inputs, config_patches=patches)
 
 

@@ -2,8 +2,7 @@
 
 Another process runs the kernels: ``python -m fusedseg.doctor.gpu JOBS``.  JOBS is a list in JSON of jobs (device,
 family, dtype).  The process prints a line of JSON after each job, and ends early if a job has left the GPU unusable.
-If a kernel kills the process, the report names the kernel, and a new process does the rest.  A test replaces the
-verdict that an earlier self-test has left on disk.
+If a kernel kills the process, the report names the kernel, and a new process does the rest.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from .. import _backend
 from ..cli.command import first_line
 from ..ops.self_test import first_use
 from ..ops.self_test.checks import DTYPES, runs_on
-from ..ops.self_test.verdicts import Verdict
 
 # Seconds for all jobs together.  The process and PyTorch need a few more to start.
 LIMIT = 55.0
@@ -40,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A job, and what the worker found: the fields of a verdict, with a traceback."""
+    """A job, and what the worker found: the fields of a ``SelfTestResult``, with a traceback."""
 
     job: Job
     found: dict[str, Any]
@@ -63,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 def kinds_of_gpu() -> list[torch.device]:
-    """The first GPU of each model, because GPUs of a model share their verdicts."""
+    """The first GPU of each model, because kernels are right on all GPUs of a model or on none."""
     first: dict[tuple[str, str], torch.device] = {}
     for gpu in (torch.device("cuda", i) for i in range(torch.cuda.device_count())):
         first.setdefault((torch.cuda.get_device_name(gpu), _backend.architecture(gpu)), gpu)
@@ -71,7 +69,7 @@ def kinds_of_gpu() -> list[torch.device]:
 
 
 def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
-    """Tests every family in every dtype, and keeps the verdict about kernels that killed their process."""
+    """Tests every family in every dtype."""
     jobs = [
         Job(str(gpu), family, first_use.short(dtype))
         for dtype in TESTED
@@ -79,12 +77,7 @@ def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
         for family, dtypes in DTYPES.items()
         if dtype in dtypes and runs_on(family, gpu)
     ]
-    for outcome in run(jobs, LIMIT):
-        if outcome.found["kind"] == DIED:
-            device, family, dtype = outcome.job
-            verdict = Verdict(DIED, outcome.found["text"])
-            first_use.record(family, getattr(torch, dtype), torch.device(device), verdict)
-        yield outcome
+    yield from run(jobs, LIMIT)
 
 
 def run(jobs: Sequence[Job], seconds: float) -> Iterator[Outcome]:
@@ -119,17 +112,16 @@ def _results(printed: bytes) -> Iterator[dict[str, Any]]:
 
 
 def worker(jobs: Sequence[Sequence[str]]) -> None:
-    """Tests families of kernels, and replaces their verdicts on disk."""
+    """Tests families of kernels."""
     for where, family, dtype in jobs:
         device, of = torch.device(where), getattr(torch, dtype)
         try:
-            verdict, trace = first_use.test_now(family, of, device)
-            first_use.record(family, of, device, verdict)
+            result, trace = first_use.test_now(family, of, device)
         # There may be no memory for the test, for example.
         except Exception as error:
-            verdict, trace = Verdict("error", first_line(error)), ""
-        print(json.dumps({**verdict._asdict(), "traceback": trace}), flush=True)
-        if verdict.kind and not first_use.answers(device):
+            result, trace = first_use.SelfTestResult("error", first_line(error)), ""
+        print(json.dumps({**result._asdict(), "traceback": trace}), flush=True)
+        if result.kind and not first_use.answers(device):
             return
 
 

@@ -3,10 +3,12 @@
 With ``--gpu``, every kernel runs on each kind of GPU, and is compared with PyTorch in float64 (``gpu.py``).
 """
 
+import contextlib
 import importlib
 import platform
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,14 @@ import torch
 from .. import _backend, _torch
 from ..cli.command import Refused, check_new
 from ..memory.tables import write_json
-from ..ops.self_test import first_use, verdicts
-from ..ops.self_test.checks import DTYPES
 from ..progress import Progress
 from .gpu import Outcome, kinds_of_gpu, outcomes
 
 # The oldest and the newest version that the tests have passed with (``tests/versions.sh``).  ``pyproject.toml`` demands
 # the oldest ones, and no version is refused for being newer.
 TESTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.15"), "triton": ("3.2", "3.9")}
+
+DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 
 
 def versions() -> Iterator[str]:
@@ -82,17 +84,6 @@ def describe(device: torch.device) -> str:
     return f"{device} ({properties.name}, {_backend.architecture(device)})"
 
 
-def failures(device: torch.device) -> Iterator[str]:
-    """A line for each family of kernels that an earlier self-test has found to fail on a device."""
-    if not _backend.is_tested(device):
-        return
-    for family, dtypes in DTYPES.items():
-        for dtype in dtypes:
-            found = first_use.remembered(family, dtype, device)
-            if found is not None and found.kind:
-                yield f"aten for {family} in {first_use.short(dtype)}: the self-test failed, {found.kind}: {found.text}"
-
-
 def verdict(problems: int, tested: Sequence[Outcome], unused: Sequence[str]) -> str:
     """One sentence that says whether all is well.  ``unused`` has the reasons why tested kernels are not used."""
     late = sum(outcome.late for outcome in tested)
@@ -110,9 +101,16 @@ def verdict(problems: int, tested: Sequence[Outcome], unused: Sequence[str]) -> 
 def described(gpu: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(gpu)
     return {
-        "device": str(gpu), "memory": properties.total_memory, "multiprocessors": properties.multi_processor_count,
-        **verdicts.environment(gpu)._asdict(),
+        "device": str(gpu), "gpu": properties.name, "architecture": _backend.architecture(gpu), "driver": _driver(),
+        "memory": properties.total_memory, "multiprocessors": properties.multi_processor_count,
     }  # fmt: skip
+
+
+def _driver() -> str:
+    for path in DRIVERS:
+        with contextlib.suppress(OSError):
+            return Path(path).read_text().strip()
+    return "unknown"
 
 
 def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) -> int:
@@ -139,8 +137,6 @@ def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) 
     used = {device: _backend.explain(device) for device in devices()}
     for device, (backend, why) in used.items():
         print(f"  {describe(device)}: {backend} ({why})")
-        for line in failures(device) if backend == "triton" and not gpu else ():
-            print(f"    {line}")
     problems = 0
     if _backend.get() == "triton" and not any(backend == "triton" for backend, _ in used.values()):
         problems += 1

@@ -5,9 +5,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..ops import interpolate
 from ..ops.check import check_dtype, check_tensor
-from ..ops.upsample import MODES
+from ..ops.upsample import MODES, eager
 
 OP = "fusedseg.upsample"
 Number = TypeVar("Number", int, float)
@@ -60,7 +59,7 @@ def upsample(
         raise ValueError(f"{OP}: one of size and scale_factor must be given, got {size!r} and {scale_factor!r}")
     mode = MODES[dims]
     if size is not None:
-        return interpolate.eager(x, _per_axis("size", size, dims), None, mode, align_corners)
+        return eager(x, _per_axis("size", size, dims), None, mode, align_corners)
     assert scale_factor is not None
     factors = [float(factor) for factor in _per_axis("scale_factor", scale_factor, dims)]
-    return interpolate.eager(x, None, factors, mode, align_corners)
+    return eager(x, None, factors, mode, align_corners)

@@ -1,29 +1,22 @@
-"""Norms for the factories of MONAI, and conversion and an inferer for a bundle's configuration."""
+"""Norms for MONAI's factory, an inferer that returns labels, and networks of ``UpCat`` as one graph."""
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from monai.data.meta_tensor import MetaTensor
+from monai.inferers import Inferer
+from monai.networks.layers.factories import Norm
+from monai.networks.nets.basic_unet import UpCat
 from torch import Tensor, nn
 
 from .. import nn as fused
-from .._torch import tree_leaves, tree_map_only
 from ..activation import is_invertible, parse_activation
-from ..convert import conversion, convert
 from ..inference import sliding_window_labels
-from .common import needed
 
 OP = "fusedseg.integrations.monai"
-_factories = needed("monai", "monai", "monai.networks.layers.factories")
-_MetaTensor = needed("monai", "monai", "monai.data.meta_tensor").MetaTensor
-_Inferer: Any = needed("monai", "monai", "monai.inferers").Inferer
-logger = logging.getLogger(__name__)
-
-# The attribute of a plain tensor that has the MetaTensor it was made of.
-SOURCE = "_fusedseg_meta_tensor"
 
 
 def register() -> None:
@@ -45,9 +38,11 @@ def register() -> None:
 
     A second call does nothing.
     """
-    for name, make in {"fused_batch": _batch, "fused_instance": _instance, "fused_group": _group}.items():
-        if name.upper() not in _factories.Norm.components:
-            _factories.Norm.add_factory_class(name, make)
+    # MONAI says that a factory is a class; its own factories are functions.
+    made: dict[str, Any] = {"fused_batch": _batch, "fused_instance": _instance, "fused_group": _group}
+    for name, make in made.items():
+        if name.upper() not in Norm.components:
+            Norm.add_factory_class(name, make)
 
 
 def in_one_graph() -> None:
@@ -60,7 +55,7 @@ def in_one_graph() -> None:
     function.  From this call on, they ask Python's ``isinstance``, which gives the same answer for tensors.  It holds
     for all such networks of the process, with any backend.  A second call does nothing.
     """
-    block = needed("monai", "monai", "monai.networks.nets.basic_unet").UpCat
+    block: Any = UpCat
     stock = block.forward
     if isinstance(stock.__globals__["torch"], SimpleNamespace):
         return
@@ -108,58 +103,18 @@ def _made(
 
 def _with_meta(norm: nn.Module, args: tuple[Any, ...], out: Tensor) -> Any:
     """Gives the output of a norm the metadata of its input; an op that writes over its input does that by itself."""
-    return _like(out, args[0]) if isinstance(args[0], _MetaTensor) else None
+    return _like(out, args[0]) if isinstance(args[0], MetaTensor) else None
 
 
-def converted(model: nn.Module) -> nn.Module:
-    """``fusedseg.convert`` for the networks of MONAI, for ``_target_`` in the configuration of a bundle.
-
-    The model computes with plain tensors, and returns a ``MetaTensor`` if its first one among the inputs is one, as
-    the stock model does.  This matters: blocks run their stock modules for a tensor of a subclass, so a model that is
-    only converted keeps all of its bytes when MONAI's data loaders call it.
-
-    Args:
-        model: a network; it is changed in place.  A model that is converted already stays as it is.
-
-    What is served and what stays stock (``fusedseg.conversion``) is logged with level INFO, under the name of this
-    module.
-    """
-    convert(model)
-    logger.info("%s: %s", type(model).__name__, conversion(model))
-    if _to_plain not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_to_plain, with_kwargs=True)
-        model.register_forward_hook(_to_meta, with_kwargs=True)
-    return model
-
-
-def _to_plain(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    if not any(isinstance(value, _MetaTensor) for value in (*args, *kwargs.values())):
-        return None
-    return tree_map_only(_MetaTensor, _plain, (args, kwargs))
-
-
-def _plain(tensor: Any) -> Tensor:
-    plain = tensor.as_tensor()
-    setattr(plain, SOURCE, tensor)
-    return plain
-
-
-def _to_meta(model: nn.Module, args: object, kwargs: object, out: object) -> Any:
-    if torch.compiler.is_compiling():
-        return out
-    sources = [leaf.__dict__[SOURCE] for leaf in tree_leaves((args, kwargs)) if SOURCE in getattr(leaf, "__dict__", ())]
-    return tree_map_only(Tensor, lambda tensor: _like(tensor, sources[0]), out) if sources else out
-
-
-def _like(tensor: Tensor, source: Any) -> Any:
+def _like(tensor: Tensor, source: MetaTensor) -> Any:
     """The tensor with the metadata of ``source``, as a function of MONAI's tensors would return it."""
-    made = tensor.as_subclass(_MetaTensor)
+    made = tensor.as_subclass(MetaTensor)
     made.is_batch = source.is_batch
     made.copy_meta_from(source, copy_attr=not source.is_batch)
     return made
 
 
-class SlidingWindowLabels(_Inferer):
+class SlidingWindowLabels(Inferer):
     """The labels of ``SlidingWindowInferer`` and an argmax, without the scores of all classes for the whole image.
 
     It stands in the place of ``SlidingWindowInferer`` in an evaluator or a bundle, whose post-processing then needs no
@@ -196,7 +151,7 @@ class SlidingWindowLabels(_Inferer):
             raise TypeError(f"{OP}.SlidingWindowLabels: {error}") from None
 
     def __call__(self, inputs: Any, network: Callable[..., Tensor], *args: object, **kwargs: object) -> Any:
-        plain = inputs.as_tensor() if isinstance(inputs, _MetaTensor) else inputs
+        plain = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
 
         def model(windows: Tensor) -> Tensor:
             return network(windows, *args, **kwargs)
@@ -204,4 +159,4 @@ class SlidingWindowLabels(_Inferer):
         labels = sliding_window_labels(model, plain, self.roi_size, self.overlap, **self.options)
         if labels.dim() < plain.dim():
             labels = labels.unsqueeze(1)
-        return _like(labels, inputs) if isinstance(inputs, _MetaTensor) else labels
+        return _like(labels, inputs) if isinstance(inputs, MetaTensor) else labels

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import NLL, OTHER_NLL, TARGET, Given, SumsSpec
+from ..ops.segmentation.spec import NLL, OTHER_NLL, TARGET, SumsInputs, SumsSpec
 
 OP = "fusedseg.CrossEntropyLoss"
 
@@ -106,7 +106,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if dense and self.ignore_index >= 0:
             raise ValueError(f"{OP}: ignore_index must be < 0 for a target of probabilities, got {self.ignore_index}")
         ignore = None if dense else self.ignore_index
-        found = sums(Given(input, target), SumsSpec("none", entropy.likelihood(), ignore, dense=dense))
+        found = sums(SumsInputs(input, target), SumsSpec("none", entropy.likelihood(), ignore, dense=dense))
         return entropy.of_probabilities(found, positions_of(input)) if dense else entropy.of_labels(found)
 
 

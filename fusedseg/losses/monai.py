@@ -12,7 +12,7 @@ from ..ops.check import check_choice
 from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
+from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec
 from .cross_entropy import CrossEntropy, binary_total, positions_of
 
 
@@ -22,7 +22,7 @@ class LossCall(NamedTuple):
     It has no properties, because the compiler of PyTorch 2.8 does not follow those of a named tuple with tensors.
     """
 
-    given: Given
+    given: SumsInputs
     spec: SumsSpec
 
     def positions(self) -> Tensor | int:
@@ -71,7 +71,7 @@ class InputForm(NamedTuple):
         minimum = self.soft_label and not self.squared and not labels
         ignore = self.ignore_index if labels else None
         return LossCall(
-            Given(x, target, mask), SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
+            SumsInputs(x, target, mask), SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
         )
 
     def _warn_of_one_channel(self) -> None:

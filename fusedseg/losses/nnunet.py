@@ -10,7 +10,7 @@ from ..ops.norm.sync import gather
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
 from ..ops.segmentation.positions import cross_entropy
-from ..ops.segmentation.spec import TARGET, Given, SumsSpec
+from ..ops.segmentation.spec import TARGET, SumsInputs, SumsSpec
 from .cross_entropy import CrossEntropy, binary_total, check_reduction, positions_of
 
 DICE_CLASSES = ("SoftDiceLoss", "MemoryEfficientSoftDiceLoss")
@@ -113,7 +113,7 @@ class DC_and_CE_loss(nn.Module):
         self.weight_ce, self.weight_dice, self.ignore_label = weight_ce, weight_dice, ignore_label
 
     def forward(self, net_output: Logits, target: Tensor) -> Tensor:
-        given = Given(net_output, target)
+        given = SumsInputs(net_output, target)
         entropy = CrossEntropy(self.ce_weight, self.entropy.smoothing, self.entropy.reduction)
         probability = "softmax" if self.weight_dice != 0 else "none"
         likelihood = entropy.likelihood() if self.weight_ce != 0 else "none"
@@ -189,7 +189,7 @@ class DC_and_BCE_loss(nn.Module):
             ignored = target[:, -1:]
             mask, target = (~ignored if ignored.dtype == torch.bool else (1 - ignored).bool()), target[:, :-1]
         self._check_pos_weight(net_output)
-        found = sums(Given(net_output, target, mask), SumsSpec("sigmoid", "sigmoid", dense=True))
+        found = sums(SumsInputs(net_output, target, mask), SumsSpec("sigmoid", "sigmoid", dense=True))
         entropy = binary_total(found, self.pos_weight)
         if mask is not None:
             entropy = entropy / mask.sum().clamp_min(1e-8)
@@ -252,7 +252,7 @@ class TopKLoss(nn.Module):
             raise ValueError(f"{self.name}: k must leave at least one of {positions_of(inp)} positions, got {self.k}")
         entropy = CrossEntropy(self.weight, self.label_smoothing, "sum")
         found = sums(
-            Given(inp, target, self._hardest(inp, target, count)),
+            SumsInputs(inp, target, self._hardest(inp, target, count)),
             SumsSpec("none", entropy.likelihood(), self.ignore_index),
         )
         return entropy.total(found) / count
@@ -318,7 +318,7 @@ class DC_and_topk_loss(nn.Module):
         if self.weight_ce != 0 and (self.ignore_label is None or positions_of(net_output)):
             loss = loss + self.weight_ce * self.top_k(net_output, target)
         if self.weight_dice != 0:
-            found = sums(Given(net_output, target), SumsSpec("softmax", "none", self.ignore_label))
+            found = sums(SumsInputs(net_output, target), SumsSpec("softmax", "none", self.ignore_label))
             loss = loss + self.weight_dice * self.dice.loss(found)
         return loss
 

@@ -9,7 +9,7 @@ from torch.nn.modules.loss import _Loss
 from ..ops.check import check_choice
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import TARGET, Given, SumsSpec
+from ..ops.segmentation.spec import TARGET, SumsInputs, SumsSpec
 
 MODES = ("binary", "multiclass", "multilabel")
 
@@ -93,7 +93,7 @@ class SMPDiceLoss(_Loss):
         # Of two truth values or labels, the product is the minimum.
         minimum = dense and target.is_floating_point()
         spec = SumsSpec(function, "none", self.ignore_index, minimum=minimum, dense=dense)
-        return sums(Given(x, target), spec)[: TARGET + 1].sum(1)
+        return sums(SumsInputs(x, target), spec)[: TARGET + 1].sum(1)
 
 
 class SMPTverskyLoss(SMPDiceLoss):

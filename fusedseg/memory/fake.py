@@ -53,7 +53,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Step:
+class EagerStep:
     """What a training step in eager mode needs.
 
     Attributes:
@@ -80,7 +80,7 @@ def eager_step(
     targets: object = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
-) -> Step:
+) -> EagerStep:
     """Runs a step of a model without values; must be called inside its fake mode.
 
     Args:
@@ -119,7 +119,7 @@ def eager_step(
         raise RuntimeError(f"{OP}: {name} asks for the value of a tensor ({error}), and there are none here") from error
     for parameter in model.parameters():
         parameter.grad = None
-    return Step(before, found.saved, found.peak, found.with_workspaces)
+    return EagerStep(before, found.saved, found.peak, found.with_workspaces)
 
 
 def state_bytes(model: nn.Module, optimizer: OptimizerFactory) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..ops.conv import join_conv as op
-from ..ops.conv.convolution import RawGeometry
+from ..ops.conv.geometry import RawGeometry
 from ..ops.conv.sources import Source, parse_sources, shape_of
 from .unscriptable import Unscriptable
 

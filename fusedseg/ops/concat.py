@@ -8,7 +8,6 @@ The transpose of a concatenation is slices of the gradient.  ``dense`` copies a 
 without gaps.  Both compute nothing for autograd, because graphs of the backend call them after differentiation.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,33 +15,9 @@ from torch import Tensor
 
 from .. import _backend
 from .check import ACTIVATION_DTYPES
-from .layout import FORMATS, suggests_channels_last
+from .layout import FORMATS, pitch_of, suggests_channels_last
 
 FAMILY = "concat"
-
-
-def pitch_of(x: Tensor) -> int | None:
-    """The distance in memory of two positions of an image whose channels are adjacent; None for other strides."""
-    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
-    return (_pitch if type(x) is Tensor else _pitch.__wrapped__)(x.shape, x.stride())
-
-
-# The pitch of a shape is found once.  The limit is for shapes that change in every call.
-@functools.lru_cache(1024)
-def _pitch(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
-    C = shape[1]
-    if len(shape) not in FORMATS or 0 in shape or (C > 1 and strides[1] != 1):
-        return None
-    pitch, step = C, None
-    for d in (*range(len(shape) - 1, 1, -1), 0):
-        if shape[d] == 1:
-            continue
-        if step is None:
-            pitch = step = strides[d]
-        elif strides[d] != step:
-            return None
-        step *= shape[d]
-    return pitch if pitch >= C else None
 
 
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -1,32 +1,57 @@
-"""Linear, bilinear and trilinear interpolation by gathering, forward and backward: ``kernels/upsample.py``.
+"""``F.interpolate`` as one op, whose linear modes have Triton kernels (``kernels/upsample.py``).
 
-Both directions are deterministic, and each is the transpose of the other.  Only the sizes are kept for backward.
-``interpolate.py`` calls this file where the kernels serve a tensor, and PyTorch's kernels elsewhere.
+The kernels gather in both directions, so that both are deterministic, and each is the transpose of the other.
+PyTorch's kernels compute all other modes, and serve the tensors that ours do not.  Only the sizes are kept for
+backward.
+
+For graphs it is one op.  PyTorch's tracer writes an interpolation as index and product ops, which round in another
+order than the kernel.  This op stays one node.
 """
 
 import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import _backend, _torch
+from . import unfused
 from .check import ACTIVATION_DTYPES
-from .double_backward import is_batch, one_by_one
-from .layout import FORMATS
+from .double_backward import refuse_batches
+from .layout import FORMATS, pitch_of
 
-# The mode of ``torch.nn.functional.interpolate``, by the number of spatial dimensions.
+aten = torch.ops.aten
+OP = "fusedseg.upsample"
+Sizes = int | Sequence[int] | None
+Factors = float | Sequence[float] | None
+# The arguments of the op after x.
+How = tuple[list[int] | None, list[float] | None, str, bool | None]
+# The linear mode of ``torch.nn.functional.interpolate``, by the number of spatial dimensions.
 MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+# (mode, spatial dimensions) -> PyTorch's kernel of backward, and whether it takes ``align_corners``.
+BACKWARD: dict[tuple[str, int], tuple[Any, bool]] = {
+    ("nearest", 1): (aten.upsample_nearest1d_backward.default, False),
+    ("nearest", 2): (aten.upsample_nearest2d_backward.default, False),
+    ("nearest", 3): (aten.upsample_nearest3d_backward.default, False),
+    ("nearest-exact", 1): (_torch.nearest_exact_backward[1], False),
+    ("nearest-exact", 2): (_torch.nearest_exact_backward[2], False),
+    ("nearest-exact", 3): (_torch.nearest_exact_backward[3], False),
+    ("linear", 1): (aten.upsample_linear1d_backward.default, True),
+    ("bilinear", 2): (aten.upsample_bilinear2d_backward.default, True),
+    ("bicubic", 2): (aten.upsample_bicubic2d_backward.default, True),
+    ("trilinear", 3): (aten.upsample_trilinear3d_backward.default, True),
+}
 # An input that more outputs read along an axis is left to aten, because one thread would read them one by one.
 MOST_READERS = 64
 # A factor is a fraction with at most this denominator.  It is off by 1e-9 at most.
 DENOMINATOR = 2**15
 
 
-class Axis(NamedTuple):
+class LinearAxis(NamedTuple):
     """An axis of ``small`` inputs and ``large`` outputs.  Output o lies at (o step + shift) / den.
 
     ``values`` is the number of inputs that an output reads, ``readers`` the largest number of outputs that read an
@@ -47,6 +72,14 @@ class Axis(NamedTuple):
         largest = max((self.large + 1) * self.step + abs(self.shift), (self.small + 1) * self.den)
         return largest < 2**31 and self.readers <= MOST_READERS
 
+    def first(self, o: int) -> int:
+        """The first input that output ``o`` reads."""
+        return min(max(o * self.step + self.shift, 0) // self.den, self.small - 1)
+
+    def inputs(self, start: int, stop: int) -> slice:
+        """The inputs that the outputs from ``start`` to ``stop`` read."""
+        return slice(self.first(start), min(self.first(stop - 1) + 2, self.small))
+
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The weight of each input for each output, (large, small)."""
         o, i = (torch.arange(n, device=device) for n in (self.large, self.small))
@@ -54,7 +87,7 @@ class Axis(NamedTuple):
         return (self.den - (s[:, None] - i * self.den).abs()).clamp(min=0).to(dtype) / self.den
 
 
-def axis_of(small: int, large: int, factor: float | None, corners: bool) -> Axis:
+def axis_of(small: int, large: int, factor: float | None, corners: bool) -> LinearAxis:
     """The axis as PyTorch defines it: a factor that the user gives counts only if corners are not aligned."""
     if corners and 1 in (small, large):
         step, shift, den = 1, 0, 1
@@ -64,12 +97,12 @@ def axis_of(small: int, large: int, factor: float | None, corners: bool) -> Axis
         r = Fraction(small, large) if factor is None else Fraction(1 / factor).limit_denominator(DENOMINATOR)
         step, shift, den = 2 * r.numerator, r.numerator - r.denominator, 2 * r.denominator
     if small == large and (step, shift) == (den, 0):
-        return Axis(small, large)
+        return LinearAxis(small, large)
     common = gcd(step, shift, den)
     step, shift, den = step // common, shift // common, den // common
     # With one input all outputs read it.  The readers of another input lie between its neighbours.
     readers = large if small == 1 else min(large, ceil(Fraction(2 * den, step)))
-    return Axis(small, large, step, shift, den, values=2, readers=max(2, readers))
+    return LinearAxis(small, large, step, shift, den, values=2, readers=max(2, readers))
 
 
 class Linear(NamedTuple):
@@ -79,16 +112,16 @@ class Linear(NamedTuple):
     factors: tuple[float, ...] | None
     corners: bool
 
-    def axes(self, small: Sequence[int]) -> tuple[Axis, ...]:
+    def axes(self, small: Sequence[int]) -> tuple[LinearAxis, ...]:
         """The axes a, b and w of an interpolation from the spatial size ``small``."""
         return _axes(tuple(small), self)
 
 
 @functools.lru_cache(1024)
-def _axes(small: tuple[int, ...], linear: Linear) -> tuple[Axis, ...]:
+def _axes(small: tuple[int, ...], linear: Linear) -> tuple[LinearAxis, ...]:
     factors = linear.factors or (None,) * len(small)
     found = [axis_of(*sizes, linear.corners) for sizes in zip(small, linear.size, factors, strict=True)]
-    return (*(Axis(1, 1) for _ in range(3 - len(small))), *found)
+    return (*(LinearAxis(1, 1) for _ in range(3 - len(small))), *found)
 
 
 def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
@@ -117,45 +150,21 @@ def suggested(t: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=t.dtype, device=t.device, memory_format=_torch.suggest_memory_format(t))
 
 
-def pitch_of(t: Tensor) -> int | None:
-    """The distance of two positions in memory, if channels are adjacent as in channels_last or in slices of channels.
-
-    None if they are not.
-    """
-    pitch: int | None = None
-    count = 1
-    for d in (*range(t.dim() - 1, 1, -1), 0):
-        if t.shape[d] > 1:
-            if pitch is None:
-                pitch = t.stride(d) // count
-            if t.stride(d) != pitch * count:
-                return None
-        count *= t.shape[d]
-    if t.shape[1] > 1 and t.stride(1) != 1:
-        return None
-    return t.shape[1] if pitch is None else pitch
-
-
 def _readable(t: Tensor, result: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
-    """``t`` in the format of the result, and the pitches of both, or None for planes."""
+    """``t`` in the format of the result, and the distances of positions in memory of both, or None for planes."""
     if result.is_contiguous():
         return t.contiguous(), None
-    pitch = pitch_of(result)
-    assert pitch is not None, "the result is neither contiguous nor a slice of channels in channels_last"
-    own = pitch_of(t)
-    if own is None or own < t.shape[1]:
-        t, own = t.contiguous(memory_format=FORMATS[t.dim()]), t.shape[1]
-    return t, (own, pitch)
+    pitch = pitch_of(t)
+    if pitch is None:
+        t, pitch = t.contiguous(memory_format=FORMATS[t.dim()]), t.shape[1]
+    return t, (pitch, result.shape[1])
 
 
-def forward(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-    """The interpolation of ``x``, which the kernels serve (``serves``).
-
-    It is written into ``out`` if that is given, which may be a slice of the channels of a tensor in channels_last.
-    """
+def linear_forward(x: Tensor, linear: Linear) -> Tensor:
+    """The interpolation of ``x``, which the kernels serve (``serves``)."""
     from ..kernels.upsample import upsample_fwd
 
-    y = suggested(x, (*x.shape[:2], *linear.size)) if out is None else out
+    y = suggested(x, (*x.shape[:2], *linear.size))
     axes = linear.axes(x.shape[2:])
     x, pitches = _readable(x, y)
     with _backend.launching(x):
@@ -163,7 +172,7 @@ def forward(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:
+def linear_backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:
     """The gradient of a tensor of the spatial size ``small`` from ``dy``, which the kernels serve."""
     from ..kernels.upsample import upsample_bwd
 
@@ -175,45 +184,157 @@ def backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:
     return dx
 
 
-def reference_forward(x: Tensor, linear: Linear) -> Tensor:
-    """The same as ``forward``, as products with the matrices of the axes."""
-    for d, axis in enumerate(linear.axes(x.shape[2:])[5 - x.dim() :], 2):
-        x = (x.movedim(d, -1) @ axis.matrix(x.dtype, x.device).T).movedim(-1, d)
-    return x
-
-
-def reference_backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:
-    """The same as ``backward``, as products with the matrices of the axes."""
-    for d, axis in enumerate(linear.axes(small)[5 - dy.dim() :], 2):
-        dy = (dy.movedim(d, -1) @ axis.matrix(dy.dtype, dy.device)).movedim(-1, d)
-    return dy
-
-
-class UpsampleFunction(torch.autograd.Function):
-    """The interpolation in eager mode."""
+class LinearFunction(torch.autograd.Function):
+    """A linear interpolation by the kernels in eager mode, or its transpose, which is its gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linear: Linear) -> Tensor:
-        ctx.small, ctx.linear = tuple(x.shape[2:]), linear
+    def forward(ctx, t: Tensor, small: Sequence[int], linear: Linear, transposed: bool) -> Tensor:
+        ctx.given = small, linear, not transposed
         ctx.set_materialize_grads(False)
-        return forward(x, linear)
+        refuse_batches(OP, t)
+        return linear_backward(t, small, linear) if transposed else linear_forward(t, linear)
 
     @staticmethod
-    def backward(ctx, dy):
-        return (None if dy is None else UpsampleBackward.apply(dy, ctx.small, ctx.linear)), None
+    def backward(ctx, dt):
+        return None if dt is None else LinearFunction.apply(dt, *ctx.given), None, None, None
 
 
-class UpsampleBackward(torch.autograd.Function):
-    """The gradient of the interpolation; its own gradient is the interpolation."""
+def forward(x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None) -> Tensor:
+    linear = _linear(x, x.shape[2:], size, factors, mode, corners)
+    return F.interpolate(x, size, factors, mode, corners) if linear is None else linear_forward(x, linear)
 
-    @staticmethod
-    def forward(ctx, dy: Tensor, small: tuple[int, ...], linear: Linear) -> Tensor:
-        ctx.linear = linear
-        ctx.set_materialize_grads(False)
-        if is_batch(dy):
-            return one_by_one(lambda dy: (backward(dy, small, linear),), dy)[0]
-        return backward(dy, small, linear)
 
-    @staticmethod
-    def backward(ctx, ddx):
-        return (None if ddx is None else UpsampleFunction.apply(ddx, ctx.linear)), None, None
+def backward(
+    dy: Tensor,
+    size: Sequence[int],
+    small: Sequence[int],
+    factors: Sequence[float] | None,
+    mode: str,
+    corners: bool | None,
+) -> Tensor:
+    """The gradient of a tensor of the shape ``small`` from ``dy``, the gradient of its enlargement to ``size``."""
+    linear = _linear(dy, small[2:], size, factors, mode, corners)
+    if linear is not None:
+        return linear_backward(dy, small[2:], linear)
+    kernel, takes_corners = BACKWARD[mode, len(size)]
+    flags = (bool(corners),) if takes_corners else ()
+    return kernel(dy, size, small, *flags, *([None] * len(size) if factors is None else factors))
+
+
+def _linear(
+    t: Tensor,
+    small: Sequence[int],
+    size: Sequence[int] | None,
+    factors: Sequence[float] | None,
+    mode: str,
+    corners: bool | None,
+) -> Linear | None:
+    """The interpolation of ``t``, or of which ``t`` is a gradient, if the Triton kernels compute it; otherwise None."""
+    if mode != MODES.get(len(small)) or (t.is_cpu and torch.is_autocast_enabled("cpu")):
+        # On a CPU autocast interpolates in fp32.
+        return None
+    large = _enlarged(small, size, factors)
+    linear = Linear(tuple(large), None if factors is None else tuple(factors), bool(corners))
+    return linear if serves(t, small, linear) else None
+
+
+def is_served(device: torch.device, mode: str, dims: int) -> bool:
+    """Whether Triton kernels compute such interpolations of most tensors on a device, as far as a graph tells."""
+    return mode == MODES.get(dims) and _backend.takes_triton(device)
+
+
+def eager(
+    x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None, mode: str, corners: bool | None
+) -> Tensor:
+    """The interpolation with its gradient; a program that is traced gets the stock function."""
+    if not torch.compiler.is_compiling() and not unfused.wanted() and not _torch.are_functorch_transforms_active():
+        linear = _linear(x, x.shape[2:], size, factors, mode, corners)
+        if linear is not None:
+            return LinearFunction.apply(x, x.shape[2:], linear, False)
+    return F.interpolate(x, size, factors, mode, corners)
+
+
+def _enlarged(small: Sequence[int], size: Sequence[int] | None, factors: Sequence[float] | None) -> list[Any]:
+    """The spatial size of the result, as aten computes it."""
+    if size is not None:
+        return list(size)
+    assert factors is not None
+    return [torch.sym_int(n * s) for n, s in zip(small, factors, strict=True)]
+
+
+_ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
+interpolate_op = torch.library.custom_op(
+    "fusedseg::interpolate", forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
+)
+interpolate_backward_op = torch.library.custom_op(
+    "fusedseg::interpolate_backward",
+    backward,
+    mutates_args=(),
+    schema="(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners) -> Tensor",
+)
+
+
+@interpolate_op.register_fake
+def _(x, size, factors, mode, corners):
+    return suggested(x, [*x.shape[:2], *_enlarged(x.shape[2:], size, factors)])
+
+
+@interpolate_backward_op.register_fake
+def _(dy, size, small, factors, mode, corners):
+    return suggested(dy, small)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, _, ctx.factors, ctx.mode, ctx.corners = inputs
+    ctx.small, ctx.size = x.shape, output.shape[2:]
+
+
+def _gradient(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx = interpolate_backward_op(dy, ctx.size, ctx.small, ctx.factors, ctx.mode, ctx.corners)
+    return dx, None, None, None, None
+
+
+interpolate_op.register_autograd(_gradient, setup_context=_setup_context)
+
+
+class Enlarging(NamedTuple):
+    """The arguments of the op."""
+
+    x: Tensor
+    size: object
+    factors: list[float] | None
+    mode: str
+    corners: bool | None
+
+
+def parse(
+    input: Tensor,  # noqa: A002
+    size: Sizes = None,
+    scale_factor: Factors = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Enlarging | None:
+    """The arguments of ``F.interpolate`` as those of the op; None where its kernels have no backward that we know."""
+    x, dims = input, input.dim() - 2
+    if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
+        return None
+    deterministic = x.is_cpu or is_served(x.device, mode, dims)
+    if not deterministic and torch.are_deterministic_algorithms_enabled():
+        # The stock function chooses another form then.
+        return None
+    sizes = [size] * dims if isinstance(size, int | torch.SymInt) else size
+    factors = [scale_factor] * dims if isinstance(scale_factor, int | float | torch.SymFloat) else scale_factor
+    if any(isinstance(factor, torch.SymFloat) for factor in factors or ()):
+        # The op takes numbers alone.
+        return None
+    if factors is not None and recompute_scale_factor:
+        sizes, factors = _enlarged(x.shape[2:], None, factors), None
+    return Enlarging(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
+
+
+def interpolate(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.interpolate`` as the op where ``parse`` knows the call, otherwise as it is."""
+    call = parse(*args, **kwargs)
+    return F.interpolate(*args, **kwargs) if call is None else interpolate_op(*call)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..convert import convert as convert_blocks
-from ..memory.fake import Model, OptimizerFactory, Step, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.fake import EagerStep, Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
 from ..memory.tables import mib, table, wrapped
 from .picture import Course, draw
 from .ways import BACKEND, CONVERT, EAGER, Convert, Needs
@@ -194,7 +194,7 @@ def profile(
     )
 
 
-def _needs(step: Step) -> Needs:
+def _needs(step: EagerStep) -> Needs:
     return Needs(step.saved, step.peak, step.with_workspaces)
 
 

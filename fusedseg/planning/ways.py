@@ -107,23 +107,3 @@ class Line(NamedTuple):
     def reach(self, usable: int) -> int:
         """The largest batch whose bytes are at most ``usable``, or a number below 1."""
         return min(int((usable - self.empty) // self.sample), LARGEST) if self.sample > 0 else LARGEST
-
-
-def largest(total: Callable[[int], int], usable: int) -> int:
-    """The largest batch whose bytes are at most ``usable``; 0 if none is.
-
-    The bytes of two batches give a straight line.  The second one is near the answer that the first one lets expect.
-    """
-    low, high = STARTS
-    first = total(low)
-    if first > usable:
-        try:
-            return int(total(1) <= usable)
-        except ValueError:
-            # BatchNorm refuses a batch of one if a channel has a single value.
-            return 0
-    line = Line.through({low: first, high: total(high)})
-    near = line.reach(usable)
-    if high < near < LARGEST:
-        line = Line.through({low: first, near: total(near)})
-    return max(line.reach(usable), low)

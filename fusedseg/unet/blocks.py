@@ -20,6 +20,7 @@ from ..nn import (
     MaxPool2d,
     MaxPool3d,
 )
+from ..ops.check import check_choice
 
 NormAct = Callable[[int], nn.Module]
 NORMS = ("batch", "instance", "group")
@@ -42,11 +43,6 @@ def check_dims(block: str, dims: int) -> None:
         raise ValueError(f"fusedseg.unet.{block}: dims must be 2 or 3, got {dims!r}")
 
 
-def check_choice(block: str, name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"fusedseg.unet.{block}: {name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 def groups_of(channels: int) -> int:
     """The number of groups of a GroupNorm: 8, or the greatest common divisor of 8 and ``channels``."""
     return math.gcd(8, channels)
@@ -57,7 +53,7 @@ def norm_act_of(norm_act: NormAct | str | None, dims: int, plain: bool) -> NormA
     if norm_act is not None and not isinstance(norm_act, str):
         return norm_act
     name = norm_act or "batch"
-    check_choice("ConvNormAct", "norm_act", name, NORMS)
+    check_choice("fusedseg.unet.ConvNormAct", "norm_act", name, NORMS)
     if not plain:
         if name == "group":
             return lambda channels: InPlaceGroupNormAct(groups_of(channels), channels)
@@ -206,8 +202,8 @@ class Up(nn.Module):
         super().__init__()
         dims, plain = options.get("dims", 2), options.get("plain", False)
         check_dims("Up", dims)
-        check_choice("Up", "mode", mode, MODES)
-        check_choice("Up", "fit", fit, FITS)
+        check_choice("fusedseg.unet.Up", "mode", mode, MODES)
+        check_choice("fusedseg.unet.Up", "fit", fit, FITS)
         self.mode, self.fit, self.plain = mode, fit, plain
         self.interpolation, self.align_corners = LINEAR[dims], align_corners
         up_channels = skip_channels if up_channels is None else up_channels

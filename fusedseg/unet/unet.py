@@ -10,12 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..ops.check import check_positive
 from .blocks import CONV, DoubleConv, Down, NormAct, Up, check_dims
-
-
-def check_positive(net: str, name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"fusedseg.unet.{net}: {name} must be an integer >= 1, got {value!r}")
 
 
 def check_widths(net: str, name: str, widths: Sequence[int], count: int | None = None) -> tuple[int, ...]:
@@ -87,8 +83,8 @@ class MultiEncoderUNet(nn.Module):
         if not in_channels:
             raise ValueError(f"fusedseg.unet.{name}: in_channels must name at least one image, got none")
         for channels in in_channels:
-            check_positive(name, "in_channels", channels)
-        check_positive(name, "num_classes", num_classes)
+            check_positive(f"fusedseg.unet.{name}", "in_channels", channels)
+        check_positive(f"fusedseg.unet.{name}", "num_classes", num_classes)
         encoders = len(in_channels)
         skip_widths = [encoders * width for width in reversed(widths[:-1])]
         up_widths = skip_widths if up_widths is None else check_widths(name, "up_widths", up_widths, len(widths) - 1)
@@ -195,7 +191,7 @@ class UNet(MultiEncoderUNet):
     """
 
     def __init__(self, in_channels: int, num_classes: int, **options: Any) -> None:
-        check_positive("UNet", "in_channels", in_channels)
+        check_positive("fusedseg.unet.UNet", "in_channels", in_channels)
         super().__init__((in_channels,), num_classes, **options)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

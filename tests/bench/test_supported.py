@@ -34,7 +34,8 @@ def test_losses(name):
     if not supported.MODELS[name].is_here():
         pytest.skip(f"{supported.MODELS[name].package} is not installed")
     with threads(1):
-        assert supported.difference(name) == pytest.approx(ROWS[name]["losses"], abs=1e-6)
+        found = supported.loss_errors(name)
+    assert found["ours"] <= 2 * found["eager"] + 1e-6
 
 
 def check(name, ways):

@@ -109,13 +109,23 @@ def test_progress_of_a_short_command_or_into_a_file_is_silent(monkeypatch, is_te
     assert not [thread for thread in threading.enumerate() if thread.daemon and "_redraw" in thread.name]
 
 
+def test_progress_is_silent_for_as_long_as_its_caller_says(monkeypatch):
+    terminal = Terminal(True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    with progress.Progress("fusedseg plan", 60.0) as shown:
+        shown.update("eager, batch 8")
+        assert not terminal.drawn.wait(0.1)
+    assert terminal.getvalue() == ""
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, monkeypatch, capsys):
     """``python -m examples.demo slices | tee log`` printed nothing for its whole run."""
     now = 100.0
     monkeypatch.setattr("fusedseg.progress.time.monotonic", lambda: now)
     monkeypatch.setattr("sys.stderr", Terminal(is_terminal))
-    lines = progress.Lines()
+    lines = progress.ProgressLines()
     for step in range(1, 26):
         now += 1.0
         lines.say(f"step {step}")

@@ -31,7 +31,7 @@ def test_compiled_packing(rows):
     x = torch.randn(2, 8, 32, 32)
     if rows:
         x = x.to(memory_format=torch.channels_last)
-    form = traced.Form.of(x.shape, x.stride())
+    form = traced.MemoryOrder.of(x.shape, x.stride())
 
     def pack(x, key):
         return traced.pack(x, traced.key_of(key, 1), 4, form)

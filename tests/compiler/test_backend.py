@@ -11,6 +11,7 @@ from torch import nn
 
 from fusedseg.compiler import backend, partition, report
 from fusedseg.compiler.settings import Settings, parse, say_once
+from fusedseg.progress import Progress
 from tests.compiler.networks import HAS_CXX, as_eager, compiled, kept, make, results, same
 
 OPTIONS = "codegen, budget, extra_flops, bits, seed, cudagraphs, memory_format, inductor"
@@ -24,6 +25,16 @@ def test_the_entry_point_names_the_backend():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert "[project.entry-points.torch_dynamo_backends]" in text
     assert f'fusedseg = "{backend.__module__.rpartition(".")[0]}:{backend.__name__}"' in text
+
+
+def test_a_long_compilation_shows_what_it_does(monkeypatch):
+    """The first step took up to a minute without a sign of life."""
+    shown = []
+    monkeypatch.setattr(Progress, "update", lambda self, text: shown.append(text))
+    compiled(net())(torch.randn(1, 1, 5, 5)).sum().backward()
+    assert shown == [
+        "tracing forward and backward", "choosing what forward keeps", "code of forward", "code of backward"
+    ]  # fmt: skip
 
 
 def test_the_package_in_place_of_its_name():

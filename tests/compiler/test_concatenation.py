@@ -13,7 +13,7 @@ from fusedseg import _backend
 from fusedseg.compiler.codegen import concatenation
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.nn import JoinConv2d
-from fusedseg.ops.conv import sources
+from fusedseg.ops.conv import reference
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
 from tests.tools.traffic import traffic
@@ -143,7 +143,7 @@ def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_compiled_joins_on_a_gpu_form_the_concatenation(on_gpu, monkeypatch):
-    monkeypatch.setattr(sources, "FORMED_BYTES", 0)
+    monkeypatch.setattr(reference, "FORMED_BYTES", 0)
     monkeypatch.setattr(_backend, "off_cpu", lambda t: on_gpu)
     net, seen = JoinConv2d(5, 4, 3), []
 

@@ -14,10 +14,10 @@ from torch import nn
 import fusedseg
 from fusedseg.functional import tp_fp_fn
 from fusedseg.integrations.nnunet import fused_loss
-from fusedseg.integrations.nnunet.plan import FUSED, STOCK
 from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import LiveBytes
 
+STOCK, FUSED = "stock", "fusedseg"
 BATCH, PATCH = 2, 128
 WIDTHS = (32, 64, 128, 256, 320, 320)
 CLASSES = (3, 118)

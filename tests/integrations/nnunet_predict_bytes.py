@@ -21,7 +21,7 @@ from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 from torch._subclasses import FakeTensorMode
 
 from fusedseg.integrations.nnunet.predictor import FusedPredictor
-from fusedseg.integrations.nnunet.resampling import Axis, SlabLabels
+from fusedseg.integrations.nnunet.resampling import ResampledAxis, SlabLabels
 from fusedseg.memory.meter import LiveBytes
 from tests.integrations.nnunet_plans import dataset_json, image, planned, predictor
 
@@ -62,7 +62,7 @@ def counted() -> None:
     prediction.network, prediction.list_of_parameters = torch.nn.Identity(), None
     prediction._internal_maybe_mirror_and_predict = lambda x: x.new_empty(1, CLASSES, *x.shape[2:], dtype=torch.half)
     weights = prediction._weights((128, 128, 128), device)
-    axes = tuple(Axis.of(n, m, linear=True) for n, m in ((320, 340), (320, 340), (400, 420)))
+    axes = tuple(ResampledAxis.of(n, m, linear=True) for n, m in ((320, 340), (320, 340), (400, 420)))
     labels = SlabLabels(axes, CLASSES, device)
     labels.block = SlabLabels.BLOCK_GPU // labels.labels[0].numel()
     prediction._weights = lambda size, device: weights

@@ -1,7 +1,6 @@
 """The integrations with small stand-ins for the frameworks; the files ``test_*_real.py`` use the real ones."""
 
 import importlib
-import logging
 import sys
 import types
 
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.memory.meter import measure
-from tests.conversion import networks
 
 
 def integration(monkeypatch, name, **modules):
@@ -26,12 +23,6 @@ def integration(monkeypatch, name, **modules):
     monkeypatch.setitem(sys.modules, f"fusedseg.integrations.{name}", None)
     monkeypatch.delitem(sys.modules, f"fusedseg.integrations.{name}")
     return importlib.import_module(f"fusedseg.integrations.{name}")
-
-
-def test_an_absent_framework(monkeypatch):
-    text = "needs monai, which is not installed; run: pip install monai"
-    with pytest.raises(ImportError, match=rf"fusedseg\.integrations\.monai .*{text}"):
-        integration(monkeypatch, "monai", monai=None)
 
 
 class MetaTensor(torch.Tensor):
@@ -107,7 +98,7 @@ def test_blocks_of_monai_are_one_graph(monai, monkeypatch):
 def test_factories_of_monai(monai):
     monai.register()
     monai.register()
-    made = monai._factories.Norm.components
+    made = monai.Norm.components
     assert set(made) == {"FUSED_BATCH", "FUSED_INSTANCE", "FUSED_GROUP"}
     assert type(made["FUSED_BATCH"](2)(num_features=4)) is fusedseg.BatchNormAct
     norm = made["FUSED_INSTANCE"](3)(num_features=4, affine=True, activation="elu", activation_param=0.5)
@@ -128,33 +119,13 @@ def test_norms_keep_metadata(name, dtype, inplace, monai):
     """The norms did not run on MONAI's tensors in float64, and lost their metadata."""
     monai.register()
     groups = {"num_groups": 2, "num_channels": 4} if name == "FUSED_GROUP" else {"num_features": 4}
-    norm = monai._factories.Norm.components[name](2)(**groups, inplace=inplace).to(dtype)
+    norm = monai.Norm.components[name](2)(**groups, inplace=inplace).to(dtype)
     x = torch.randn(2, 4, 5, 5, dtype=dtype)
     expected = norm(x.clone())
     out = norm(with_meta(x))
     assert type(out) is MetaTensor
     assert out.meta == {"name": "a.nii"}
     assert torch.equal(out.as_tensor(), expected)
-
-
-def test_converted_for_a_bundle(monai, caplog):
-    """A converted model kept all of its bytes when MONAI's data loaders called it: no op serves a subclass."""
-    stock = networks.UNet(nn.PReLU)
-    x = torch.randn(2, 3, 32, 32)
-    with caplog.at_level(logging.INFO):
-        ours = monai.converted(networks.UNet(nn.PReLU))
-    assert "UNet: fusedseg.convert serves " in caplog.text
-    # A second call adds no second hook.
-    assert monai.converted(ours) is ours
-    assert (len(ours._forward_pre_hooks), len(ours._forward_hooks)) == (1, 1)
-    ours.load_state_dict(stock.state_dict())
-    kept = {kind: measure(ours, given).saved for kind, given in (("plain", x), ("meta", with_meta(x)))}
-    assert kept["meta"] == kept["plain"] < 0.8 * measure(stock, x).saved
-    out = ours(with_meta(x))
-    assert type(out) is MetaTensor
-    assert out.meta == {"name": "a.nii"}
-    assert type(ours(x)) is torch.Tensor
-    assert torch.allclose(out.as_tensor(), stock(x), atol=1e-5)
 
 
 def test_labels_of_windows(monai):

@@ -31,16 +31,13 @@ STOCK = {
         "train_data_loader": "@loader", "network": "@network", "optimizer": "@optimizer", "loss_function": "@loss",
     },
 }  # fmt: skip
-# What a user changes: the lines of the network and of the loss.
+# What a user changes: the lines of the network and of the loss, or the arguments of the trainer.
 LOSS = STOCK["loss"] | {"_target_": "fusedseg.DiceCELoss"}
-CONVERTED = {
-    "network": {"_target_": "fusedseg.integrations.monai.converted", "model": "@network_def"},
-    "loss": LOSS,
-}  # fmt: skip
+COMPILED = {"compile": True, "compile_kwargs": {"backend": "fusedseg", "options": {"codegen": "aten"}}}
 NORM = {"affine": True}
 BY_FACTORY = {"network_def": NETWORK | {"norm": ["fused_instance", NORM], "act": ""}, "loss": LOSS}
 IN_PLACE = {"network_def": NETWORK | {"norm": ["fused_instance", NORM | {"inplace": True}], "act": ""}, "loss": LOSS}
-CHANGES = {"converted": CONVERTED, "factory": BY_FACTORY, "in place": IN_PLACE}
+CHANGES = {"factory": BY_FACTORY, "in place": IN_PLACE}
 
 
 def parsed(changes):
@@ -128,13 +125,14 @@ LABELS = {"inferer": INFERER | {"_target_": "fusedseg.integrations.monai.Sliding
 
 @pytest.mark.parametrize("mode", ["constant", "gaussian"])
 def test_labels_of_an_evaluator(mode):
-    """``SlidingWindowLabels`` in the place of ``SlidingWindowInferer``, with the converted network and with its own."""
+    """``SlidingWindowLabels`` in the place of ``SlidingWindowInferer``; the network is stock, or compiled."""
     pytest.importorskip("ignite")
     from ignite.engine import Events
     from monai.data import MetaTensor
 
     found = []
-    for changes in (EVALUATOR, EVALUATOR | LABELS, EVALUATOR | LABELS | CONVERTED):
+    compiled = {"evaluator": EVALUATOR["evaluator"] | COMPILED}
+    for changes in (EVALUATOR, EVALUATOR | LABELS, EVALUATOR | LABELS | compiled):
         changes = changes | {"inferer": changes["inferer"] | {"mode": mode}}
         parser = parsed(changes)
         evaluator, outputs = parser.get_parsed_content("evaluator"), []
@@ -156,12 +154,14 @@ def test_labels_of_an_evaluator(mode):
             assert torch.equal(one.as_tensor(), expected.as_tensor().to(one.dtype))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_trainer(backend):
-    """``SupervisedTrainer(compile=True)`` compiles the converted network."""
-    changes = CONVERTED | {"trainer": STOCK["trainer"] | {"compile": True, "compile_kwargs": {"backend": backend}}}
-    losses = trained(parsed(changes)), trained(parsed({}))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+def test_compiled_trainer():
+    """``SupervisedTrainer`` compiles the network by the backend, and passes it plain tensors."""
+    from fusedseg import compiler
+
+    stock, ours = parsed({}), parsed({"trainer": STOCK["trainer"] | COMPILED, "loss": LOSS})
+    assert trained(ours) == pytest.approx(trained(stock), rel=1e-3)
+    eager, kept = compiler.report(ours.get_parsed_content("network")).kept
+    assert kept < 0.6 * eager
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

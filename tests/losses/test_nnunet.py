@@ -101,7 +101,7 @@ def test_the_sums_of_processes_make_the_loss(monkeypatch):
     leaf, spec = x.clone().requires_grad_(), op.SumsSpec("softmax", "none")
     value = nnunet_dc_and_ce(leaf, labels, options, {}, weight_ce=0)
     (expected,) = torch.autograd.grad(value, leaf)
-    own, other = (op.sums(op.Given(x[i : i + 1], labels[i : i + 1]), spec)[:3].sum(1) for i in range(2))
+    own, other = (op.sums(op.SumsInputs(x[i : i + 1], labels[i : i + 1]), spec)[:3].sum(1) for i in range(2))
     joint = (own + other).requires_grad_()
     dsums = torch.autograd.grad(-((2 * joint[0] + 1e-5) / (joint[1] + joint[2] + 1e-5)).mean(), joint)[0]
     others += [other, dsums]

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.losses import DC_and_topk_loss, TopKLoss
 from fusedseg.memory.meter import allocator_peak, measure
-from fusedseg.ops.segmentation import reference as plain
+from fusedseg.ops.segmentation import tiles
 from tests.losses import formulas
 from tests.losses.compare import check_same
 from tests.tools.tensors import channels_last
@@ -26,7 +26,7 @@ def data(ignore=None):
 
 @pytest.mark.parametrize("ignore", [None, 255, 2])
 def test_top_k(ignore, backend, monkeypatch):
-    monkeypatch.setattr(plain, "TILE", 40)
+    monkeypatch.setattr(tiles, "TILE", 40)
     x, labels = data(ignore)
     for k, weight, smoothing in itertools.product((10, 55, 100), (None, WEIGHT), (0.0, 0.1)):
         options = {"weight": weight, "label_smoothing": smoothing, "ignore_index": -100 if ignore is None else ignore}

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.functional import conv_abn
 from fusedseg.memory.meter import measure
-from fusedseg.ops.conv.apart import convolve_sources
-from fusedseg.ops.conv.convolution import Geometry
+from fusedseg.ops.conv.geometry import Geometry
+from fusedseg.ops.conv.reference import convolve_sources
 from fusedseg.ops.layout import dense
 from tests.ops.conv_abn_cases import SMALL, Case, formatted, fused, inputs, running, stock
 from tests.reference import GRADIENT_TOLERANCE, relative_error

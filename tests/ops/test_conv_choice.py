@@ -13,8 +13,7 @@ from fusedseg.functional import conv_abn
 from fusedseg.memory import allocator_peak
 from fusedseg.ops.conv import choice as conv_choice
 from fusedseg.ops.conv.choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
-from fusedseg.ops.conv.convolution import Geometry
-from fusedseg.ops.layout import layout_of
+from fusedseg.ops.conv.geometry import Geometry
 from tests.tools.precision import cudnn_set
 
 OP = "fusedseg.conv_abn"
@@ -82,7 +81,7 @@ RULE = {
 @pytest.mark.parametrize(("of", "expected"), RULE.values(), ids=RULE)
 def test_rule(of, expected):
     x, w, g = convolution(**of)
-    assert could_win(x, layout_of(x), w, g) is expected
+    assert could_win(x, w, g) is expected
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", True), ("ieee", False)])
@@ -90,12 +89,12 @@ def test_rule_for_fp32_asks_for_tf32(precision, expected):
     x, w, g = convolution(dtype=torch.float32)
     with cudnn_set("fp32_precision", precision):
         assert tf32_allowed() is expected
-        assert could_win(x, layout_of(x), w, g) is expected
+        assert could_win(x, w, g) is expected
 
 
 def test_rule_for_strides_of_neither_layout():
     x, w, g = convolution(size=16)
-    assert not could_win(x[:, :, ::2], layout_of(x[:, :, ::2]), w, g)
+    assert not could_win(x[:, :, ::2], w, g)
 
 
 class Clock:
@@ -183,15 +182,13 @@ def test_a_batch_without_a_finite_result_is_not_remembered(on_a_gpu, gpu_tensors
 
 def chosen(conv_backend="auto", forward=None, training=True, **of):
     x, w, g = convolution(**of)
-    positions = g.output_shape(x.shape, w.shape).numel() // w.shape[0]
-    return choose(OP, conv_backend, x, w, g, training, positions, forward)
+    return choose(OP, conv_backend, x, w, g, training, forward)
 
 
 def remember(record, **of):
     """Stores a choice as if it had been measured."""
     x, w, g = convolution(**of)
-    positions = g.output_shape(x.shape, w.shape).numel() // w.shape[0]
-    key = key_of(x, layout_of(x), w, g, True, positions)
+    key = key_of(x, w, g, True)
     conv_choice._records[key] = record
     return key
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.conv import slabs
-from fusedseg.ops.conv import sources as module
+from fusedseg.ops.conv import reference as module
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 
 CONV = {2: F.conv2d, 3: F.conv3d}
@@ -28,7 +27,7 @@ def joined(request, monkeypatch):
     if request.param != "formed":
         monkeypatch.setattr(module, "FORMED_BYTES", 0)
     if request.param == "slabs":
-        monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
+        monkeypatch.setattr(module, "SLAB_BYTES", 1)
 
 
 def tensors(dims, dtype=torch.float64):

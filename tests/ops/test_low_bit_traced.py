@@ -25,7 +25,7 @@ def tensors(shape, dtype=torch.float32):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_values_of_aten(shape, bits, dtype):
     for x in tensors(shape, dtype):
-        form, flat = traced.Form.of(x.shape, x.stride()), x.as_strided((x.numel(),), (1,))
+        form, flat = traced.MemoryOrder.of(x.shape, x.stride()), x.as_strided((x.numel(),), (1,))
         ends, *codes = traced.pack(x, torch.tensor(KEY, dtype=torch.int32), bits, form)
         found = traced.unpack(ends, codes, bits, form)
         expected, packed = torch.empty_like(x), reference.pack(flat, lines_of(x, 0), bits, KEY, None)
@@ -39,7 +39,7 @@ def test_values_that_are_not_finite():
     for bad in (float("nan"), float("inf"), float("-inf")):
         x = torch.randn(1, 2, 3, 256)
         x[0, 1, 1, 7] = bad
-        form = traced.Form.of(x.shape, x.stride())
+        form = traced.MemoryOrder.of(x.shape, x.stride())
         ends, *codes = traced.pack(x, torch.tensor(KEY, dtype=torch.int32), 4, form)
         found = traced.unpack(ends, codes, 4, form)
         assert found[0, 1, 1].isnan().all()
@@ -49,7 +49,7 @@ def test_values_that_are_not_finite():
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 3)], ids=str)
 def test_masks(shape):
     for x in tensors(shape):
-        form = traced.Form.of(x.shape, x.stride())
+        form = traced.MemoryOrder.of(x.shape, x.stride())
         packed = traced.pack_mask(x > 0, form)
         found = traced.unpack_mask(packed, form)
         assert packed.nbytes == -(-x.numel() // 8)

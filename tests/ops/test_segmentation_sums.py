@@ -5,9 +5,9 @@ import torch
 
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
-from fusedseg.ops.segmentation import op
+from fusedseg.ops.segmentation import op, tiles
 from fusedseg.ops.segmentation import reference as plain
-from fusedseg.ops.segmentation.spec import Given, SumsSpec
+from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
@@ -51,7 +51,7 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
         target = target.clamp(max=x.shape[1] - 1)
     spec = {"probability": "softmax", "likelihood": "softmax"} | options
     x.requires_grad_()
-    sums = op.sums(Given(x, target, mask), SumsSpec(
+    sums = op.sums(SumsInputs(x, target, mask), SumsSpec(
         spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
         spec.get("minimum", False), target.shape == x.shape, spec.get("gamma", 0.0),
     ))  # fmt: skip
@@ -75,7 +75,7 @@ def test_against_the_reference(device, name, rows, monkeypatch):
         if shape[1] == 1 and kind == "labels":
             continue
         for size in (8, 100):
-            monkeypatch.setattr(plain, "TILE", size)
+            monkeypatch.setattr(tiles, "TILE", size)
             x = torch.randn(shape, dtype=torch.float64, device=device)
             x = channels_last(x) if rows else x
             dx = compare(x, targets(shape, kind).to(device), options)
@@ -141,7 +141,7 @@ def test_half_precision(backend, device, rows):
         x = torch.randn(2, 5, 4, 6, device=device).to(dtype)
         x = (channels_last(x) if rows else x).requires_grad_()
         labels = torch.randint(5, (2, 4, 6), device=device)
-        sums = op.sums(Given(x, labels), SumsSpec("softmax", "softmax"))
+        sums = op.sums(SumsInputs(x, labels), SumsSpec("softmax", "softmax"))
         assert sums.dtype == torch.float32
         leaf = x.detach().double().requires_grad_()
         expected = reference.segmentation_sums(leaf, labels)
@@ -151,7 +151,7 @@ def test_half_precision(backend, device, rows):
         (wanted,) = torch.autograd.grad(expected, leaf, dsums.double())
         assert relative_error(dx, wanted) <= u
         assert dx.stride() == x.stride()
-        again = op.sums(Given(x, labels), SumsSpec("softmax", "softmax"))
+        again = op.sums(SumsInputs(x, labels), SumsSpec("softmax", "softmax"))
         assert torch.equal(again, sums)
         assert torch.equal(torch.autograd.grad(again, x, dsums)[0], dx)
 
@@ -247,7 +247,7 @@ def test_counts(backend, device, kind, rows):
 @pytest.mark.gpu
 @FORMATS
 def test_argmax_labels(backend, device, rows, monkeypatch):
-    monkeypatch.setattr(plain, "TILE", 16)
+    monkeypatch.setattr(tiles, "TILE", 16)
     for K, dtype in ((1, torch.uint8), (5, torch.uint8), (300, torch.int16)):
         x = torch.randint(-9, 9, (2, K, 3, 4), device=device).float()
         labels = argmax_labels(channels_last(x) if rows else x)

@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg import _backend
-from fusedseg.ops.self_test import checks, first_use, verdicts
+from fusedseg.ops.self_test import checks, first_use
 from tests.tools.stand_in import new_process
 from tests.tools.stand_in import stand_in as stand_in
 
@@ -106,30 +106,29 @@ def test_a_failure_leaves_the_family_to_aten_with_one_warning(stand_in, tested, 
     assert "self-test of its norm kernels in float32 failed" in _backend.why_not(torch.empty(1), "norm")
 
 
-def test_the_next_process_reads_the_verdict(stand_in, tested):
+def test_the_next_process_tests_again(stand_in, tested):
+    """No result is kept on disk, so that a repaired installation is used again."""
     seen, faults = tested
     faults["norm"] = out_of_resources()
     with pytest.warns(RuntimeWarning, match="OutOfResources"):
         assert not serves()
-    assert serves("conv")
     new_process()
-    seen.clear()
-    # It says again that it runs on aten.
-    with pytest.warns(RuntimeWarning, match="OutOfResources"):
-        assert not serves()
-    assert serves("conv")
-    assert not seen
-
-
-@pytest.mark.parametrize("field", verdicts.Environment._fields)
-def test_another_environment_is_tested_anew(stand_in, tested, monkeypatch, field):
-    seen, _ = tested
-    assert serves()
-    new_process()
-    other = verdicts.environment(CPU)._replace(**{field: "other"})
-    monkeypatch.setattr(verdicts, "environment", lambda device: other)
+    faults.clear()
     assert serves()
     assert len(seen) == 2
+
+
+def test_gpus_of_one_model_are_tested_once(stand_in, tested, monkeypatch):
+    seen, _ = tested
+    names = {0: "Card", 1: "Card", 2: "Other"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(_backend, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(first_use, "can_test", lambda device: True)
+    monkeypatch.setattr(first_use, "test_now", lambda *given: (seen.append(given), (first_use.SelfTestResult(), ""))[1])
+    for index in names:
+        assert first_use.first_use("norm", torch.float32, torch.device("cuda", index)) == ""
+    assert [device.index for _, _, device in seen] == [0, 2]
+    first_use.model_of.cache_clear()
 
 
 def test_it_is_turned_off_by_a_variable(stand_in, tested, monkeypatch):
@@ -163,8 +162,8 @@ def test_nothing_is_tested_now_and_aten_serves(stand_in, tested, monkeypatch):
     assert not seen
     assert serves()
     assert seen
-    # A verdict that is known serves a captured graph too.
-    new_process()
+    # A result that is known serves a captured graph too.
+    _backend.forget()
     with monkeypatch.context() as patch:
         patch.setattr(first_use, "can_test", lambda device: False)
         assert serves()
@@ -203,15 +202,14 @@ def test_modes_of_the_caller_do_not_matter(stand_in):
             assert _backend.use_triton(torch.empty(1, device="cpu"), "pool")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert first_use.remembered("pool", torch.float32, CPU).kind == ""
+    assert first_use._known["pool", torch.float32, "cpu"].kind == ""
 
 
-def test_a_test_without_memory_is_no_verdict(stand_in, tested):
+def test_a_test_without_memory_is_no_failure(stand_in, tested):
     """The kernels run in this process, and the next process tests them."""
     seen, faults = tested
     faults["norm"] = torch.OutOfMemoryError("CUDA out of memory")
     assert serves()
-    assert not list(stand_in.glob("*.json"))
     new_process()
     faults.clear()
     assert serves()
@@ -219,16 +217,14 @@ def test_a_test_without_memory_is_no_verdict(stand_in, tested):
 
 
 def test_a_device_that_no_longer_answers_ends_the_program(stand_in, tested, monkeypatch):
-    """After an illegal access every call of the process fails, also aten's; the verdict serves the next process."""
+    """After an illegal access every call of the process fails, also aten's."""
     _, faults = tested
     faults["norm"] = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     monkeypatch.setattr(first_use, "answers", lambda device: False)
-    with pytest.raises(RuntimeError, match=r"illegal memory access.*start the program again"):
+    with pytest.raises(RuntimeError, match=r"illegal memory access.*program again with FUSEDSEG_BACKEND=aten"):
         serves()
     monkeypatch.undo()
     assert first_use.answers(CPU)
-    (file,) = stand_in.glob("norm-float32-*.json")
-    assert "illegal memory access" in file.read_text()
 
 
 def test_threads_of_a_process_test_once(stand_in, tested):
@@ -249,8 +245,8 @@ def test_synchronisation_may_be_forbidden(stand_in, tested, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    verdict, _ = first_use.test_now("norm", torch.float32, torch.device("cuda", 0))
-    assert (verdict.kind, modes) == ("", [2, 0, 2])
+    result, _ = first_use.test_now("norm", torch.float32, torch.device("cuda", 0))
+    assert (result.kind, modes) == ("", [2, 0, 2])
 
 
 @pytest.mark.usefixtures("needs_interpreter")

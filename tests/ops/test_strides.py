@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.ops.conv import conv_abn
-from fusedseg.ops.conv.convolution import Geometry
+from fusedseg.ops.conv.geometry import Geometry
 from fusedseg.ops.conv.sources import Convolution
 from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm import op as norm

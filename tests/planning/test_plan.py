@@ -12,7 +12,7 @@ from fusedseg import plan
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import NotCompiled
 from fusedseg.planning.answer import Option, Plan
-from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, Needs, Way, largest
+from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, Needs, Way
 from tests.nnunet import PlainConvUNet
 
 MIB = 2**20
@@ -65,29 +65,6 @@ def test_budgets(text, nbytes):
 def test_budgets_that_are_none(text):
     with pytest.raises(ValueError, match="budget must be"):
         parse_bytes("plan", text)
-
-
-def test_the_largest_batch_of_a_straight_line():
-    asked = []
-
-    def straight(n):
-        asked.append(n)
-        return 100 + 7 * n
-
-    assert largest(straight, 1000) == 128
-    # Each step takes seconds.
-    assert len(asked) <= 3
-    assert largest(lambda n: 1001, 1000) == 0
-    assert largest(lambda n: 500 * n + 400, 1000) == 1
-    assert largest(lambda n: 7, 1000) == 2**20
-
-    def not_alone(n):
-        if n == 1:
-            raise ValueError("Expected more than 1 value per channel when training")
-        return 10 * n
-
-    assert largest(not_alone, 1000) == 100
-    assert largest(not_alone, 15) == 0
 
 
 def test_the_largest_batches_fit_and_one_more_does_not():

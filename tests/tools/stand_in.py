@@ -8,9 +8,8 @@ from fusedseg.ops.self_test import first_use
 
 
 @pytest.fixture
-def stand_in(monkeypatch, tmp_path):
-    """The folder of verdicts on a machine whose CPU stands for a GPU that no process has tested."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def stand_in(monkeypatch):
+    """A machine whose CPU stands for a GPU that this process has not tested."""
     monkeypatch.delenv("FUSEDSEG_SELF_TEST", raising=False)
     monkeypatch.setattr(_backend, "_name", "auto")
     explain = _backend.explain
@@ -22,7 +21,7 @@ def stand_in(monkeypatch, tmp_path):
     monkeypatch.setattr(_backend, "explain", as_on_a_gpu)
     monkeypatch.setattr(_backend, "is_tested", lambda device: _backend.self_test_wanted())
     new_process()
-    yield tmp_path / "fusedseg" / "self_test"
+    yield
     new_process()
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ...ops.check import HALF
-from ...ops.interpolate import BACKWARD
+from ...ops.upsample import BACKWARD
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 # The arguments of a convolution after its weight, and their values where it looks at one position.

@@ -1,6 +1,6 @@
 """Max-pools and interpolations of a captured graph.
 
-With the codegen "aten", an interpolation becomes an op that the tracer does not take apart (``ops/interpolate.py``),
+With the codegen "aten", an interpolation becomes an op that the tracer does not take apart (``ops/upsample.py``),
 and a max-pool becomes the op of this package, which keeps a byte for each result in place of int64 positions and of its
 input.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ...ops import interpolate
+from ...ops import upsample
 from ...ops.check import HALF
 from ...ops.max_pool import op as pools
 
@@ -28,31 +28,31 @@ class _Interpolation(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None
     ) -> Tensor:
-        large = interpolate.forward(x, size, factors, mode, corners)
+        large = upsample.forward(x, size, factors, mode, corners)
         ctx.how = list(large.shape[2:]), list(x.shape), factors, mode, corners
         return large
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return interpolate.backward(dy, *ctx.how), None, None, None, None
+        return upsample.backward(dy, *ctx.how), None, None, None, None
 
 
 def _interpolate(*args: Any, **kwargs: Any) -> Tensor:
     """``F.interpolate`` for Inductor; its gradient is one call where that is as exact as the compiler's own."""
-    call = interpolate.parse(*args, **kwargs)
+    call = upsample.parse(*args, **kwargs)
     if call is not None and _is_served(call):
-        return interpolate.interpolate_op(*call)
+        return upsample.interpolate_op(*call)
     trained = call is not None and torch.is_grad_enabled() and call.x.requires_grad
     if call is None or not trained or _adds_in_half(call.x):
         return F.interpolate(*args, **kwargs)
     return _Interpolation.apply(*call)
 
 
-def _is_served(call: interpolate.Enlarging) -> bool:
+def _is_served(call: upsample.Enlarging) -> bool:
     x = call.x
     if not x.is_floating_point() or (x.is_cpu and torch.is_autocast_enabled("cpu")):
         return False
-    return interpolate.is_served(x.device, call.mode, x.dim() - 2)
+    return upsample.is_served(x.device, call.mode, x.dim() - 2)
 
 
 def _adds_in_half(x: Tensor) -> bool:
@@ -87,7 +87,7 @@ def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 POOLS = (2, F.max_pool2d), (3, F.max_pool3d), (2, torch.max_pool2d), (3, torch.max_pool3d)
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.interpolate: interpolate.interpolate,
+    F.interpolate: upsample.interpolate,
     **{stock: _max_pool(dims, stock) for dims, stock in POOLS},
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import _backend, _torch
-from ...ops import concat, interpolate
+from ...ops import concat, upsample
 from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
@@ -39,8 +39,8 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
-    torch.ops.fusedseg.interpolate.default: interpolate.forward,
-    torch.ops.fusedseg.interpolate_backward.default: interpolate.backward,
+    torch.ops.fusedseg.interpolate.default: upsample.forward,
+    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
     norm_ops.norm_act: norm_ops.forward,
     norm_ops.norm_act_backward: norm_ops.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,

@@ -18,14 +18,14 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ... import _backend
-from ...ops import interpolate
-from ...ops.concat import dense, pitch_of
-from ...ops.conv.slabs import SLAB_BYTES, slabs
-from ...ops.layout import FORMATS, suggests_channels_last
+from ...ops import upsample
+from ...ops.concat import dense
+from ...ops.conv.reference import SLAB_BYTES, slabs
+from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
 from ..graph import has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
 
 aten = torch.ops.aten
-INTERPOLATE = interpolate.interpolate_op._opoverload
+INTERPOLATE = upsample.interpolate_op._opoverload
 
 
 def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
@@ -34,20 +34,20 @@ def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:
     return whole
 
 
-def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: interpolate.How) -> Tensor:
+def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: upsample.How) -> Tensor:
     """Enlarges ``x`` into its channels."""
     C = x.shape[1]
     nbytes = whole.numel() // whole.shape[1] * C * whole.element_size()
     step = -(-C // max(1, nbytes // SLAB_BYTES))
     for k in range(0, C, step):
-        put(whole, interpolate.forward(x[:, k : k + step], *how), begin + k)
+        put(whole, upsample.forward(x[:, k : k + step], *how), begin + k)
     return whole
 
 
-def add_enlarged(total: Tensor, first: bool, x: Tensor, how: interpolate.How, weight: Tensor, *given: Any) -> Tensor:
+def add_enlarged(total: Tensor, first: bool, x: Tensor, how: upsample.How, weight: Tensor, *given: Any) -> Tensor:
     """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
     for n in slabs(total.shape[0], total.nbytes):
-        part = torch.convolution(interpolate.forward(x[n], *how), weight, *given)
+        part = torch.convolution(upsample.forward(x[n], *how), weight, *given)
         if first:
             total[n] = part
         else:

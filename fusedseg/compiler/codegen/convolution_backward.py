@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...ops.conv import conv3d
-from ...ops.conv.convolution import shape_only
+from ...ops.conv.reference import shape_only
 from ..graph import last_readers
 from ..plan.aliasing import spent_input
 

@@ -39,11 +39,11 @@ class _Fusing:
         self.channels_last = _parts.GraphLowering.decide_layout_opt(module, is_inference=False)
         self.packed: dict[Any, Any] = {}
 
-    def form(self, value: Tensor) -> traced.Form:
+    def form(self, value: Tensor) -> traced.MemoryOrder:
         stride = value.stride()
         if self.channels_last and value.dim() == 4:
             stride = torch.empty(value.shape, device="meta", memory_format=torch.channels_last).stride()
-        return traced.Form.of(value.shape, stride)
+        return traced.MemoryOrder.of(value.shape, stride)
 
     def pack(self, node: fx.Node) -> None:
         """Packs in forward; the results are kept in place of those of the call."""

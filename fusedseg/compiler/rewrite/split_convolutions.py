@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...ops.conv.slabs import SLAB_BYTES
-from ...ops.interpolate import interpolate_backward_op, interpolate_op
+from ...ops.conv.reference import SLAB_BYTES
+from ...ops.upsample import interpolate_backward_op, interpolate_op
 from ..graph import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, number_of, op_of, value_of
 
 aten = torch.ops.aten

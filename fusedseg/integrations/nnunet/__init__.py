@@ -1,10 +1,10 @@
-"""nnU-Net v2: trainers that convert the network, a predictor, and what they are made of.
+"""nnU-Net v2: trainers that compile the network, a predictor, and what they are made of.
 
 trainer.py    ``Fused``, the first base class of such a trainer, and ``Leaky``, the same for plans that name ReLU
 loss.py       nnU-Net's losses as losses of this package
-predictor.py  ``FusedPredictor``: labels without logits of the whole image; the one file that imports nnU-Net
+predictor.py  ``FusedPredictor``: labels without logits of the whole image; the one file whose import needs nnU-Net
 resampling.py labels of logits that come in slabs, as nnU-Net resamples them
-plan.py       which patch and batch of a plan fit
+plans.py      the network, patch and batch of a plans file, for ``fusedseg plan``
 trainers/     the folder for ``nnUNet_extTrainer``; it holds nothing but trainers, because nnU-Net forgets the modules
               that it imports from there
 """

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class FusedPredictor(nnUNetPredictor):
                 row_windows = list(of_row)
                 for fold, parameters in enumerate(folds):
                     if parameters is not None and (row == 0 or len(folds) > 1):
-                        self._load(parameters)
+                        _torch.uncompiled(self.network).load_state_dict(parameters)
                     for window in row_windows:
                         if self.allow_tqdm:
                             shown.update(f"row {row + 1} of {len(windows.starts[0])}, fold {fold + 1} of {len(folds)}")
@@ -103,10 +104,6 @@ class FusedPredictor(nnUNetPredictor):
                         # No variable holds predictions while the network runs again.
                         del prediction
         return slabs.labels.labels
-
-    def _load(self, parameters: dict) -> None:
-        network = _torch.uncompiled(self.network)
-        network.load_state_dict(parameters)
 
     def _windows(self, image: tuple[int, ...], size: tuple[int, ...]) -> Windows:
         """nnU-Net's windows, with cells that are cut along the first axis alone.  A window of 2D is one plane."""
@@ -143,26 +140,29 @@ class FusedPredictor(nnUNetPredictor):
         num_processes_segmentation_export: int = 0,
     ) -> list[np.ndarray | None]:
         """As in nnU-Net; each case is finished and written before the next one begins."""
-        _refuse(save_probabilities)
+        if save_probabilities:
+            raise ValueError(
+                f"{OP}: save_probabilities must be False, because the probabilities of all classes for the whole image "
+                "are what this predictor never holds; predict with nnUNetv2_predict"
+            )
         found: list[np.ndarray | None] = []
         for item in data_iterator:
-            data = item["data"]
+            data, properties, file = item["data"], item["data_properties"], item["ofile"]
             if isinstance(data, str):
-                data = torch.from_numpy(np.load(item["data"]))
-                predict_from_raw_data.os.remove(item["data"])
-            print(f"\nPredicting {item['ofile'] or f'image of shape {tuple(data.shape)}'}")
-            found.append(self._written(data, item["data_properties"], item["ofile"]))
+                path = Path(data)
+                data = torch.from_numpy(np.load(path))
+                path.unlink()
+            print(f"\nPredicting {file or f'image of shape {tuple(data.shape)}'}")
+            labels = self.predict_segmentation_from_preprocessed_data(data, properties)
+            if file is None:
+                found.append(labels)
+                continue
+            writer = self.plans_manager.image_reader_writer_class()
+            writer.write_seg(labels, file + self.dataset_json["file_ending"], properties)
+            found.append(None)
         compute_gaussian.cache_clear()
         empty_cache(self.device)
         return found
-
-    def _written(self, data: Tensor, properties: dict, file: str | None) -> np.ndarray | None:
-        labels = self.predict_segmentation_from_preprocessed_data(data, properties)
-        if file is None:
-            return labels
-        writer = self.plans_manager.image_reader_writer_class()
-        writer.write_seg(labels, file + self.dataset_json["file_ending"], properties)
-        return None
 
     def predict_single_npy_array(
         self,
@@ -173,11 +173,10 @@ class FusedPredictor(nnUNetPredictor):
         save_or_return_probabilities: bool = False,
     ) -> np.ndarray | None:
         """As in nnU-Net."""
-        _refuse(save_or_return_probabilities)
         lists = ([input_image], [segmentation_previous_stage], [image_properties], [output_file_truncated])
         managers = (self.plans_manager, self.dataset_json, self.configuration_manager)
         item = next(PreprocessAdapterFromNpy(*lists, *managers, num_threads_in_multithreaded=1, verbose=self.verbose))
-        return self._written(item["data"], item["data_properties"], output_file_truncated)
+        return self.predict_from_data_iterator([item], save_or_return_probabilities)[0]
 
     def predict_from_files_sequential(self, *args: object, **kwargs: object) -> list[np.ndarray | None] | None:
         """As in nnU-Net: everything runs in this process."""
@@ -219,14 +218,6 @@ class _Slabs:
         planes = slice(max(inner.start - at.start, 0), min(inner.stop, at.stop) - at.start)
         if planes.start < planes.stop:
             self.labels.add(part(total, (planes, *self.crop[1:])))
-
-
-def _refuse(probabilities: bool) -> None:
-    if probabilities:
-        raise ValueError(
-            f"{OP}: save_probabilities must be False, because the probabilities of all classes for the whole image "
-            "are what this predictor never holds; predict with nnUNetv2_predict"
-        )
 
 
 def main() -> None:

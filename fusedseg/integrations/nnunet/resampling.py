@@ -25,7 +25,7 @@ class Tap(NamedTuple):
     weight: Tensor | None
 
 
-class Axis(NamedTuple):
+class ResampledAxis(NamedTuple):
     """One axis: its sizes before and after, and the taps whose sum is a result."""
 
     before: int
@@ -33,7 +33,7 @@ class Axis(NamedTuple):
     taps: tuple[Tap, ...]
 
     @classmethod
-    def of(cls, before: int, after: int, *, linear: bool) -> "Axis":
+    def of(cls, before: int, after: int, *, linear: bool) -> "ResampledAxis":
         if before == after:
             return cls(before, after, (Tap(None, None),))
         at = (torch.arange(after, dtype=torch.float64) + 0.5) * (before / after) - 0.5
@@ -45,7 +45,7 @@ class Axis(NamedTuple):
         next_one = (low + 1).clamp_(max=before - 1)
         return cls(before, after, (Tap(low.long(), first), Tap(next_one.long(), 1 - first)))
 
-    def to(self, device: torch.device) -> "Axis":
+    def to(self, device: torch.device) -> "ResampledAxis":
         taps = tuple(Tap(*(t if t is None else t.to(device) for t in tap)) for tap in self.taps)
         return self._replace(taps=taps)
 
@@ -54,7 +54,7 @@ class Axis(NamedTuple):
         read = [range(self.after) if t.positions is None else t.positions.tolist() for t in self.taps]
         return [(min(of_one), max(of_one)) for of_one in zip(*read, strict=True)]
 
-    def part(self, first: int, end: int, offset: int) -> "Axis":
+    def part(self, first: int, end: int, offset: int) -> "ResampledAxis":
         """The axis for the results from ``first`` to ``end``, of values that begin at ``offset``."""
         if self.taps[0].positions is None:
             return self
@@ -68,7 +68,7 @@ class Axis(NamedTuple):
 
 def axes_of(
     resample: functools.partial, shape: tuple[int, ...], properties: dict, spacings: tuple[Any, Any]
-) -> tuple[Axis, ...]:
+) -> tuple[ResampledAxis, ...]:
     """The axes of nnU-Net's resampling function ``configuration_manager.resampling_fn_probabilities``.
 
     Args:
@@ -81,7 +81,7 @@ def axes_of(
 
     name, options = resample.func.__name__, {"order": 3, "order_z": 0, **resample.keywords}
     if name == "no_resampling_hack":
-        return tuple(Axis.of(n, n, linear=True) for n in shape)
+        return tuple(ResampledAxis.of(n, n, linear=True) for n in shape)
     if name != "resample_data_or_seg_to_shape" or (options["order"], options["order_z"]) != (1, 0):
         raise ValueError(
             "fusedseg: the plans must resample logits by resample_data_or_seg_to_shape with order 1 and order_z 0, "
@@ -94,7 +94,7 @@ def axes_of(
         options.get("force_separate_z", False), *spacings, threshold
     )
     axes = zip(shape, target, strict=True)
-    return tuple(Axis.of(n, int(m), linear=not (separate and a == lowest)) for a, (n, m) in enumerate(axes))
+    return tuple(ResampledAxis.of(n, int(m), linear=not (separate and a == lowest)) for a, (n, m) in enumerate(axes))
 
 
 class SlabLabels:
@@ -115,7 +115,7 @@ class SlabLabels:
 
     def __init__(
         self,
-        axes: tuple[Axis, ...],
+        axes: tuple[ResampledAxis, ...],
         classes: int,
         device: torch.device,
         regions: list[int] | None = None,
@@ -148,7 +148,7 @@ class SlabLabels:
         self.done = ready
         self.held = slab[:, -1:].clone()
 
-    def _write(self, labels: Tensor, before: Tensor | None, now: Tensor, axes: tuple[Axis, ...]) -> None:
+    def _write(self, labels: Tensor, before: Tensor | None, now: Tensor, axes: tuple[ResampledAxis, ...]) -> None:
         """Writes labels of the planes ``before``, if any, and ``now``."""
         best: Tensor | None = None
         for k in range(self.classes):
@@ -165,7 +165,7 @@ class SlabLabels:
                 best = torch.maximum(best, values)
 
 
-def _resampled(planes: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+def _resampled(planes: Tensor, axes: tuple[ResampledAxis, ...]) -> Tensor:
     """Planes (X, Y, Z) in half precision, resampled along all axes."""
     if all(tap.weight is None for axis in axes for tap in axis.taps):
         return _read(_read(_read(planes, 0, axes[0].taps[0]), 1, axes[1].taps[0]), 2, axes[2].taps[0])

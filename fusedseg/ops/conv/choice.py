@@ -22,8 +22,8 @@ from torch import Tensor
 from ... import _backend, _torch
 from ..._torch import FakeTensor
 from ..check import HALF, check_choice
-from ..layout import Layout, layout_of
-from .convolution import Geometry
+from ..layout import layout_of
+from .geometry import Geometry
 
 # With more input channels, arithmetic limits a kernel of several taps, and then the vendors' libraries are faster.
 MOST_CHANNELS = 128
@@ -44,16 +44,11 @@ class Key(NamedTuple):
     """
 
     device: str
-    dtype: str
+    dtype: torch.dtype
     training: bool
     channels_last: bool
-    in_channels: int
-    out_channels: int
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    weight: tuple[int, ...]
+    geometry: Geometry
     log2_positions: int
     # Settings of the user for the vendor's library.
     tf32: bool
@@ -112,13 +107,14 @@ def unfit(x: Tensor, positions: int) -> str:
     return reason and f"a tensor on {x.device} cannot be served: {reason}"
 
 
-def could_win(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry) -> bool:
+def could_win(x: Tensor, w: Tensor, geometry: Geometry) -> bool:
     """The rule for shapes in which Triton's kernel can be faster.
 
     The kernel needs tensor cores, no groups, and enough channels for the tensor cores.  x must load in wide vectors:
     rows of channels always do, and planes do if the kernel has one tap.  With several taps there must be few channels,
     because otherwise memory takes too small a share of the time.
     """
+    layout = layout_of(x)
     if layout is None:
         return False
     pointwise = w[0, 0].numel() == 1
@@ -142,31 +138,18 @@ def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def key_of(x: Tensor, layout: Layout | None, w: Tensor, geometry: Geometry, training: bool, positions: int) -> Key:
+def key_of(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -> Key:
+    layout, shape = layout_of(x), geometry.output_shape(x.shape, w.shape)
     return Key(
         device=device_name(x.device),
-        dtype=str(x.dtype).removeprefix("torch."),
+        dtype=x.dtype,
         training=training,
         channels_last=layout is not None and layout.rows,
-        in_channels=x.shape[1],
-        out_channels=w.shape[0],
-        kernel=tuple(w.shape[2:]),
-        stride=geometry.stride,
-        padding=geometry.padding,
-        dilation=geometry.dilation,
-        groups=geometry.groups,
-        log2_positions=math.ceil(math.log2(positions)),
+        weight=tuple(w.shape),
+        geometry=geometry,
+        log2_positions=math.ceil(math.log2(shape.numel() // shape[1])),
         tf32=takes_tf32(x),
         benchmark=torch.backends.cudnn.benchmark,
-    )
-
-
-def is_open(conv_backend: str, x: Tensor) -> bool:
-    """Whether there is a choice.  In eager mode on a CPU there is none, and this function finds that out quickly."""
-    return (
-        conv_backend != "aten"
-        and not isinstance(x, FakeTensor)
-        and (conv_backend == "triton" or _backend.use_triton(x))
     )
 
 
@@ -177,7 +160,6 @@ def choose(
     w: Tensor,
     geometry: Geometry,
     training: bool,
-    positions: int,
     forward: Callable[[str], Tensor],
 ) -> str:
     """Chooses "triton" or "aten".  It runs ``forward`` with both if they must be measured.
@@ -186,15 +168,19 @@ def choose(
         RuntimeError: ``conv_backend="triton"``, and the kernel cannot serve ``x``, or its result was found to be wrong
             on this device.
     """
-    if not is_open(conv_backend, x):
+    # In eager mode on a CPU there is no choice, and this finds that out quickly.
+    if conv_backend == "aten" or isinstance(x, FakeTensor) or (conv_backend == "auto" and not _backend.use_triton(x)):
         return "aten"
-    layout = layout_of(x)
+    shape = geometry.output_shape(x.shape, w.shape)
+    if not shape.numel():
+        return "aten"
+    positions = shape.numel() // shape[1]
     if conv_backend == "triton":
         if reason := unfit(x, positions):
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    elif not could_win(x, layout, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
+    elif not could_win(x, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
         return "aten"
-    key = key_of(x, layout, w, geometry, training, positions)
+    key = key_of(x, w, geometry, training)
     record = recorded(key, x, forward)
     if record is None:
         return "triton" if conv_backend == "triton" else "aten"
@@ -214,23 +200,18 @@ def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record 
     It is None if nothing can be measured now: on a CPU, while a CUDA graph is captured, or if the result is not finite.
     """
     record = _records.get(kind)
-    if record is not None:
+    if record is not None or not x.is_cuda:
         return record
-    if not x.is_cuda or _capturing(x):
-        return None
     # Events belong to the current device, which may not be that of x.
     with torch.cuda.device_of(x):
+        if torch.cuda.is_current_stream_capturing():
+            return None
         record = measure(x.dtype, run, cuda_seconds)
     if math.isnan(record.difference):
         # A result that is not finite says nothing about the next batch, so it is not recorded.
         return None
     _records[kind] = record
     return record
-
-
-def _capturing(x: Tensor) -> bool:
-    with torch.cuda.device_of(x):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def measure(

@@ -25,8 +25,8 @@ from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.reference import activate
 from . import choice, join_conv
-from .apart import convolve_sources
-from .convolution import output_format, stock_convolution
+from .geometry import output_format
+from .reference import convolve_sources, stock_convolution
 from .sources import Convolution, concatenated, is_tensor, shape_of, tensors_of
 
 OP = "fusedseg.conv_abn"
@@ -93,16 +93,12 @@ def _folded(call: Convolution, given: Operands, norm: Norm) -> tuple[Tensor, Sta
 def _chosen(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str) -> str:
     """The backend of the convolution, by the rules of ``choice.py``."""
     sources, w, _, geometry = call
-    if not is_tensor(sources) or not choice.is_open(conv_backend, sources[0]):
-        return "aten"
-    x = sources[0]
-    shape = geometry.output_shape(x.shape, w.shape)
-    if not shape.numel():
+    if not is_tensor(sources):
         return "aten"
     # The measurement must not move the running statistics, nor count a batch.
     unmoved = given._replace(running_mean=None, running_var=None, batches=None) if norm.own else given
     return choice.choose(
-        OP, conv_backend, x, w, geometry, norm.own, shape.numel() // shape[1],
+        OP, conv_backend, sources[0], w, geometry, norm.own,
         lambda name: _forward_with(name, call, unmoved, norm, kept)[0],
     )  # fmt: skip
 

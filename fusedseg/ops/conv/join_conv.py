@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .. import unfused
 from ..check import check_tangents
-from ..double_backward import differentiated_once, is_batch
-from .apart import convolve_sources, convolve_sources_backward
-from .convolution import RawGeometry, check_convolution, stock_convolution
+from ..double_backward import differentiated_once
+from .geometry import RawGeometry, check_convolution
+from .reference import convolve_sources, convolve_sources_backward, stock_convolution
 from .sources import (
     Convolution,
     Source,
@@ -87,12 +87,8 @@ class ConvolutionFunction(torch.autograd.Function):
         sources, wanted = list(sources_of(tensors, ctx.enlarges)), (need_w, need_bias and not ctx.centred, *needs)
         del tensors
         rest = w.to(ctx.dtype), ctx.geometry, wanted
-        if torch.is_grad_enabled() or is_batch(dy):
-            grads = differentiated_once(ctx.op, convolve_sources_backward, dy, tuple(sources), *rest)
-        else:
-            # The list is the only reference to the sources, so that each of them can be freed.
-            grads = convolve_sources_backward(dy, sources, *rest)
-        dw, dbias, *dtensors = grads
+        # The list is the only reference to the sources, so that each of them can be freed.
+        dw, dbias, *dtensors = differentiated_once(ctx.op, convolve_sources_backward, dy, sources, *rest)
         if need_bias and ctx.centred:
             dbias = dy.new_zeros(w.shape[0])
         return *(None,) * 4, dw, dbias, *dtensors

@@ -1,9 +1,7 @@
-"""Convolutions of a concatenation that is not kept.  A large concatenation is never formed:
-
-    conv([a, b], W) = conv(a, W[:, :Ca]) + conv(b, W[:, Ca:])
+"""The sources of a convolution: tensors that stand for their concatenation, which is not kept for backward.
 
 A source may be ``Interpolated``.  Then the tensor before interpolation is kept, and the interpolated tensor exists only
-while its part of the convolution is computed, in forward or backward.  ``apart.py`` has the convolutions.
+while its part of the convolution is computed, in forward or backward (``reference.py``).
 """
 
 from collections.abc import Sequence
@@ -14,17 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ... import _backend
-from .. import interpolate, unfused
-from .convolution import Geometry, RawGeometry, parse_geometry
+from .. import unfused, upsample
+from .geometry import Geometry, RawGeometry, parse_geometry
 
 MODES = {
     4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
     5: ("nearest", "nearest-exact", "trilinear", "area"),
 }
 aten = torch.ops.aten
-# A concatenation of up to this many bytes is formed for a moment, because one convolution is faster than several.
-FORMED_BYTES = 2**22
 # The modes that take align_corners.
 ALIGNABLE = ("bilinear", "trilinear", "bicubic")
 
@@ -36,16 +31,13 @@ class Enlarge(NamedTuple):
     mode: str
     align_corners: bool | None
 
-    @property
-    def options(self) -> tuple[str, bool | None]:
-        """The arguments that are equal for every size of the input."""
-        return self.mode, self.align_corners
-
-    def backward(self, dlarge: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x`` from the gradient of the interpolated tensor; only the shape of ``x`` matters."""
+    def backward(self, dlarge: Tensor, shape: Sequence[int]) -> Tensor:
+        """The gradient of a tensor of this shape from the gradient of the interpolated tensor."""
         if self.mode == "area":
+            # aten reads the shape and the memory format of the tensor alone.
+            x = upsample.suggested(dlarge, shape)
             return getattr(aten, f"_adaptive_avg_pool{len(self.size)}d_backward")(dlarge, x)
-        return interpolate.backward(dlarge, self.size, x.shape, None, self.mode, self.align_corners)
+        return upsample.backward(dlarge, self.size, shape, None, self.mode, self.align_corners)
 
 
 class Interpolated:
@@ -97,7 +89,7 @@ class Interpolated:
 
     def formed(self) -> Tensor:
         size, mode, align_corners = self.enlarge
-        return interpolate.eager(self.x, size, None, mode, align_corners)
+        return upsample.eager(self.x, size, None, mode, align_corners)
 
     def channels(self, start: int, stop: int) -> "Interpolated":
         return Interpolated(self.x[:, start:stop], *self.enlarge)
@@ -155,13 +147,11 @@ def cast_sources(sources: Sequence[Source], dtype: torch.dtype) -> tuple[Source,
     return sources_of([tensor.to(dtype) for tensor in tensors_of(sources)], enlarges_of(sources))
 
 
-def formed(source: Source) -> Tensor:
-    return source.formed() if isinstance(source, Interpolated) else source
-
-
-def samples_of(source: Source, n: slice) -> Source:
-    """A range of the samples of a source."""
-    return Interpolated(source.x[n], *source.enlarge) if isinstance(source, Interpolated) else source[n]
+def samples_of(sources: tuple[Source, ...], n: slice) -> tuple[Source, ...]:
+    """A range of the samples of each source."""
+    if n == slice(None):
+        return sources
+    return sources_of([tensor[n] for tensor in tensors_of(sources)], enlarges_of(sources))
 
 
 def concatenated(sources: Sequence[Source]) -> Tensor:
@@ -178,7 +168,7 @@ def concatenated(sources: Sequence[Source]) -> Tensor:
 
 
 def _joined(sources: Sequence[Source]) -> Tensor:
-    tensors = [formed(source) for source in sources]
+    tensors = [source.formed() if isinstance(source, Interpolated) else source for source in sources]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
 
@@ -217,26 +207,3 @@ def padded(op: str, sources: tuple[Source, ...], raw: RawGeometry) -> tuple[tupl
     if uneven and len(sources[0].shape) == len(raw.kernel) + 2:
         sources = (F.pad(concatenated(sources), uneven),)
     return sources, geometry
-
-
-def apart(sources: Sequence[Source], geometry: Geometry) -> bool:
-    """Whether each source is convolved by itself, because their concatenation would be large."""
-    if geometry.groups > 1 or is_tensor(sources):
-        return False
-    if torch.compiler.is_compiling() and _backend.off_cpu(tensors_of(sources)[0]):
-        # On a GPU the parts take longer than the concatenation, and the compiler may form it again in backward.
-        return False
-    return shape_of(sources).numel() * tensors_of(sources)[0].element_size() > FORMED_BYTES
-
-
-def commutes(source: Source, w: Tensor, geometry: Geometry) -> bool:
-    """Whether a convolution with this weight may run before the interpolation of its source, and is faster there."""
-    if not isinstance(source, Interpolated) or geometry.groups > 1 or w.shape[0] > source.shape[1]:
-        return False
-    return is_pointwise(w.shape[2:], geometry) and source.x.numel() < source.shape.numel()
-
-
-def is_pointwise(kernel: Sequence[int], geometry: Geometry | Any) -> bool:
-    """Whether each value of a convolution depends on one position.  ``geometry`` may be a module of a convolution."""
-    ones = *kernel, *geometry.stride
-    return all(n == 1 for n in ones) and not any(geometry.padding)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .grid import JUMP, Grid, decoding_of, encoding_of, grid_of, limits_of, outward
-from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, signed, wide_dtype
+from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, ChannelLines, signed, wide_dtype
 
 # The number of values of a part, for each thread.
 PART = 1 << 18
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
         """A view of the part of (samples, groups, channels)."""
         return numbers[self.samples, self.groups].unsqueeze(2)
 
-    def rows(self, codes: Tensor, lines: Lines, bits: int) -> Tensor:
+    def rows(self, codes: Tensor, lines: ChannelLines, bits: int) -> Tensor:
         """The bytes of the part, (samples, positions, bytes of a row); a plane is one row."""
         if lines.C > 1:
             return codes.view(lines.I, lines.S, -1)[self.samples, self.positions]
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
         return codes.view(lines.I, 1, -1)[self.samples, :, self.positions.start // per : -(-self.positions.stop // per)]
 
 
-def _parts(lines: Lines, device: torch.device) -> Iterator[Piece]:
+def _parts(lines: ChannelLines, device: torch.device) -> Iterator[Piece]:
     """Whole samples, or groups of one sample; the shorter groups at the end of channels are parts of their own."""
     I, S, C = lines
     most, whole = _part_size(device), S // GROUP * GROUP
@@ -85,7 +85,7 @@ def hashes(indices: Tensor, key: int) -> Tensor:
 class Noise:
     """The random numbers of a tensor; ``spec.py`` has the formula."""
 
-    def __init__(self, lines: Lines, key: int, device: torch.device) -> None:
+    def __init__(self, lines: ChannelLines, key: int, device: torch.device) -> None:
         places = torch.arange(GROUP, dtype=torch.int32, device=device)
         self.of_places = hashes(-1 - places, key).to(torch.int16).view(-1, 1)
         groups = torch.arange(lines.I * lines.groups * lines.C, dtype=torch.int64, device=device).to(torch.int32)
@@ -99,7 +99,7 @@ class Noise:
         return h.add_(part.of_groups(self.summands)).bitwise_right_shift_(16 - FRACTION_BITS)
 
 
-def _kinks_of_groups(kink: Tensor | None, lines: Lines) -> Tensor | None:
+def _kinks_of_groups(kink: Tensor | None, lines: ChannelLines) -> Tensor | None:
     """The kink of each group, (I, groups, C); ``kink`` has one for each channel, or for each channel of a sample."""
     if kink is None:
         return None
@@ -107,7 +107,7 @@ def _kinks_of_groups(kink: Tensor | None, lines: Lines) -> Tensor | None:
     return kink.expand(lines.I, lines.groups, lines.C)
 
 
-def pack(flat: Tensor, lines: Lines, bits: int, key: int, kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def pack(flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, lowest and highest values of a tensor, whose memory is ``flat``."""
     codes = flat.new_empty(lines.code_bytes(bits), dtype=torch.uint8)
     shape = lines.I, lines.groups, lines.C
@@ -143,7 +143,9 @@ def _encoded(v: Tensor, grid: Grid) -> Tensor:
     return v.add_(offset).add_(above, alpha=JUMP).to(torch.int16)
 
 
-def unpack(packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: Lines, bits: int, flat: Tensor) -> None:
+def unpack(
+    packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int, flat: Tensor
+) -> None:
     """Writes the values into ``flat``, the memory of a tensor."""
     codes, *ends = packed
     lowest, highest = (end.view(lines.I, lines.groups, lines.C) for end in ends)
@@ -170,7 +172,7 @@ def _decoded(codes: Tensor, grid: Grid, kink: Tensor | None, dtype: torch.dtype)
     return torch.maximum(v, torch.where(below, -torch.inf, least), out=v)
 
 
-def _to_bytes(codes: Tensor, lines: Lines, bits: int) -> Tensor:
+def _to_bytes(codes: Tensor, lines: ChannelLines, bits: int) -> Tensor:
     """Codes (samples, positions, channels) in the rows of ``Piece.rows``; the first code of a byte has its low bits."""
     if lines.C == 1:
         codes = codes.view(codes.shape[0], 1, -1)
@@ -182,7 +184,7 @@ def _to_bytes(codes: Tensor, lines: Lines, bits: int) -> Tensor:
     return found
 
 
-def _to_codes(rows: Tensor, lines: Lines, bits: int, positions: int) -> Tensor:
+def _to_codes(rows: Tensor, lines: ChannelLines, bits: int, positions: int) -> Tensor:
     """The reverse of ``_to_bytes``."""
     mask = (1 << bits) - 1
     codes = torch.stack([(rows >> bits * j) & mask for j in range(8 // bits)], dim=3).flatten(2)

@@ -43,7 +43,7 @@ GOLDEN, MULTIPLIER = 0x9E3779B1, 0x846CA68B
 MASK = 0xFFFFFFFF
 
 
-class Lines(NamedTuple):
+class ChannelLines(NamedTuple):
     """A dense tensor as I samples of S positions of C adjacent channels.  Planes are samples with one channel."""
 
     I: int
@@ -63,17 +63,17 @@ class Lines(NamedTuple):
         return self.I * (1 if self.C == 1 else self.S) * self.row_bytes(bits)
 
 
-def lines_of(t: Tensor, kinks: int) -> Lines:
+def lines_of(t: Tensor, kinks: int) -> ChannelLines:
     """How the groups of a dense tensor lie in memory.  ``kinks`` counts the values of the kink; 0 if there is none."""
     layout = layout_of(t) if t.dim() >= 2 else None
     if layout is not None:
-        lines = Lines(layout.N * layout.C, layout.S, 1)
+        lines = ChannelLines(layout.N * layout.C, layout.S, 1)
         if layout.rows:
             samples = t.shape[0] if kinks > layout.C else 1
-            lines = Lines(samples, layout.N // max(samples, 1), layout.C)
+            lines = ChannelLines(samples, layout.N // max(samples, 1), layout.C)
         if kinks or lines.S >= FEWEST:
             return lines
-    return Lines(1, t.numel(), 1)
+    return ChannelLines(1, t.numel(), 1)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

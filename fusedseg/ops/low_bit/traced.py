@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .grid import JUMP, decoding_of, encoding_of, grid_of, limits_of
-from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, Lines, lines_of, mixed, signed, wide_dtype
+from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, ChannelLines, lines_of, mixed, signed, wide_dtype
 
 
 def key_of(key: Tensor, place: int) -> Tensor:
@@ -41,15 +41,15 @@ def _finished(h: Tensor) -> Tensor:
     return h ^ (h >> 15) & 0x1FFFF
 
 
-class Form(NamedTuple):
+class MemoryOrder(NamedTuple):
     """How a tensor lies in memory: its lines, and the dimensions from the outermost to the innermost one."""
 
-    lines: Lines
+    lines: ChannelLines
     size: tuple[int, ...]
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, size: Sequence[int], stride: Sequence[int]) -> "Form":
+    def of(cls, size: Sequence[int], stride: Sequence[int]) -> "MemoryOrder":
         t = torch.empty_strided(size, stride, device="meta")
         order = tuple(sorted(range(t.dim()), key=lambda d: (-stride[d], d)))
         return cls(lines_of(t, 0), tuple(size), order)
@@ -73,7 +73,7 @@ class Form(NamedTuple):
         return list(t.split([count for count, _ in self.pieces()], axis))
 
 
-def pack(x: Tensor, key: Tensor, bits: int, form: Form) -> tuple[Tensor, ...]:
+def pack(x: Tensor, key: Tensor, bits: int, form: MemoryOrder) -> tuple[Tensor, ...]:
     """The lowest and highest values of groups, (2, I, groups, C), and codes of each piece; ``key`` is an int32."""
     I, _, C = form.lines
     wide, t, key = wide_dtype(x.dtype), form.lined(x), key.to(x.device)
@@ -110,7 +110,7 @@ def pack(x: Tensor, key: Tensor, bits: int, form: Form) -> tuple[Tensor, ...]:
     return ends.to(x.dtype), *found
 
 
-def unpack(ends: Tensor, codes: Sequence[Tensor], bits: int, form: Form) -> Tensor:
+def unpack(ends: Tensor, codes: Sequence[Tensor], bits: int, form: MemoryOrder) -> Tensor:
     """The tensor again, right on average."""
     wide = wide_dtype(ends.dtype)
     low, high = ends.to(wide).unbind(0)
@@ -136,18 +136,18 @@ def unpack(ends: Tensor, codes: Sequence[Tensor], bits: int, form: Form) -> Tens
     return form.restored(found[0] if len(found) == 1 else torch.cat(found, 1))
 
 
-def _halved(form: Form) -> int:
+def _halved(form: MemoryOrder) -> int:
     """The axis of (samples, groups, positions, channels) whose halves share bytes: an outer one keeps loops simple."""
     return 2 if form.lines.I % 2 else 0
 
 
-def _eighths(form: Form) -> tuple[int, int, int] | None:
+def _eighths(form: MemoryOrder) -> tuple[int, int, int] | None:
     """A tensor as (outer, middle, inner) whose middle is eight equal parts; None if there are no such."""
     I, S, C = form.lines
     return next((of for of in ((1, I, S * C), (I, S, C), (1, I * S * C, 1)) if of[1] % 8 == 0), None)
 
 
-def pack_mask(mask: Tensor, form: Form) -> Tensor:
+def pack_mask(mask: Tensor, form: MemoryOrder) -> Tensor:
     """One bit a value."""
     t, shape = form.lined(mask), _eighths(form)
     if shape is None:
@@ -161,7 +161,7 @@ def pack_mask(mask: Tensor, form: Form) -> Tensor:
     return byte.to(torch.uint8)
 
 
-def unpack_mask(byte: Tensor, form: Form) -> Tensor:
+def unpack_mask(byte: Tensor, form: MemoryOrder) -> Tensor:
     """The mask again."""
     shift = torch.arange(8, dtype=torch.int32, device=byte.device).view(1, 8, 1, 1)
     mask = (byte.to(torch.int32).unsqueeze(1) >> shift & 1).flatten()

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ... import _backend
 from .. import unfused
 from ..check import HALF, check_dtype, check_input, has_values
-from ..conv.convolution import per_dimension
-from ..double_backward import is_batch, one_by_one
+from ..conv.geometry import per_dimension
+from ..double_backward import refuse_batches
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
 from . import reference
 from .windows import Pool
@@ -115,9 +115,7 @@ class MaxPoolFunction(torch.autograd.Function):
         if dz is None:
             return None, None
         (codes,) = ctx.saved_tensors
-        if is_batch(dz):
-            args = dz, codes, ctx.size, ctx.rows, *ctx.pool
-            return *one_by_one(lambda *args: (backward(*args),), *args), None
+        refuse_batches(OP, dz)
         if torch.is_grad_enabled():
             # Backward itself is differentiated, and the op has a gradient.
             return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None

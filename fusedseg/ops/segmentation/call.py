@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .conv_logits import Logits, is_target_dense
 from .op import sums
-from .spec import OVERLAP, PREDICTION, TARGET, Given, SumsSpec
+from .spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec
 
 
 class SegmentationSums(NamedTuple):
@@ -92,7 +92,7 @@ def segmentation_sums(
     Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017 (gamma).
     """
     spec = SumsSpec(probability, likelihood, ignore_index, squared, minimum, is_target_dense(logits, target), gamma)
-    found = sums(Given(logits, target, mask), spec)
+    found = sums(SumsInputs(logits, target, mask), spec)
     has_p, has_nll = probability != "none", spec.nll != "none"
     wanted = (has_p, has_p, True, has_nll, spec.other)
     return SegmentationSums(*(row if want else None for row, want in zip(found.unbind(0), wanted, strict=True)))  # type: ignore[arg-type]
@@ -139,6 +139,6 @@ def tp_fp_fn(
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         mask = mask != 0
     spec = SumsSpec("positive" if regions else "argmax", "none", ignore_index, dense=is_target_dense(logits, target))
-    counts = sums(Given(logits, target, mask), spec).long()
+    counts = sums(SumsInputs(logits, target, mask), spec).long()
     tp = counts[OVERLAP]
     return TpFpFn(tp, counts[PREDICTION] - tp, counts[TARGET] - tp)

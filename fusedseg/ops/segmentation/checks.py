@@ -5,10 +5,10 @@ from torch import Tensor
 
 from ..check import check_choice, check_input, check_tensor, has_values
 from .conv_logits import ConvLogits, Logits
-from .spec import LIKELIHOODS, OP, PROBABILITIES, Given, SumsSpec
+from .spec import LIKELIHOODS, OP, PROBABILITIES, SumsInputs, SumsSpec
 
 
-def check(given: Given, spec: SumsSpec) -> None:
+def check(given: SumsInputs, spec: SumsSpec) -> None:
     """Raises ValueError or TypeError if an argument does not fit."""
     check_choice(OP, "probability", spec.probability, PROBABILITIES)
     check_choice(OP, "likelihood", spec.likelihood, tuple(LIKELIHOODS))

@@ -10,22 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..check import check_channel_vector, check_dtype, check_tangents, check_tensor, check_transforms
+from ..upsample import MODES
 
 OP = "fusedseg.ConvLogits"
-# The mode of ``interpolate``, by the number of spatial dimensions.
-MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
-
-
-class Conv(NamedTuple):
-    """The tensors of the convolution: features (N, C, *spatial), weight (K, C, 1, ...) and bias (K,) or None."""
-
-    features: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def detached(self) -> "Conv":
-        bias = None if self.bias is None else self.bias.detach()
-        return Conv(self.features.detach(), self.weight.detach(), bias)
 
 
 class ConvForm(NamedTuple):
@@ -38,6 +25,21 @@ class ConvForm(NamedTuple):
     size: tuple[int, ...] | None
     align_corners: bool
     dtype: torch.dtype
+
+
+class Conv(NamedTuple):
+    """The convolution of features (N, C, *spatial) with a weight (K, C, 1, ...) and a bias (K,) or None."""
+
+    features: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    form: ConvForm
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits, (N, K, *size)."""
+        spatial = self.features.shape[2:] if self.form.size is None else self.form.size
+        return torch.Size([self.features.shape[0], self.weight.shape[0], *spatial])
 
 
 # A dataclass, because DistributedDataParallel looks for tensors in an output that is one.
@@ -98,17 +100,12 @@ class ConvLogits:
 
     @property
     def conv(self) -> Conv:
-        return Conv(self.features, self.weight, self.bias)
-
-    @property
-    def form(self) -> ConvForm:
-        return ConvForm(self.size, self.align_corners, self.dtype)
+        return Conv(self.features, self.weight, self.bias, ConvForm(self.size, self.align_corners, self.dtype))
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the logits, (N, K, *size)."""
-        spatial = self.features.shape[2:] if self.size is None else self.size
-        return torch.Size([self.features.shape[0], self.weight.shape[0], *spatial])
+        return self.conv.shape
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +123,7 @@ class ConvLogits:
 
     def formed(self) -> Tensor:
         """The logits as a tensor, computed by stock functions."""
-        x, weight, bias = (None if t is None else t.to(self.dtype) for t in self.conv)
+        x, weight, bias = (None if t is None else t.to(self.dtype) for t in (self.features, self.weight, self.bias))
         dims = self.dim() - 2
         assert x is not None
         assert weight is not None
@@ -138,6 +135,11 @@ class ConvLogits:
 
 
 Logits = Tensor | ConvLogits
+
+
+def tensor_of(logits: Tensor | Conv) -> Tensor:
+    """Logits that exist, or the features of the convolution that computes them."""
+    return logits if isinstance(logits, Tensor) else logits.features
 
 
 def is_target_dense(logits: Logits, target: Tensor) -> bool:
@@ -155,7 +157,7 @@ def _autocast_dtype(features: Tensor) -> torch.dtype | None:
 
 
 def _check(given: ConvLogits, autocast: torch.dtype | None) -> None:
-    features, weight, bias = given.conv
+    features, weight, bias = given.features, given.weight, given.bias
     check_transforms(OP)
     check_dtype(OP, "features", features.dtype)
     if not 2 <= features.dim() <= 5:

@@ -3,12 +3,19 @@
     sums = segmentation_sums(logits, target)        (ROWS, N, K), see ``spec.py``
     loss = a function of the sums in stock PyTorch, differentiated by autograd at this small scale
 
-Kept for backward: the logits and the target of the caller, and no other tensor.  Backward computes the probabilities
-again and writes the gradient in one pass.  Because it runs when the gradient of the sums is known, and with it the
-scale of the loss, gradients in half precision do not become 0 before they are scaled.
+The logits may be those of a convolution that is not computed yet (``conv_logits.py``).
+
+Kept for backward: the logits, or the features, the weight and the bias, and the target and the mask of the caller; and
+no other tensor.  Backward computes the probabilities again and writes the gradient in one pass.  Because it runs when
+the gradient of the sums is known, and with it the scale of the loss, gradients in half precision do not become 0 before
+they are scaled.
 
 Eager calls go through ``SumsFunction``; under ``torch.compile`` the op ``fusedseg::segmentation_sums`` runs.
 """
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,119 +23,197 @@ from torch import Tensor
 from ... import _backend
 from .. import layout
 from ..double_backward import differentiated_once, refuse_in_graphs
-from . import conv_op, reference
+from . import reference
 from .checks import check
-from .conv_logits import ConvLogits
-from .spec import OP, ROWS, SCHEMA, Given, Sizes, SumsSpec, sizes_of, sums_dtype
+from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
+from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype, wide_dtype
+from .tiles import Grads
+
+Needs = Sequence[bool]
 
 
-def dense(given: Given) -> tuple[Given, Sizes]:
-    """The tensors with logits that are contiguous or channels_last, and their sizes."""
-    given = given._replace(logits=layout.dense(given.logits)[0])
-    sizes = sizes_of(given.logits)
+def dense(logits: Tensor) -> tuple[Tensor, Sizes]:
+    """Logits that are contiguous or channels_last, and their sizes."""
+    logits, _ = layout.dense(logits)
+    sizes = sizes_of(logits)
     assert sizes is not None
-    return given, sizes
+    return logits, sizes
 
 
-def forward(given: Given, spec: SumsSpec) -> Tensor:
+def no_autocast(t: Tensor) -> Any:
+    """Autocast would round the products of tiles, which are in fp32."""
+    kind = t.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
     """The sums, (ROWS, N, K)."""
-    given, sizes = dense(given)
-    if given.logits.numel() == 0:
-        return given.logits.new_zeros((ROWS, sizes.N, sizes.K), dtype=sums_dtype(given.logits, spec))
-    if not _backend.use_triton(given.logits, "sums"):
-        return reference.forward(given, sizes, spec)
+    assert not isinstance(given.logits, ConvLogits)
+    x = tensor_of(given.logits)
+    if x.numel() == 0:
+        return x.new_zeros((ROWS, *given.logits.shape[:2]), dtype=sums_dtype(x, spec))
+    if isinstance(given.logits, Conv):
+        with no_autocast(x):
+            return reference.forward(given, spec)
+    x, sizes = dense(x)
+    if not _backend.use_triton(x, "sums"):
+        return reference.forward(given._replace(logits=x), spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
-    with _backend.launching(given.logits):
-        return segmentation_sums_fwd(*given, sizes, spec)
+    with _backend.launching(x):
+        return segmentation_sums_fwd(x, given.target, given.mask, sizes, spec)
 
 
-def backward(dsums: Tensor, given: Given, spec: SumsSpec) -> Tensor:
-    """The gradient of the logits, in their dtype and strides."""
-    given, sizes = dense(given)
-    dx = torch.empty_like(given.logits)
+def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> tuple[Tensor | None, ...]:
+    """The gradients of the logits or the features, in their dtype and strides, and of weight and bias."""
+    assert not isinstance(given.logits, ConvLogits)
+    if isinstance(given.logits, Conv):
+        with no_autocast(dsums):
+            return _conv_backward(dsums, given, given.logits, spec, needs)
+    x, sizes = dense(given.logits)
+    dx = torch.empty_like(x)
     if dx.numel() == 0:
-        return dx
+        return dx, None, None
     dsums = dsums.contiguous()
-    if not _backend.use_triton(given.logits, "sums"):
-        reference.backward(dsums, given, sizes, spec, dx)
-        return dx
+    if not _backend.use_triton(x, "sums"):
+        reference.backward(dsums, given._replace(logits=x), spec, Grads(dx))
+        return dx, None, None
     from ...kernels.segmentation_sums import segmentation_sums_bwd
 
-    with _backend.launching(given.logits):
-        segmentation_sums_bwd(dsums, *given, dx, sizes, spec)
-    return dx
+    with _backend.launching(x):
+        segmentation_sums_bwd(dsums, x, given.target, given.mask, dx, sizes, spec)
+    return dx, None, None
+
+
+def _conv_backward(
+    dsums: Tensor, given: SumsInputs, conv: Conv, spec: SumsSpec, needs: Needs
+) -> tuple[Tensor | None, ...]:
+    # Both passes need features whose positions are one axis.
+    conv = conv._replace(features=layout.dense(conv.features)[0])
+    dtype = wide_dtype(conv.features)
+    # With an interpolation, no logit may depend on some of the features.
+    like = torch.empty_like if conv.form.size is None else torch.zeros_like
+    dfeatures = like(conv.features) if needs[0] else None
+    dweight = torch.zeros(conv.weight.shape[:2], dtype=dtype, device=conv.weight.device) if needs[1] else None
+    dbias = None if conv.bias is None or not needs[2] else torch.zeros_like(conv.bias, dtype=dtype)
+    if conv.features.numel():
+        reference.backward(dsums, given._replace(logits=conv), spec, Grads(dfeatures, dweight, dbias))
+    dweight = None if dweight is None else dweight.to(conv.weight.dtype).view(conv.weight.shape)
+    return dfeatures, dweight, None if dbias is None else dbias.to(conv.weight.dtype)
+
+
+def _inputs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None, form: ConvForm | None
+) -> SumsInputs:
+    """The tensors of a call.  Without a ``form``, ``x`` are the logits, and weight and bias are None."""
+    if form is None:
+        return SumsInputs(x, target, mask)
+    assert weight is not None
+    return SumsInputs(Conv(x, weight, bias, form), target, mask)
 
 
 class SumsFunction(torch.autograd.Function):
     """The op in eager mode."""
 
     @staticmethod
-    def forward(ctx, logits, target, mask, spec):
-        ctx.spec = spec
-        ctx.save_for_backward(logits, target, mask)
-        return forward(Given(logits, target, mask), spec)
+    def forward(ctx, x, weight, bias, target, mask, form, spec):
+        ctx.form, ctx.spec = form, spec
+        ctx.save_for_backward(x, weight, bias, target, mask)
+        return forward(_inputs(x, weight, bias, target, mask, form), spec)
 
     @staticmethod
     def backward(ctx, dsums):
-        spec = ctx.spec
-        dx, *_ = differentiated_once(
-            OP, lambda dsums, *given: (backward(dsums, Given(*given), spec),), dsums, *ctx.saved_tensors
-        )
-        return dx, None, None, None
+        form, spec, needs = ctx.form, ctx.spec, ctx.needs_input_grad[:3]
+
+        def run(dsums, *tensors):
+            return backward(dsums, _inputs(*tensors, form), spec, needs)
+
+        return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
 
-_GIVEN = "Tensor logits, Tensor target, Tensor? mask"
+# The arguments of the ops: the tensors, the fields of a ``ConvForm``, or None, False and None, and a ``SumsSpec``.
+_TENSORS = "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? mask"
+_FORM = "SymInt[]? size, bool align_corners, ScalarType? dtype"
+_CALL = f"{_TENSORS}, {_FORM}, {SCHEMA}"
+NO_FORM = (None, False, None)
 
 
-@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_GIVEN}, {SCHEMA}) -> Tensor")
-def sums_op(logits, target, mask, *spec):
-    return forward(Given(logits, target, mask), SumsSpec(*spec))
+def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype | None) -> ConvForm | None:
+    return None if dtype is None else ConvForm(None if size is None else tuple(size), align_corners, dtype)
+
+
+def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
+    return _inputs(*args[:5], _form(*args[5:8])), SumsSpec(*args[8:])
+
+
+@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+def sums_op(*args):
+    return forward(*_call(args))
 
 
 @sums_op.register_fake
-def _(logits, target, mask, *spec):
-    return logits.new_empty((ROWS, *logits.shape[:2]), dtype=sums_dtype(logits, SumsSpec(*spec)))
+def _(*args):
+    given, spec = _call(args)
+    x = tensor_of(given.logits)
+    return x.new_empty((ROWS, *given.logits.shape[:2]), dtype=sums_dtype(x, spec))
 
 
 @torch.library.custom_op(
-    "fusedseg::segmentation_sums_backward", mutates_args=(), schema=f"(Tensor dsums, {_GIVEN}, {SCHEMA}) -> Tensor"
+    "fusedseg::segmentation_sums_backward",
+    mutates_args=(),
+    schema=f"(Tensor dsums, bool[] needs, {_CALL}) -> (Tensor, Tensor, Tensor)",
 )
-def sums_backward_op(dsums, logits, target, mask, *spec):
-    return backward(dsums, Given(logits, target, mask), SumsSpec(*spec))
+def sums_backward_op(dsums, needs, *args):
+    """A gradient that is not needed is an empty tensor."""
+    return tuple(dsums.new_empty(0) if t is None else t for t in backward(dsums, *_call(args), tuple(needs)))
 
 
 @sums_backward_op.register_fake
-def _(dsums, logits, *rest):
-    given, _ = dense(Given(logits, logits))
-    return torch.empty_like(given.logits)
+def _(dsums, needs, *args):
+    x, weight, bias = args[:3]
+    found = (layout.dense(x)[0], weight, bias)
+    return tuple(
+        torch.empty_like(t, memory_format=torch.preserve_format) if need and t is not None else dsums.new_empty(0)
+        for t, need in zip(found, needs, strict=True)
+    )
 
 
 def _setup_context(ctx, inputs, output):
-    logits, target, mask, *ctx.spec = inputs
-    ctx.save_for_backward(logits, target, mask)
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rest = inputs[5:]
 
 
 def _op_backward(ctx, dsums):
-    return sums_backward_op(dsums, *ctx.saved_tensors, *ctx.spec), *(None,) * (2 + len(ctx.spec))
+    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+    found = sums_backward_op(dsums, needs, *ctx.saved_tensors, *ctx.rest)
+    grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return *grads, *(None,) * (2 + len(ctx.rest))
 
 
 sums_op.register_autograd(_op_backward, setup_context=_setup_context)
 refuse_in_graphs(sums_backward_op, OP)
 
 
-def sums(given: Given, spec: SumsSpec) -> Tensor:
+def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
     """The op on unchecked arguments: (ROWS, N, K), in the dtype of ``sums_dtype``."""
     check(given, spec)
-    if not spec.dense and given.target.dtype == torch.bool:
+    logits, target, mask = given
+    if not spec.dense and target.dtype == torch.bool:
         # Truth values are the labels 0 and 1.
-        given = Given(given.logits, given.target.view(torch.uint8), given.mask)
-    if isinstance(given.logits, ConvLogits):
-        return conv_op.sums(given, spec)
+        target = target.view(torch.uint8)
+    tensors, form = _parts(logits)
     if spec.hard:
-        given = Given(given.logits.detach(), given.target, given.mask)
+        tensors = tuple(None if t is None else t.detach() for t in tensors)
     if torch.compiler.is_compiling():
-        return sums_op(*given, *spec)
-    if not (torch.is_grad_enabled() and given.logits.requires_grad):
-        return forward(given, spec)
-    return SumsFunction.apply(*given, spec)
+        return sums_op(*tensors, target, mask, *(form or NO_FORM), *spec)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        return forward(_inputs(*tensors, target, mask, form), spec)
+    return SumsFunction.apply(*tensors, target, mask, form, spec)
+
+
+def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Tensor | None, ...], ConvForm | None]:
+    """The logits, or the features, with weight and bias or None, and the form of the convolution."""
+    if isinstance(logits, Tensor):
+        return (logits, None, None), None
+    conv = logits.conv if isinstance(logits, ConvLogits) else logits
+    return (conv.features, conv.weight, conv.bias), conv.form

@@ -3,7 +3,7 @@
 ``fusedseg.functional.argmax_labels`` is public.  From the cross-entropy, a loss chooses the positions that count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ..check import check_input
-from . import conv_aten, conv_op, reference
+from . import reference
 from .checks import check
-from .conv_logits import ConvLogits, Logits
-from .op import dense
+from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
+from .op import dense, no_autocast
 from .reference import check_whole
-from .spec import Given, SumsSpec, wide_dtype
+from .spec import SumsInputs, SumsSpec, wide_dtype
 
 OP = "fusedseg.argmax_labels"
 
@@ -49,22 +49,54 @@ def argmax_labels(logits: Logits) -> Tensor:
     if K < 1:
         raise ValueError(f"{OP}: logits must have at least one class, got {tuple(logits.shape)}")
     dtype = labels_dtype(K)
-    if isinstance(logits, ConvLogits):
-        return conv_op.argmax(logits, dtype)
+    if isinstance(logits, Tensor):
+        logits = logits.detach()
+        return logits.argmax(1).to(dtype) if torch.compiler.is_compiling() else labels_of(logits, dtype)
+    features, weight, bias, form = logits.conv
+    tensors = features.detach(), weight.detach(), None if bias is None else bias.detach()
     if torch.compiler.is_compiling():
-        return logits.detach().argmax(1).to(dtype)
-    given, sizes = dense(Given(logits.detach(), logits))
-    labels = torch.empty(sizes.N, sizes.S, dtype=dtype, device=logits.device)
-    if labels.numel() == 0:
-        pass
-    elif _backend.use_triton(logits, "sums"):
-        from ...kernels.segmentation_sums import segmentation_argmax
+        return conv_argmax_op(*tensors, *form, dtype)
+    # The first call of a custom op imports the compiler, which takes a second.
+    return labels_of(Conv(*tensors, form), dtype)
 
-        with _backend.launching(logits):
-            segmentation_argmax(given.logits, labels, sizes)
-    else:
-        reference.argmax(given.logits, sizes, labels)
-    return labels.view(logits.shape[0], *logits.shape[2:])
+
+def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
+    """The predicted labels, (N, *spatial)."""
+    x, shape = tensor_of(logits), logits.shape
+    labels = torch.empty(shape[0], *shape[2:], dtype=dtype, device=x.device)
+    if not labels.numel():
+        return labels
+    if isinstance(logits, Tensor):
+        logits, sizes = dense(logits)
+        if _backend.use_triton(logits, "sums"):
+            from ...kernels.segmentation_sums import segmentation_argmax
+
+            with _backend.launching(logits):
+                segmentation_argmax(logits, labels.view(sizes.N, sizes.S), sizes)
+            return labels
+    with no_autocast(x):
+        reference.argmax(logits, labels)
+    return labels
+
+
+def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> ConvForm:
+    return ConvForm(None if size is None else tuple(size), align_corners, dtype)
+
+
+@torch.library.custom_op(
+    "fusedseg::conv_argmax",
+    mutates_args=(),
+    schema="(Tensor features, Tensor weight, Tensor? bias, SymInt[]? size, bool align_corners, ScalarType dtype, "
+    "ScalarType labels) -> Tensor",
+)
+def conv_argmax_op(features, weight, bias, size, align_corners, dtype, labels):
+    return labels_of(Conv(features, weight, bias, _form(size, align_corners, dtype)), labels)
+
+
+@conv_argmax_op.register_fake
+def _(features, weight, bias, size, align_corners, dtype, labels):
+    N, _, *spatial = Conv(features, weight, bias, _form(size, align_corners, dtype)).shape
+    return features.new_empty(N, *spatial, dtype=labels)
 
 
 @torch.no_grad()
@@ -74,22 +106,15 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
     ``labels`` may have any integer or floating dtype, and the shape (N, *spatial) or (N, 1, *spatial).  The result is
     in float64 for float64 logits, otherwise in float32.
     """
-    given = Given(logits, labels)
-    check(given, SumsSpec("none", "softmax"))
+    check(SumsInputs(logits, labels), SumsSpec("none", "softmax"))
     if torch.compiler.is_compiling():
         # The compiler fuses the stock function into one pass.
         x = logits.formed() if isinstance(logits, ConvLogits) else logits
         values = F.cross_entropy(x, labels.reshape(x.shape[0], *x.shape[2:]).long(), reduction="none", **options)
         return values.flatten(1)
-    return _cross_entropy(given, options)
-
-
-def _cross_entropy(given: Given, options: Mapping[str, Any]) -> Tensor:
-    logits = given.logits
+    given = logits.conv if isinstance(logits, ConvLogits) else dense(logits)[0]
     if not logits.numel():
-        return given.target.new_empty(logits.shape[0], 0, dtype=wide_dtype(logits))
-    check_whole(given.target)
-    with conv_op.no_autocast(given.target):
-        if isinstance(logits, ConvLogits):
-            return conv_aten.cross_entropy(logits.conv, logits.form, given.target, options)
-        return reference.cross_entropy(dense(given)[0].logits, given.target, options)
+        return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given)))
+    check_whole(labels)
+    with no_autocast(labels):
+        return reference.cross_entropy(given, labels, options)

@@ -1,4 +1,6 @@
-"""The op on aten ops: a plain forward and backward, tile by tile.  It serves every device without Triton.
+"""The op on aten ops: a plain forward and backward, tile by tile (``tiles.py``).
+
+It serves every device without Triton, and the logits of a convolution everywhere.
 
 With p the probability of a class, l = log(softmax(x)), and the gradients u of p and -v of l, which are
 
@@ -13,11 +15,9 @@ the gradient of the logits x is
 where the first column belongs to the probability and the second one to the likelihood.  With the factor f of a focal
 loss, dNLL in v is multiplied by the gradient of (1 - p)**gamma l in l, and the gradient of a sigmoid gets the gradient
 of its factor as well.
-
-A tile holds all classes of some positions, so that it and its few copies stay in the cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import FakeTensor
-from ..check import has_values
+from .conv_logits import Conv, tensor_of
 from .spec import (
     NLL,
     OP,
@@ -34,21 +34,12 @@ from .spec import (
     PREDICTION,
     ROWS,
     TARGET,
-    Given,
-    Sizes,
+    SumsInputs,
     SumsSpec,
-    sizes_of,
     sums_dtype,
     wide_dtype,
 )
-
-# The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside a few copies.
-TILE = 1 << 18
-# On a GPU, where each op is one launch.
-DEVICE_TILE = 1 << 24
-
-# The samples and the positions of a tile.
-Where = tuple[slice, slice]
+from .tiles import Grads, LogitTile, grid_of, tiles
 
 
 class Tile(NamedTuple):
@@ -242,76 +233,53 @@ def _grad_of_sigmoid_nll(x: Tensor, y: Tensor, gamma: float, dsums: Tensor) -> T
     return grad
 
 
-def tile_size(t: Tensor, device_tile: int = DEVICE_TILE) -> int:
-    """The number of logits of a tile; ``device_tile`` is that of a GPU."""
-    return device_tile if t.is_cuda else TILE * torch.get_num_threads()
+def _on_grid(given: SumsInputs, spec: SumsSpec) -> tuple[Tensor, Tensor | None]:
+    """Target and mask as (N, channels, *grid)."""
+    (N, K), grid = given.logits.shape[:2], grid_of(given.logits)
+    mask = None if given.mask is None else given.mask.reshape(N, 1, *grid)
+    return given.target.reshape(N, K if spec.dense else 1, *grid), mask
 
 
-def _tiles(logits: Tensor, sizes: Sizes) -> Iterator[Where]:
-    """The samples and positions of each tile.  A tensor without values has one tile, which shows the bytes of all."""
-    N, K, S, _ = sizes
-    tile = tile_size(logits)
-    samples, positions = max(1, tile // (K * S)), max(1, tile // K)
-    for n in range(0, N, samples):
-        for s in range(0, S, positions):
-            yield slice(n, n + samples), slice(s, s + positions)
-            if not has_values(logits):
-                return
+def _tile(of: LogitTile, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
+    n, *positions = of.where
+    at, shape = (n, slice(None), *positions), (of.x.shape[0], -1, of.x.shape[2])
+    return tile_of(of.x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape), spec)
 
 
-class _Views(NamedTuple):
-    """Logits, target and mask with their positions as one axis, (N, K or 1, S)."""
-
-    logits: Tensor
-    target: Tensor
-    mask: Tensor | None
-
-    @classmethod
-    def of(cls, given: Given, sizes: Sizes, dense: bool) -> "_Views":
-        N, K, S, _ = sizes
-        mask = None if given.mask is None else given.mask.reshape(N, 1, S)
-        return cls(given.logits.reshape(N, K, S), given.target.reshape(N, K if dense else 1, S), mask)
-
-    def tile(self, where: Where, spec: SumsSpec) -> Tile:
-        n, s = where
-        x = self.logits[n, :, s]
-        return tile_of(
-            x.to(wide_dtype(x)), self.target[n, :, s], None if self.mask is None else self.mask[n, :, s], spec
-        )
-
-
-def forward(given: Given, sizes: Sizes, spec: SumsSpec) -> Tensor:
+def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
     """The sums, (ROWS, N, K)."""
+    (N, K), x = given.logits.shape[:2], tensor_of(given.logits)
     # Sums of tiles are added in float64: one fp32 number for each class would lose 4e-4 of a large class.
-    sums = torch.zeros(ROWS, sizes.N, sizes.K, dtype=torch.float64, device=given.logits.device)
-    views = _Views.of(given, sizes, spec.dense)
-    for where in _tiles(given.logits, sizes):
-        add_sums(views.tile(where, spec), spec, sums[:, where[0]])
-    return sums.to(sums_dtype(given.logits, spec))
+    sums = torch.zeros(ROWS, N, K, dtype=torch.float64, device=x.device)
+    on_grid = _on_grid(given, spec)
+    for tile in tiles(given.logits):
+        add_sums(_tile(tile, *on_grid, spec), spec, sums[:, tile.where[0]])
+    return sums.to(sums_dtype(x, spec))
 
 
-def backward(dsums: Tensor, given: Given, sizes: Sizes, spec: SumsSpec, dx: Tensor) -> None:
-    """Writes the gradient of the logits into ``dx``."""
-    views, out = _Views.of(given, sizes, spec.dense), dx.view(sizes.N, sizes.K, sizes.S)
-    dsums = dsums.to(wide_dtype(given.logits)).unsqueeze(3)
-    for n, s in _tiles(given.logits, sizes):
-        write_grad(views.tile((n, s), spec), spec, dsums[:, n], out[n, :, s])
+def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, grads: Grads) -> None:
+    """Writes the gradient of the logits, or of the features, and adds to those of weight and bias."""
+    dsums = dsums.to(wide_dtype(tensor_of(given.logits))).unsqueeze(3)
+    on_grid = _on_grid(given, spec)
+    for tile in tiles(given.logits, grads):
+        assert tile.into is not None
+        write_grad(_tile(tile, *on_grid, spec), spec, dsums[:, tile.where[0]], tile.into)
 
 
-def argmax(logits: Tensor, sizes: Sizes, labels: Tensor) -> None:
-    """Writes the first class with the largest logit of each position into ``labels``, (N, S)."""
-    x = logits.reshape(sizes.N, sizes.K, sizes.S)
-    for n, s in _tiles(logits, sizes):
-        labels[n, s] = x[n, :, s].argmax(1)
+def argmax(logits: Tensor | Conv, labels: Tensor) -> None:
+    """Writes the first class with the largest logit of each position into ``labels``, (N, *spatial)."""
+    on_grid = labels.view(labels.shape[0], *grid_of(logits))
+    for x, where, _ in tiles(logits):
+        part = on_grid[where]
+        part.copy_(x.argmax(1).view(part.shape))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+def cross_entropy(logits: Tensor | Conv, labels: Tensor, options: Mapping[str, Any]) -> Tensor:
     """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
-    sizes = sizes_of(logits)
-    assert sizes is not None
-    values = torch.empty(sizes.N, sizes.S, dtype=wide_dtype(logits), device=logits.device)
-    x, target = logits.reshape(sizes.N, sizes.K, sizes.S), labels.reshape(sizes.N, sizes.S)
-    for n, s in _tiles(logits, sizes):
-        part = x[n, :, s].to(values.dtype)
-        values[n, s] = F.cross_entropy(part, target[n, s].long(), reduction="none", **options)
-    return values
+    N, grid = labels.shape[0], grid_of(logits)
+    on_grid = labels.reshape(N, *grid)
+    values = labels.new_empty(N, *grid, dtype=wide_dtype(tensor_of(logits)))
+    for x, where, _ in tiles(logits):
+        target = on_grid[where].reshape(x.shape[0], -1).long()
+        values[where] = F.cross_entropy(x, target, reduction="none", **options).view_as(values[where])
+    return values.view(N, -1)

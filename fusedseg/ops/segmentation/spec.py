@@ -1,12 +1,13 @@
 """The description of the sums that a segmentation loss needs, and of the form of its target."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import layout_of
+from .conv_logits import Conv, ConvLogits
 
 OP = "fusedseg.segmentation_sums"
 
@@ -87,15 +88,15 @@ class SumsSpec(NamedTuple):
 SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool minimum, bool dense, float gamma=0.0"
 
 
-class Given(NamedTuple):
+class SumsInputs(NamedTuple):
     """The tensors of one call.
 
-    logits: (N, K, *spatial), or ``ConvLogits`` in the arguments of ``op.sums`` and ``checks.check`` alone.
+    logits: (N, K, *spatial), or the convolution that computes them; ``op.sums`` takes a ``ConvLogits``.
     target: labels (N, *spatial) or (N, 1, *spatial), or, if it is dense, (N, K, *spatial).
     mask: the weight of each position, (N, *spatial) or (N, 1, *spatial), or None.
     """
 
-    logits: Any
+    logits: Tensor | Conv | ConvLogits
     target: Tensor
     mask: Tensor | None = None
 

@@ -5,10 +5,11 @@ memory formats, statistics that one program computes and statistics that several
 norm, the convolution in training and in eval mode, the 3x3x3 convolution and the gradient of its input, pools,
 interpolations, concatenations, the sums of losses of few and of many classes, and packing.
 
-The references record nothing for autograd.  A test may begin in a thread of autograd, which would wait for itself.
+The references are stock functions in float64 on the CPU.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,16 @@ def _parameters(channels: int, dtype: torch.dtype, device: torch.device) -> tupl
     return weight, bias
 
 
-def _per_channel(v: Tensor) -> Tensor:
-    return v.double().view(1, -1, 1, 1)
+def _stock(function: Callable[..., Tensor], *tensors: Tensor, dy: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The result of a stock function in float64, and its gradients of all tensors, if ``dy`` is given.
+
+    All is on the CPU: there PyTorch has no op that deterministic algorithms forbid, and autograd needs no other thread,
+    which may wait for this test.
+    """
+    leaves = [t.cpu().double().requires_grad_() for t in tensors]
+    with torch.enable_grad():
+        y = function(*leaves)
+    return y.detach(), *(() if dy is None else torch.autograd.grad(y, leaves, dy.cpu().double()))
 
 
 def _padded(parts: Tensor) -> Tensor:
@@ -80,22 +89,14 @@ def _padded(parts: Tensor) -> Tensor:
 
 
 def _norm_float64(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, slope: float) -> dict[str, Tensor]:
-    """Forward and backward of BatchNorm and a (leaky) ReLU, by the formulas of docs/design.md."""
-    x, dz, w = x.double(), dz.double(), _per_channel(weight)
-    over = (0, 2, 3)
-    mean = x.mean(over, keepdim=True)
-    var = (x - mean).square().mean(over, keepdim=True)
-    rstd = (var + EPS).rsqrt()
-    xhat = (x - mean) * rstd
-    y = w * xhat + _per_channel(bias)
-    gate = torch.where(y > 0, 1.0, slope)
-    g = dz * gate
-    s1, s2 = g.sum(over, keepdim=True), (g * xhat).sum(over, keepdim=True)
-    m = x.numel() // x.shape[1]
-    return {
-        "z": y * gate, "dx": w * rstd * (g - s1 / m - xhat * s2 / m), "dweight": s2.flatten(), "dbias": s1.flatten(),
-        "running_mean": MOMENTUM * mean.flatten(), "running_var": MOMENTUM * m / (m - 1) * var.flatten(),
-    }  # fmt: skip
+    """Forward and backward of BatchNorm and a (leaky) ReLU, and the running statistics, which were zeros."""
+    mean, var = torch.zeros(2, x.shape[1], dtype=torch.float64)
+
+    def norm_act(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias, True, MOMENTUM, EPS), slope)
+
+    z, dx, dweight, dbias = _stock(norm_act, x, weight, bias, dy=dz)
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "running_mean": mean, "running_var": var}
 
 
 def _norm_by_kernels(
@@ -162,16 +163,14 @@ def _conv(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         x = _random(CONV_SHAPE, dtype, device, fmt, 0)
         w = _random((K, C, taps, taps), dtype, device, fmt, 1)
         geometry = ((1, 1), (taps // 2,) * 2, (1, 1), 1)
-        y = F.conv2d(x.double(), w.double(), padding=taps // 2)
-        running = y.mean((0, 2, 3)).to(weight.dtype), y.var((0, 2, 3)).to(weight.dtype)
-        over = (0, 2, 3)
-        mean, var = (y.mean(over), y.var(over, correction=0)) if training else running
-        expected = (y - _per_channel(mean)) * (_per_channel(var) + EPS).rsqrt() * _per_channel(weight)
-        expected = F.leaky_relu(expected + _per_channel(bias), SLOPE)
-        z = torch.empty(y.shape, dtype=dtype, device=device, memory_format=FORMATS[fmt])
+        (y,) = _stock(lambda x, w, padding=taps // 2: F.conv2d(x, w, padding=padding), x, w)
+        running = y.mean((0, 2, 3)), y.var((0, 2, 3))
         norm: dict[str, Any] = {"running_mean": None, "running_var": None}
         if not training:
-            norm = {"running_mean": running[0], "running_var": running[1]}
+            norm = {name: t.to(weight) for name, t in zip(norm, running, strict=True)}
+        of = F.batch_norm(y, *running, weight.cpu().double(), bias.cpu().double(), training, MOMENTUM, EPS)
+        expected = F.leaky_relu(of, SLOPE)
+        z = torch.empty(y.shape, dtype=dtype, device=device, memory_format=FORMATS[fmt])
         conv_abn_fwd(
             x, w, z, layout_of(x), layout_of(z), geometry, conv_bias=None, weight=weight, bias=bias, **norm,
             training=training, momentum=MOMENTUM, eps=EPS, act=("leaky_relu", SLOPE), kept=None, tf32=tf32,
@@ -187,34 +186,10 @@ def _conv3d(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     x = _random((2, C, 3, 7, 33), dtype, device, "channels_last_3d", 0)
     weight = _random((K, C, 3, 3, 3), dtype, device, "contiguous", 1)
     bias = _random((K,), dtype, device, "contiguous", 2)
-    y = conv3d.forward(x, weight, bias)
-    expected = F.conv3d(x.double(), weight.double(), bias.double(), padding=1)
-    yield Compared("y", y, expected, NORM_TOLERANCE[dtype])
     dy = _random((2, K, 3, 7, 33), dtype, device, "channels_last_3d", 3)
-    of_x = F.conv_transpose3d(dy.double(), weight.double(), padding=1)
-    yield Compared("dx", conv3d.input_gradient(dy, weight), of_x, NORM_TOLERANCE[dtype])
-
-
-def _pool_float64(x: Tensor, dz: Tensor, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """z and dx of a pool, one position of the windows after another.
-
-    aten's own backward raises an error if the user requires deterministic algorithms.
-    """
-    x, dz = x.double(), dz.double()
-    z = F.max_pool2d(x, kernel, stride, padding)
-    border = [padding] * 4
-    inside = F.pad(x, border, value=-torch.inf)
-    dx, taken = torch.zeros_like(inside), torch.zeros_like(z, dtype=torch.bool)
-    for i in range(kernel):
-        for j in range(kernel):
-            rows, columns = (
-                slice(k, k + (n - 1) * stride + 1, stride) for k, n in zip((i, j), z.shape[2:], strict=True)
-            )
-            at = dx[:, :, rows, columns]
-            wins = (inside[:, :, rows, columns] == z) & ~taken
-            at += torch.where(wins, dz, 0.0)
-            taken |= wins
-    return z, dx[..., padding : padding + x.shape[2], padding : padding + x.shape[3]]
+    y64, dx64, *_ = _stock(lambda *given: F.conv3d(*given, padding=1), x, weight, bias, dy=dy)
+    yield Compared("y", conv3d.forward(x, weight, bias), y64, NORM_TOLERANCE[dtype])
+    yield Compared("dx", conv3d.input_gradient(dy, weight), dx64, NORM_TOLERANCE[dtype])
 
 
 def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
@@ -225,23 +200,21 @@ def _pool(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         dz = _random((*SHAPE[:2], SHAPE[2] // 2, SHAPE[3] // 2), dtype, device, fmt, 1)
         z, dx, rows = torch.empty_like(dz), torch.empty_like(x), fmt == "channels_last"
         codes = torch.empty_like(dz, dtype=torch.uint8)
-        expected = _pool_float64(x, dz, kernel, 2, padding)
+        z64, dx64 = _stock(partial(F.max_pool2d, kernel_size=kernel, stride=2, padding=padding), x, dy=dz)
         geometry = ((2, 2), (padding, padding), (1, 1), 1)
         max_pool_fwd(x, z, codes, rows, (kernel, kernel), geometry)
         max_pool_bwd(dz, codes, dx, rows, (kernel, kernel), geometry)
         # A pool picks values.  Its gradient adds the few windows of a position, and rounds their sum.
-        yield Compared(f"z ({fmt}, {kernel}x{kernel})", z, expected[0], 0.0)
-        yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, expected[1], 0.0 if kernel == 2 else NORM_TOLERANCE[dtype])
+        yield Compared(f"z ({fmt}, {kernel}x{kernel})", z, z64, 0.0)
+        tolerance = 0.0 if kernel == 2 else NORM_TOLERANCE[dtype]
+        yield Compared(f"dx ({fmt}, {kernel}x{kernel})", dx, dx64, tolerance)
 
 
-def _sums_float64(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of ``segmentation_sums``, and the gradient of their total, in which the sum of p is constant."""
-    x = x.double().flatten(2)
-    log_p = x.log_softmax(1)
-    p, y = log_p.exp(), torch.zeros_like(x).scatter_(1, labels.flatten(1)[:, None].long(), 1.0)
-    sums = torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), -(log_p * y).sum(2), -log_p.sum(2)])
-    of_label = (p * y).sum(1, keepdim=True)
-    return sums, of_label * (y - p) + (p - y) + (x.shape[1] * p - 1)
+def _sums_float64(x: Tensor, labels: Tensor) -> Tensor:
+    """The sums of ``segmentation_sums``, from stock functions."""
+    log_p = x.flatten(2).log_softmax(1)
+    p, y = log_p.exp(), torch.zeros_like(log_p).scatter_(1, labels.flatten(1)[:, None].long(), 1.0)
+    return torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), -(log_p * y).sum(2), -log_p.sum(2)])
 
 
 def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
@@ -254,10 +227,10 @@ def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         sizes, dx = sizes_of(x), torch.empty_like(x)
         found = segmentation_sums_fwd(x, labels, None, sizes, spec)
         segmentation_sums_bwd(torch.ones_like(found), x, labels, None, dx, sizes, spec)
-        sums, of_logits = _sums_float64(x, labels)
+        sums, of_logits = _stock(partial(_sums_float64, labels=labels.cpu()), x, dy=torch.ones_like(found))
         what = f"({fmt}, {shape[1]} classes)"
         yield Compared(f"sums {what}", found, sums, NORM_TOLERANCE[found.dtype])
-        yield Compared(f"dx {what}", dx.flatten(2), of_logits, NORM_TOLERANCE[dtype])
+        yield Compared(f"dx {what}", dx, of_logits, NORM_TOLERANCE[dtype])
 
 
 def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
@@ -293,10 +266,11 @@ def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         linear = upsample.Linear(size, None, corners)
         x = _random(SHAPE, dtype, device, fmt, 0)
         dy = _random((*SHAPE[:2], *size), dtype, device, fmt, 1)
-        y, dx = upsample.forward(x, linear), upsample.backward(dy, SHAPE[2:], linear)
+        y, dx = upsample.linear_forward(x, linear), upsample.linear_backward(dy, SHAPE[2:], linear)
         of, tolerance = f"({fmt}, {size[0]}x{size[1]})", NORM_TOLERANCE[dtype]
-        yield Compared(f"y {of}", y, upsample.reference_forward(x.double(), linear), tolerance)
-        yield Compared(f"dx {of}", dx, upsample.reference_backward(dy.double(), SHAPE[2:], linear), tolerance)
+        y64, dx64 = _stock(partial(F.interpolate, size=size, mode="bilinear", align_corners=corners), x, dy=dy)
+        yield Compared(f"y {of}", y, y64, tolerance)
+        yield Compared(f"dx {of}", dx, dx64, tolerance)
 
 
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
@@ -322,9 +296,10 @@ def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:
     """
     results = list(CHECKS[family](dtype, device))
     # The results come to the host together, so that it waits for the device once.
-    errors = torch.stack([(of.found.double() - of.expected).norm() / of.expected.norm() for of in results]).tolist()
-    for of, error in zip(results, errors, strict=True):
+    expected = [of.expected.to(of.found.device) for of in results]
+    errors = [(of.found.double() - right).norm() / right.norm() for of, right in zip(results, expected, strict=True)]
+    for of, error in zip(results, torch.stack(errors).tolist(), strict=True):
         # The condition is `not <=` instead of `>`, because NaN is no agreement either.
         if not error <= of.tolerance:
             raise WrongResult(f"{of.what} is off by {error:.1e} of its size, and {of.tolerance:.0e} is allowed")
-    return max(errors)
+    return max(errors).item()

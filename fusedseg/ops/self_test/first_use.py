@@ -1,31 +1,49 @@
 """Tests a family of kernels when it is to run for the first time on a kind of GPU, and warns if it fails.
 
-A failure of any kind makes the family run on aten from then on: the kernel does not compile, it needs more shared
-memory or registers than the GPU has, it cannot be launched, or wrong result.
+A failure of any kind makes the family run on aten in this process: the kernel does not compile, it needs more shared
+memory or registers than the GPU has, it cannot be launched, or its result is wrong.  Every process tests for itself;
+Triton keeps the compiled kernels on disk.
 """
 
+import functools
 import threading
 import time
 import traceback
 import warnings
+from typing import NamedTuple
 
 import torch
 
 from ... import _backend, _torch
-from . import verdicts
 from .checks import WrongResult, compare
-from .verdicts import Environment, Verdict
 
 MORE = "python -m fusedseg doctor --gpu"
 REPORT = f"{MORE} --json fusedseg.json"
 TEXT_LENGTH = 300
 
-# The verdicts that this process knows, and the lock of its threads.
-_known: dict[tuple[str, torch.dtype, Environment], Verdict] = {}
+
+class SelfTestResult(NamedTuple):
+    """The result of a self-test: ``kind`` of failure and ``text`` of the error, both "" if the test has passed."""
+
+    kind: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+# The results that this process knows, for a family, a dtype and a model of GPU, and the lock of its threads.
+_known: dict[tuple[str, torch.dtype, str], SelfTestResult] = {}
 _deciding = threading.Lock()
 
 
-def classify(error: BaseException) -> Verdict:
+@functools.cache
+def model_of(device: torch.device) -> str:
+    """The name and the architecture of a GPU.  GPUs of one model share their results."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{torch.cuda.get_device_name(device)} ({_backend.architecture(device)})"
+
+
+def classify(error: BaseException) -> SelfTestResult:
     """The kind of a failure, and the first lines of its error."""
     names = {cls.__name__ for cls in type(error).__mro__}
     text = " ".join(str(error).split())
@@ -41,11 +59,11 @@ def classify(error: BaseException) -> Verdict:
         kind = "error"
     error_name = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     text = error_name + text
-    return Verdict(kind, text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…")
+    return SelfTestResult(kind, text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…")
 
 
-def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[Verdict, str]:
-    """Tests a family on a device: the verdict, and the traceback of a failure.
+def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[SelfTestResult, str]:
+    """Tests a family on a device: the result, and the traceback of a failure.
 
     The test runs in a thread and on a stream of its own.  So the caller's modes, hooks, autocast and streams do not
     affect it, and it does not wait for a collective that the caller has queued.
@@ -81,7 +99,7 @@ def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[Ver
             torch.cuda.set_sync_debug_mode(forbids)
     seconds = round(time.perf_counter() - start, 3)
     if not failed:
-        return Verdict(seconds=seconds), ""
+        return SelfTestResult(seconds=seconds), ""
     error, trace = failed[0]
     if isinstance(error, torch.OutOfMemoryError):
         raise error
@@ -100,51 +118,32 @@ def can_test(device: torch.device) -> bool:
 
 def first_use(family: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """The reason why a family of kernels must not run on a device, "" if it may, or None if it cannot be tested now."""
-    of = verdicts.environment(device)
-    key = (family, dtype, of)
+    key = (family, dtype, model_of(device))
     with _deciding:
-        verdict = _known.get(key)
-        known = verdict is not None
-        if verdict is None:
-            verdict = verdicts.read(verdicts.path_of(family, dtype, of), of)
-        if verdict is None:
+        result = _known.get(key)
+        if result is None:
             if not can_test(device):
                 return None
-            verdict = _tested(family, dtype, device)
-        _known[key] = verdict
-    if not verdict.kind:
+            result = _known[key] = _tested(family, dtype, device)
+    if not result.kind:
         return ""
-    if not known:
-        warnings.warn(message(family, dtype, of, verdict), RuntimeWarning, stacklevel=2)
-    return f"the self-test of its {family} kernels in {short(dtype)} failed, {verdict.kind}: {verdict.text}"
+    return f"the self-test of its {family} kernels in {short(dtype)} failed, {result.kind}: {result.text}"
 
 
-def remembered(family: str, dtype: torch.dtype, device: torch.device) -> Verdict | None:
-    """The verdict of an earlier test, of this process or another, or None."""
-    of = verdicts.environment(device)
-    return _known.get((family, dtype, of)) or verdicts.read(verdicts.path_of(family, dtype, of), of)
-
-
-def record(family: str, dtype: torch.dtype, device: torch.device, verdict: Verdict) -> bool:
-    """Replaces the verdict on disk, and returns whether it could be written."""
-    of = verdicts.environment(device)
-    return verdicts.write(verdicts.path_of(family, dtype, of), of, verdict)
-
-
-def _tested(family: str, dtype: torch.dtype, device: torch.device) -> Verdict:
-    of = verdicts.environment(device)
+def _tested(family: str, dtype: torch.dtype, device: torch.device) -> SelfTestResult:
     try:
-        verdict, _ = test_now(family, dtype, device)
+        result, _ = test_now(family, dtype, device)
     except torch.OutOfMemoryError:
         # The kernels run untested in this process, and the next process tests them.
-        return Verdict()
-    verdicts.write(verdicts.path_of(family, dtype, of), of, verdict)
-    if verdict.kind and not answers(device):
+        return SelfTestResult()
+    if result.kind and not answers(device):
         raise RuntimeError(
-            f"{message(family, dtype, of, verdict)} The failure has left {device} unusable for this process: start "
-            "the program again. It will not use these kernels."
+            f"{message(family, dtype, device, result)} The failure has left {device} unusable for this process: start "
+            "the program again with FUSEDSEG_BACKEND=aten, which uses none of these kernels."
         )
-    return verdict
+    if result.kind:
+        warnings.warn(message(family, dtype, device, result), RuntimeWarning, stacklevel=3)
+    return result
 
 
 def answers(device: torch.device) -> bool:
@@ -160,11 +159,11 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def message(family: str, dtype: torch.dtype, of: Environment, verdict: Verdict) -> str:
+def message(family: str, dtype: torch.dtype, device: torch.device, result: SelfTestResult) -> str:
     """The warning about a failure: what failed, what happens now, how to see more, and what to attach to a report."""
     return (
-        f"fusedseg: the Triton kernels of '{family}' in {short(dtype)} failed their self-test on {of.gpu} "
-        f"({of.architecture}), {verdict.kind}: {verdict.text}. PyTorch's own ops take their place, so results are "
+        f"fusedseg: the Triton kernels of '{family}' in {short(dtype)} failed their self-test on "
+        f"{model_of(device)}, {result.kind}: {result.text}. PyTorch's own ops take their place, so results are "
         f"right, and training is slower. `{MORE}` shows more and tests again. Please report this, and attach the file "
         f"that `{REPORT}` writes. FUSEDSEG_SELF_TEST=0 runs the kernels without this test."
     )

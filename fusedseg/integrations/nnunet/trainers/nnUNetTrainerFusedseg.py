@@ -11,20 +11,17 @@ from fusedseg.integrations.nnunet import Fused, Leaky
 
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
-    """nnU-Net's own trainer, with a network and losses in fewer bytes, and validation in one pass over the logits.
-
-    The network is compiled by the backend of this package where nnU-Net compiles, and converted elsewhere.
-    """
+    """nnU-Net's own trainer, with a network and losses in fewer bytes, and validation in one pass over the logits."""
 
 
 class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
     """Builds the network with LeakyReLU where the plans name ReLU, so that norms are in place."""
 
 
-class nnUNetTrainerFusedsegChannelsLast(nnUNetTrainerFusedseg):
-    """Trains in channels_last_3d (2D: channels_last), without copies from one memory format to another."""
+class nnUNetTrainerFusedsegNoGraphs(nnUNetTrainerFusedseg):
+    """Records no CUDA graphs."""
 
-    channels_last: ClassVar[bool] = True
+    compile_options: ClassVar[dict[str, Any]] = {"cudagraphs": False}
 
 
 class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
@@ -33,13 +30,16 @@ class nnUNetTrainerFusedsegBudget(nnUNetTrainerFusedseg):
     compile_options: ClassVar[dict[str, Any]] = {"budget": 0.3}
 
 
+# The key of the rounding is on the host, so that steps with bits cannot be recorded.
+
+
 class nnUNetTrainerFusedsegBits8(nnUNetTrainerFusedseg):
     """Keeps activations in 8 bits a value: the forward pass stays exact, and gradients get noise with mean 0."""
 
-    compile_options: ClassVar[dict[str, Any]] = {"bits": 8}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 8, "cudagraphs": False}
 
 
 class nnUNetTrainerFusedsegBits4(nnUNetTrainerFusedseg):
     """Keeps activations in 4 bits a value, with more noise."""
 
-    compile_options: ClassVar[dict[str, Any]] = {"bits": 4}
+    compile_options: ClassVar[dict[str, Any]] = {"bits": 4, "cudagraphs": False}

@@ -1,17 +1,13 @@
-"""Parses and checks the geometry of a convolution, and calls the vendor's convolution."""
+"""The geometry of a convolution: its arguments, their checks, and the shape and memory format of the result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ... import _backend
 from ..check import check_dtype, check_positive, check_transforms
 from ..layout import FORMATS
-
-aten = torch.ops.aten
 
 
 class Geometry(NamedTuple):
@@ -28,12 +24,6 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(x[2:], w[2:], self.stride, self.padding, self.dilation, strict=True)
         ]
         return torch.Size([x[0], w[0], *size])
-
-
-def stock_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The stock function, for programs that run without this package."""
-    convolve: Callable[..., Tensor] = F.conv2d if x.dim() == 4 else F.conv3d
-    return convolve(x, w, bias, *geometry)
 
 
 class RawGeometry(NamedTuple):
@@ -125,6 +115,12 @@ def check_convolution(
     return result
 
 
+def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
+    """Whether each value of a convolution depends on one position."""
+    ones = *kernel, *geometry.stride
+    return all(n == 1 for n in ones) and not any(geometry.padding)
+
+
 def is_channels_last(t: Tensor) -> bool:
     """Whether aten treats ``t`` as channels_last.  The strides decide, even if sizes of 1 make both formats equal."""
     return t.stride(1) == 1 and t.stride(-1) >= t.shape[1] and t.is_contiguous(memory_format=FORMATS[t.dim()])
@@ -133,61 +129,3 @@ def is_channels_last(t: Tensor) -> bool:
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     """The memory format of the result: channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
     return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
-
-
-def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution; its result has the memory format of ``output_format``."""
-    stride, padding, dilation, groups = geometry
-    # This binding is called with less overhead than torch.ops.
-    y = torch.convolution(
-        x, w, bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
-        output_padding=(0,) * len(stride), groups=groups,
-    )  # fmt: skip
-    return y.contiguous(memory_format=output_format(x, w))
-
-
-def convolve_backward(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, w and the bias, or None for each gradient that ``wanted`` does not ask for."""
-    if not any(wanted):
-        return None, None, None
-    stride, padding, dilation, groups = geometry
-    rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    return aten.convolution_backward(dy, x, w, *rest)
-
-
-def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
-    """A tensor with the shape and strides of ``x`` that stands for ``x`` where only the gradient of ``x`` is asked for.
-
-    aten reads no value of ``x`` then.  The result lies in memory that is there anyway, usually that of ``dy``.  It is
-    None if no such tensor is safe, or if aten would copy it.
-    """
-    if dy.dtype != x.dtype:
-        return None
-    # The elements of x may lie apart, such as those of some channels of a larger tensor.
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    if dy.numel() >= max(x.numel(), span) and dy.is_contiguous(memory_format=output_format(dy, dy)):
-        return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
-    # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
-    if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):
-        return x.new_empty(1).expand(x.shape) if _backend.on_gpu(x) else None
-    return None
-
-
-def convolve_backward_in_turn(
-    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Does what ``convolve_backward`` does, but frees x before the gradient of x is allocated.
-
-    ``inputs`` is a list with x, the only reference to it; x is taken off the list.  The gradients have the same bits.
-    """
-    x = inputs.pop()
-    need_x, need_w, need_bias = wanted
-    instead = shape_only(dy, x, w) if need_x and (need_w or need_bias) else None
-    if instead is None:
-        return convolve_backward(dy, x, w, geometry, wanted)
-    _, dw, dbias = convolve_backward(dy, x, w, geometry, (False, need_w, need_bias))
-    del x
-    dx, _, _ = convolve_backward(dy, instead, w, geometry, (True, False, False))
-    return dx, dw, dbias

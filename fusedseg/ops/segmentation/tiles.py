@@ -1,0 +1,213 @@
+"""Logits tile by tile, so that a tile and its few copies stay in the cache: of a tensor, or of a 1x1 convolution.
+
+``tiles`` computes one tile after the other.  In backward its consumer writes the gradient of each tile.  The logits of
+a convolution are never formed as a whole: ``tiles`` goes on from the gradient of a tile to those of features, weight
+and bias.
+
+With an interpolation, the convolution comes first, because both are linear and interpolation weights sum to one.  The
+spatial axes are planes, rows and columns; two dimensions are volumes of one plane.  A slab of planes is interpolated
+along the first axis, and rows of it along the other two.  Neighbouring slabs need the same planes of features: the
+gradient of a plane is finished, and its memory given back, when no later slab adds to it.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import upsample
+from ..check import has_values
+from .conv_logits import Conv
+from .spec import wide_dtype
+
+# The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside a few copies.
+TILE = 1 << 18
+# On a GPU, where each op is one launch.
+DEVICE_TILE = 1 << 24
+# The logits of a convolution on a GPU.  A tile has 16 MiB in fp32, beside three or four copies.
+CONV_DEVICE_TILE = 1 << 22
+
+
+class LogitTile(NamedTuple):
+    """The logits (samples, K, positions) of a tile in the dtype of the arithmetic.
+
+    where: the slices of samples and of each axis of the grid of positions (``grid_of``).
+    into: where the gradient of the tile is written; None unless there are ``Grads``.
+    """
+
+    x: Tensor
+    where: tuple[slice, ...]
+    into: Tensor | None
+
+
+class Grads(NamedTuple):
+    """Gradients, into which tiles are written or added; None for a gradient that nobody needs.
+
+    x: of the logits, or of the features of a convolution.
+    """
+
+    x: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def tile_size(t: Tensor, device_tile: int) -> int:
+    """The number of logits of a tile; ``device_tile`` is that of a GPU."""
+    return device_tile if t.is_cuda else TILE * torch.get_num_threads()
+
+
+def grid_of(logits: Tensor | Conv) -> tuple[int, ...]:
+    """The axes of positions to which the slices of tiles belong."""
+    if isinstance(logits, Tensor) or logits.form.size is None:
+        return (math.prod(logits.shape[2:]),)
+    return (1,) * (3 - len(logits.form.size)) + logits.form.size
+
+
+def tiles(logits: Tensor | Conv, grads: Grads | None = None) -> Iterator[LogitTile]:
+    """The tiles of logits.  If there are ``grads``, the consumer of a tile writes its gradient."""
+    if isinstance(logits, Tensor):
+        return _of_tensor(logits, None if grads is None else grads.x)
+    return _of_conv(logits, grads) if logits.form.size is None else _of_interpolated(logits, grads)
+
+
+def _of_tensor(logits: Tensor, grad: Tensor | None) -> Iterator[LogitTile]:
+    N, K, S = *logits.shape[:2], math.prod(logits.shape[2:])
+    x, into, dtype = logits.reshape(N, K, S), None if grad is None else grad.view(N, K, S), wide_dtype(logits)
+    for n, s in _ranges(logits, K, S, tile_size(logits, DEVICE_TILE)):
+        yield LogitTile(x[n, :, s].to(dtype), (n, s), None if into is None else into[n, :, s])
+
+
+def _ranges(t: Tensor, channels: int, S: int, tile: int) -> Iterator[tuple[slice, slice]]:
+    """The samples and positions of each tile.  A tensor without values has one tile, which shows the bytes of all."""
+    samples, positions = max(1, tile // (channels * S)), max(1, tile // channels)
+    for n in range(0, t.shape[0], samples):
+        for s in range(0, S, positions):
+            yield slice(n, n + samples), slice(s, s + positions)
+            if not has_values(t):
+                return
+
+
+class Wide(NamedTuple):
+    """Weight (K, C) and bias (1, K, 1), rounded to the dtype of the form, in the dtype of the arithmetic."""
+
+    weight: Tensor
+    bias: Tensor | None
+    rounded: torch.dtype
+
+    @classmethod
+    def of(cls, conv: Conv) -> "Wide":
+        dtype, rounded = wide_dtype(conv.features), conv.form.dtype
+        weight = conv.weight.reshape(conv.weight.shape[:2]).to(rounded).to(dtype)
+        return cls(weight, None if conv.bias is None else conv.bias.to(rounded).to(dtype).view(1, -1, 1), rounded)
+
+    def features(self, part: Tensor) -> Tensor:
+        return part.to(self.rounded).to(self.weight.dtype)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """(n, K, s) of (n, C, s)."""
+        weight = self.weight.expand(h.shape[0], -1, -1)
+        return torch.bmm(weight, h) if self.bias is None else torch.baddbmm(self.bias, weight, h)
+
+    def backward(self, dx: Tensor, h: Tensor, grads: Grads, into: Tensor | None) -> None:
+        """Adds to the gradients of weight and bias, and writes that of ``h`` into ``into``."""
+        if grads.weight is not None:
+            grads.weight.add_(torch.bmm(dx, h.mT).sum(0))
+        if grads.bias is not None:
+            grads.bias.add_(dx.sum((0, 2)))
+        if into is not None:
+            into.copy_(torch.bmm(self.weight.mT.expand(dx.shape[0], -1, -1), dx))
+
+    def chunks(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Positions of (C, *spatial), and the features of these, (1, C, s)."""
+        flat = features.reshape(1, features.shape[0], -1)
+        step = max(1, tile_size(features, CONV_DEVICE_TILE) // max(self.weight.shape))
+        for s in range(0, flat.shape[2], step):
+            where = slice(s, s + step)
+            yield where, self.features(flat[:, :, where])
+
+    def logits_of(self, features: Tensor) -> Tensor:
+        """The logits (K, positions) of (C, *spatial), without a wide copy of all features."""
+        z = self.weight.new_empty(self.weight.shape[0], math.prod(features.shape[1:]))
+        for where, h in self.chunks(features):
+            z[:, where] = self.logits(h)[0]
+        return z
+
+    def backward_of(self, dz: Tensor, features: Tensor, grads: Grads, into: Tensor | None) -> None:
+        """``backward`` of ``logits_of``; ``into`` has the shape of ``features`` and gets their gradient."""
+        dz = dz.flatten(1)
+        for where, h in self.chunks(features):
+            part = None if into is None else into.view(1, into.shape[0], -1)[:, :, where]
+            self.backward(dz[None, :, where], h, grads, part)
+
+
+def _of_conv(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
+    wide, (N, C) = Wide.of(conv), conv.features.shape[:2]
+    features = conv.features.reshape(N, C, -1)
+    S, widest = features.shape[2], max(wide.weight.shape)
+    for n, s in _ranges(features, widest, S, tile_size(features, CONV_DEVICE_TILE)):
+        h = wide.features(features[n, :, s])
+        x = wide.logits(h)
+        # The gradient takes the place of the logits.
+        yield LogitTile(x, (n, s), None if grads is None else x)
+        if grads is not None:
+            wide.backward(x, h, grads, None if grads.x is None else grads.x.view(N, C, S)[n, :, s])
+
+
+def _as_volume(t: Tensor) -> Tensor:
+    return t.view(*t.shape[:2], *(1,) * (5 - t.dim()), *t.shape[2:])
+
+
+def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
+    size = conv.form.size
+    assert size is not None
+    wide, features = Wide.of(conv), _as_volume(conv.features)
+    K, tile = conv.weight.shape[0], tile_size(features, CONV_DEVICE_TILE)
+    axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
+    planes, rows, columns = axes
+    of_planes, of_rows, of_columns = (axis.matrix(wide.weight.dtype, features.device) for axis in axes)
+    # The numbers of planes and rows of a tile.
+    D = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
+    H = max(1, tile // (K * D * columns.large))
+    # Two dimensions have one plane before and after.
+    has_planes = planes.small > 1 or planes.large > 1
+    for n in range(features.shape[0]):
+        later = None
+        for d in range(0, planes.large, D):
+            end = min(d + D, planes.large)
+            used = planes.inputs(d, end)
+            part = features[n, :, used]
+            shape = (K, *part.shape[1:])
+            z = wide.logits_of(part).view(shape)
+            weights = of_planes[d:end, used]
+            if has_planes:
+                z = torch.matmul(weights, z.flatten(2)).view(K, end - d, *shape[2:])
+            dz = None if grads is None else torch.zeros_like(z)
+            for r in range(0, rows.large, H):
+                stop = min(r + H, rows.large)
+                near = rows.inputs(r, stop)
+                wider = torch.matmul(z[:, :, near], of_columns.mT)
+                x = torch.matmul(of_rows[r:stop, near], wider)
+                del wider
+                flat = x.view(1, K, -1)
+                where = slice(n, n + 1), slice(d, end), slice(r, stop)
+                yield LogitTile(flat, where, None if grads is None else flat)
+                if dz is not None:
+                    dz[:, :, near] += torch.matmul(torch.matmul(of_rows[r:stop, near].mT, x), of_columns)
+                del x, flat
+                if not has_values(features):
+                    break
+            if grads is not None and dz is not None:
+                if has_planes:
+                    dz = torch.matmul(weights.mT, dz.flatten(2)).view(shape)
+                if later is not None:
+                    dz[:, : later.shape[1]] += later
+                # The first plane that a later slab adds to.
+                first = used.stop if end == planes.large else min(planes.first(end), used.stop)
+                done = first - used.start
+                later = dz[:, done:]
+                into = None if grads.x is None else _as_volume(grads.x)[n, :, used.start : first]
+                wide.backward_of(dz[:, :done], part[:, :done], grads, into)
+            if not has_values(features) and d > 0:
+                break
