@@ -54,7 +54,7 @@ class Virtual:
             one.users.append(self)
 
 
-class Planned(schedule.Backward):
+class PlannedBackward(schedule.Backward):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
     def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
@@ -175,7 +175,7 @@ class Live:
         held = [step for node, step in self._forward.items() if node in kept | returned]
         end = schedule.ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.alive([*self._forward.values(), end])
-        planned = Planned(self._joint, decision, self._nbytes, self._fused)
+        planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
         backward = planned.alive(steps)
         copied = {root for root in kept if root in self._joint.changeable}

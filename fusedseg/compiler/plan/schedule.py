@@ -147,7 +147,7 @@ class Backward:
         return done
 
     def node_of(self, node: fx.Node) -> fx.Node:
-        """The node of a graph for a node of ``graph``; another one in ``live.Planned``."""
+        """The node of a graph for a node of ``graph``; another one in ``peak.PlannedBackward``."""
         return node
 
     def alive(self, steps: list[ScheduledNode]) -> "Alive":
