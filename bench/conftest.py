@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from . import harness
-from .report import table_lines
+from .report import front_of, table_lines
 from .results import COPY_PASSES, PASSES, Report, default_directory, machine
 
 REPORT = pytest.StashKey[Report]()
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         return
     terminalreporter.section("fusedseg bench")
     about = ", ".join(f"{key} {value}" for key, value in machine(report.device).items() if value)
-    for line in (about, "", LEGEND, "", *table_lines(report.files)):
+    for line in (about, "", LEGEND, "", *table_lines(report.files), *front_of(report.files)):
         terminalreporter.write_line(line)
     for note in report.notes:
         terminalreporter.write_line(note)

@@ -1,4 +1,4 @@
-"""Networks for the bench of the compiler's backend: the README's four, ResNets, and six of other packages.
+"""Networks for the bench of the compiler's backend: four of bench/test_unet.py, ResNets, and six of other packages.
 
 Widths and sizes are reduced, so that a CPU computes a step in a tenth of a second to a second.  A 3D network gets two
 volumes, because torch convolves one small volume on a CPU in a slow loop.
@@ -147,13 +147,13 @@ class Network(NamedTuple):
         return not self.package or importlib.util.find_spec(self.package) is not None
 
 
-README = {
+FOUR = {
     case.title: Network(partial(case.network, "eager"), (case.batch, sum(case.channels), *case.size))
     for case in UNETS["cpu"]
 }
 NNUNET, VOLUME = "dynamic_network_architectures", (2, 1, 32, 32, 32)
 NETWORKS = {
-    **README,
+    **FOUR,
     "ResNet-18": Network(partial(ResNet18, width=32), (4, 3, 128, 128)),
     "ResNet-50": Network(partial(ResNet50, width=16), (4, 3, 64, 64)),
     "PlainConvUNet": Network(plain, VOLUME, NNUNET),

@@ -1,8 +1,9 @@
 """Reports the results of benches: goals and tables in Markdown, and changes between two runs.
 
-python -m bench.report bench/results/nvidia-h200                     # goals and tables
-python -m bench.report bench/results/nvidia-h200 --into docs/benchmarks.md  # between its marks
-python -m bench.report OLD NEW                                       # what changed
+python -m bench.report bench/results/nvidia-h200                          # goals and tables
+python -m bench.report bench/results/nvidia-h200 --into docs/results.md   # between its marks
+python -m bench.report bench/results/nvidia-h200 --front README.md        # the README's table alone
+python -m bench.report OLD NEW                                            # what changed
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+from .front import front_lines
 from .gpu import goals
 from .results import (
     COPY,
@@ -27,7 +29,16 @@ from .results import (
     two_digits,
 )
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+class Marks(NamedTuple):
+    """The lines of a page between which a command writes."""
+
+    begin: str
+    end: str
+
+
+RESULTS = Marks("<!-- results: begin -->", "<!-- results: end -->")
+FRONT = Marks("<!-- whole steps: begin -->", "<!-- whole steps: end -->")
 # The GPUs that have goals.
 GOALS_OF = ("H100", "H200")
 BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
@@ -217,26 +228,46 @@ def share_of_copy(case: CaseResults) -> float | None:
     return ours / copy
 
 
+def front_of(files: Files) -> list[str]:
+    """The README's table and an empty line; nothing if the run has no whole steps of its networks."""
+    lines = [line for stem, _, cases in sections(files) if stem == "steps" for line in front_lines(cases)]
+    return [*lines, ""] if lines else []
+
+
 def report_lines(files: Files) -> list[str]:
-    lines = [*machine_lines(files), ""]
+    lines = [*machine_lines(files), "", *front_of(files)]
     gpus = [content["machine"].get("gpu", "") for content in files.values()]
     if any(name in gpu for name in GOALS_OF for gpu in gpus):
         lines += [*goal_lines(goals.judge(files)), ""]
     return [*lines, *table_lines(files)]
 
 
-def write_into(path: Path, lines: Sequence[str]) -> None:
+def write_into(path: Path, lines: Sequence[str], marks: Marks) -> None:
     """Replaces the lines between the marks of a file.
 
     Raises:
         ReportError: the file does not have one of each mark in this order; it stays unchanged.
     """
-    text = path.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ReportError(f"{path}: expected one line {BEGIN!r} and after it one line {END!r}")
-    path.write_text("\n".join([before + begin, *lines, end + after]))
+    before, _, after = divided(path, marks)
+    path.write_text(before + "\n".join([marks.begin, "", *lines, marks.end]) + after)
+
+
+def lines_between(path: Path, marks: Marks) -> list[str]:
+    """What ``write_into`` has written.
+
+    Raises:
+        ReportError: as ``write_into``.
+    """
+    return divided(path, marks)[1].splitlines()[2:]
+
+
+def divided(path: Path, marks: Marks) -> tuple[str, str, str]:
+    """The text of a file before its marks, between them and after them."""
+    before, begin, rest = path.read_text().partition(marks.begin)
+    between, end, after = rest.partition(marks.end)
+    if not begin or not end or marks.begin in rest or marks.end in after:
+        raise ReportError(f"{path}: expected one line {marks.begin!r} and after it one line {marks.end!r}")
+    return before, between, after
 
 
 def changes(old: Files, new: Files) -> list[str]:
@@ -285,16 +316,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m bench.report", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="with the JSON files of a run")
     parser.add_argument("new", type=Path, nargs="?", help="with those of a later run, to be compared with it")
-    parser.add_argument("--into", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--into", type=Path, metavar="FILE", help=f"replace what stands behind {RESULTS.begin}")
+    parser.add_argument("--front", type=Path, metavar="FILE", help=f"replace the table behind {FRONT.begin}")
     options = parser.parse_args(arguments)
-    if options.new and options.into:
-        parser.error("--into is of one run")
+    if options.new and (options.into or options.front):
+        parser.error("--into and --front are of one run")
     try:
         files = load(options.folder)
         lines = changes(files, load(options.new)) if options.new else report_lines(files)
+        if options.front:
+            table = front_of(files)
+            if not table:
+                raise ReportError(
+                    f"{options.folder}: expected whole steps of the networks of bench/front.py, found none"
+                )
+            write_into(options.front, table, FRONT)
         if options.into:
-            write_into(options.into, lines)
-        else:
+            write_into(options.into, lines, RESULTS)
+        if not (options.into or options.front):
             print("\n".join(lines))
     except ReportError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -40,12 +40,12 @@ from tests.resnet import ResNet50
 from .contenders import Compiled
 from .harness import Missing, Result, Timing, count_bytes
 from .jobs import NetJob, compete_networks
-from .networks import NETWORKS, README, WIDE, Network, batch_of, title_of
+from .networks import FOUR, NETWORKS, WIDE, Network, batch_of, title_of
 from .results import markdown
 
 pytestmark = pytest.mark.slow
 # Inductor takes minutes for each network, so only these are timed.
-TIMED = [*README, "ResNet-18", next(iter(WIDE))]
+TIMED = [*FOUR, "ResNet-18", next(iter(WIDE))]
 SECONDS = 6.0
 # The compiler's own budgets by the name of the contender.
 BUDGETS = {"compiled": 1.0, "budget 0.6": 0.6, "budget 0.5": 0.5}
@@ -53,7 +53,7 @@ BUDGETS = {"compiled": 1.0, "budget 0.6": 0.6, "budget 0.5": 0.5}
 BACKENDS = {"aten": "aten", "ours": "inductor"}
 # The networks and the shares of ``test_budget``, and the ways.  The compiler's own budget means something else, so the
 # last way is ours, within the arithmetic that the compiler repeats.
-BOUGHT = ["PlainConvUNet", "ResidualEncoderUNet", *list(README)[1:4:2], "ResNet-50", "SwinUNETR"]
+BOUGHT = ["PlainConvUNet", "ResidualEncoderUNet", *list(FOUR)[1:4:2], "ResNet-50", "SwinUNETR"]
 SHARES = (0.4, 0.3, 0.2)
 BUYERS = {
     "aten": "fusedseg, aten",

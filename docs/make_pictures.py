@@ -1,7 +1,7 @@
 """Draws the pictures of the README and of these pages, from the repository's root:
 
-    python -m docs.make_pictures            # memory: counted on tensors without values, about a minute
-    python -m docs.make_pictures --demos    # the three demos too: they train networks and take minutes
+    python -m docs.make_pictures            # whole steps as a GPU measured them, from bench/results, and counted bytes
+    python -m docs.make_pictures --demo     # the demo "slices" too: it trains two networks
 
 Every picture is written to docs/pictures, and each must stay below 150 KB.
 """
@@ -9,54 +9,64 @@ Every picture is written to docs/pictures, and each must stay below 150 KB.
 import argparse
 import contextlib
 import io
+import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
+from bench.front import GIBIBYTE, NETWORKS
+from bench.results import CaseResults, figure
 from examples.demo import __main__ as demo
 from fusedseg import __main__ as commands
 from fusedseg import memory, unet
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
-from fusedseg.planning.picture import PHASES, points
 
 FOLDER = Path(__file__).parent / "pictures"
 LARGEST_FILE = 150_000
-GIBIBYTE = 2**30
 FUSED = "fusedseg"
-NAMES = {"eager": "eager PyTorch", "checkpoint": "checkpoints", FUSED: "blocks of fusedseg"}
-# Checkpoints run each convolution of forward again, beside the two of its gradients.
-AGAIN = {"eager": "", "checkpoint": "\n+33% arithmetic", FUSED: ""}
-
-
-class Drawn(NamedTuple):
-    """A training step: the bytes that are there before it, and what the meter has counted."""
-
-    before: int
-    step: memory.Footprint
-
-    @property
-    def total(self) -> int:
-        return self.before + self.step.peak
+NAMES = {"eager": "eager PyTorch", FUSED: "blocks of fusedseg"}
+# The run that the README shows, and the networks of its pictures: all ways of both have been measured.
+MEASURED = Path(__file__).parents[1] / "bench" / "results" / "nvidia-h100-80gb-hbm3" / "steps.json"
+SHOWN = "PlainConvUNet, 2x1x128x128x128 fp16 nhwc", "U-Net, 8x3x512x512 bf16 nhwc"
+WAYS = {
+    "eager": "eager mode",
+    "checkpoint": "checkpoints",
+    "compiled": "torch.compile",
+    "budget 0.5": "torch.compile, budget 0.5",
+    "ours": "fusedseg",
+    "aten": 'fusedseg, codegen "aten"',
+}
+OURS = "ours", "aten"
+# The kinds of ``bench/gpu/kinds.py``; every other one belongs to the rest.
+KINDS = {
+    "convolutions": ("convolution or product", "layout of convolutions"),
+    "norms and activations": ("norm and activation",),
+    "concatenations and copies": ("concatenation", "copy or cast"),
+    "upsampling": ("upsampling",),
+}
+REST = "rest"
 
 
 class Theme(NamedTuple):
-    """Colours of the ground, of the text and of each way."""
+    """Colours of the ground, of the text, of others' bars and ours, and of the kinds of kernels, the rest last."""
 
     ground: str
     text: str
-    ways: dict[str, str]
+    others: str
+    ours: str
+    kinds: tuple[str, ...]
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#1f2328", {"eager": "#8b8b8b", "checkpoint": "#d97706", FUSED: "#2a6fdb"}),
-    "dark": Theme("#0d1117", "#e6edf3", {"eager": "#a0a7b0", "checkpoint": "#f0a24a", FUSED: "#6aa5ff"}),
+    "light": Theme("#ffffff", "#1f2328", "#a3a3a3", "#2a6fdb", ("#4a5568", "#2a6fdb", "#d97706", "#7c3aed", "#8c8c8c")),
+    "dark": Theme("#0d1117", "#e6edf3", "#767d86", "#6aa5ff", ("#9aa4b2", "#5b9bff", "#f0a24a", "#b794f6", "#858d97")),
 }
 
 
@@ -67,18 +77,14 @@ class Network(NamedTuple):
     make: Callable[..., nn.Module]
     shapes: list[tuple[int, ...]]
 
-    def report(self, way: str) -> Drawn:
+    def report(self, way: str) -> memory.Footprint:
         """One training step in fp16, on tensors without values."""
         with fake_mode() as mode:
             model = fake_model(partial(self.make, plain=way != FUSED), mode, torch.float16)
-            if way == "checkpoint":
-                memory.checkpoint_blocks(model)
-            inputs = fake_inputs(self.shapes, torch.float16)
-            before = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *inputs))
-            return Drawn(before, memory.measure(model, *inputs))
+            return memory.measure(model, *fake_inputs(self.shapes, torch.float16))
 
 
-NETWORKS = [
+COUNTED = [
     Network("3D U-Net, 40 M parameters\n2×1×320×150×26", unet.unet3d_large, [(2, 1, 320, 150, 26)]),
     Network("3D U-Net, 14 M parameters\n2×1×320×150×26", unet.unet3d_small, [(2, 1, 320, 150, 26)]),
     Network(
@@ -89,39 +95,79 @@ NETWORKS = [
 ]
 
 
-def draw_step(theme: Theme, reports: dict[str, Drawn]) -> Figure:
-    """The README's picture: a line for each way."""
-    figure, ax = new_figure(theme, (8, 4.2))
-    for way, report in reports.items():
-        xs, ys = points(report.step.course)
-        total = [(report.before + nbytes) / GIBIBYTE for nbytes in ys]
-        color = theme.ways[way]
-        ax.fill_between(xs, total, step="post", color=color, alpha=0.10, linewidth=0)
-        ax.plot(xs, total, color=color, linewidth=1.8, drawstyle="steps-post")
-        peak = max(total)
-        at = xs[total.index(peak)]
-        ax.plot(at, peak, "o", color=color, markersize=6)
-        text = f"{NAMES[way]}: peak {peak:.1f} GiB{AGAIN[way]}"
-        style = {"color": color, "fontsize": 12.5, "fontweight": "bold", "va": "bottom"}
-        ax.annotate(text, (at, peak), (14, 1), textcoords="offset points", **style).set_in_layout(False)
-    for number, phase in enumerate(PHASES):
-        ax.text(number + 0.5, -0.16, phase, ha="center", va="top", color=theme.text, fontsize=12)
-    ax.axvline(1, color=theme.text, linewidth=0.8, linestyle=":", alpha=0.6)
-    ax.set_xlim(0, len(PHASES))
-    ax.set_ylim(0, 5.1)
+def draw_front(theme: Theme, cases: Mapping[str, CaseResults]) -> Figure:
+    """The README's picture: peak and time of a step of each way, as a GPU measured them."""
+    drawn = Figure(figsize=(9.2, 5.4), layout="constrained", facecolor=theme.ground)
+    axes = drawn.subplots(len(SHOWN), 2, sharey=True)
+    for row, name in zip(axes, SHOWN, strict=True):
+        peaks = [figure(cases[name], way, "peak_bytes") for way in WAYS]
+        steps = [figure(cases[name], way, "step") for way in WAYS]
+        row[0].set_title(NETWORKS[name], fontsize=11.5, loc="left", color=theme.text, fontweight="bold")
+        bars(row[0], theme, [peak and peak / GIBIBYTE for peak in peaks], "{:.1f} GiB")
+        bars(row[1], theme, steps, "{:.0f} ms")
+    axes[-1][0].set_xlabel("peak of a training step", fontsize=11, color=theme.text)
+    axes[-1][1].set_xlabel("time of a training step", fontsize=11, color=theme.text)
+    return drawn
+
+
+def bars(ax: Axes, theme: Theme, values: Sequence[float | None], text: str) -> None:
+    """A bar for each way, from the top, with its value at its end."""
+    style(ax, theme)
+    for y, (way, value) in enumerate(zip(WAYS, values, strict=True)):
+        ours = way in OURS
+        ax.barh(y, value or 0.0, 0.72, color=theme.ours if ours else theme.others)
+        label, weight = "not measured" if value is None else text.format(value), "bold" if ours else "normal"
+        ax.annotate(label, (value or 0.0, y), (4, 0), textcoords="offset points", va="center", color=theme.text,
+                    fontsize=10.5, fontweight=weight)  # fmt: skip
+    ax.set_yticks(range(len(WAYS)), list(WAYS.values()), fontsize=10.5)
     ax.set_xticks([])
-    ax.set_ylabel("memory in use, GiB", fontsize=12)
-    ax.set_title("One training step of a 3D U-Net (40 M parameters, fp16, 2×1×320×150×26)", fontsize=13, pad=10)
-    return figure
+    ax.spines["bottom"].set_visible(False)
+    ax.set_ylim(len(WAYS) - 0.5, -0.5)
+    ax.margins(x=0.2)
 
 
-def draw_kept(theme: Theme, reports: dict[str, dict[str, Drawn]]) -> Figure:
+def draw_kinds(theme: Theme, cases: Mapping[str, CaseResults]) -> Figure:
+    """The device time of a step by kind of kernel: a stacked bar for each way whose kernels were recorded."""
+    drawn = Figure(figsize=(9.2, 4.6), layout="constrained", facecolor=theme.ground)
+    axes = drawn.subplots(len(SHOWN), 1)
+    for ax, name in zip(axes, SHOWN, strict=True):
+        style(ax, theme)
+        ways = [way for way in WAYS if "kernels" in cases[name]["contenders"].get(way, {})]
+        for y, way in enumerate(ways):
+            stacked(ax, theme, y, cases[name]["contenders"][way]["kernels"])
+        ax.set_yticks(range(len(ways)), [WAYS[way] for way in ways], fontsize=10.5)
+        ax.set_ylim(len(ways) - 0.5, -0.5)
+        ax.margins(x=0.08)
+        ax.set_title(NETWORKS[name], fontsize=11.5, loc="left", color=theme.text, fontweight="bold")
+    axes[-1].set_xlabel("ms of kernels in one training step", fontsize=11, color=theme.text)
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=10,
+                 labelcolor=theme.text, handlelength=1.0, columnspacing=1.2)  # fmt: skip
+    return drawn
+
+
+def stacked(ax: Axes, theme: Theme, y: int, kernels: Mapping[str, Any]) -> None:
+    """A bar of all kinds, with the sum at its end and the milliseconds in each part that has room for them."""
+    parts = {title: sum(kernels["kinds"].get(kind, {"ms": 0.0})["ms"] for kind in of) for title, of in KINDS.items()}
+    parts[REST] = kernels["ms"] - sum(parts.values())
+    left = 0.0
+    for (title, value), color in zip(parts.items(), theme.kinds, strict=True):
+        ax.barh(y, value, 0.72, left=left, color=color, label=title if y == 0 else None)
+        if value > 2.5:
+            ax.text(left + value / 2, y, f"{value:.0f}", ha="center", va="center", color=theme.ground, fontsize=9.5)
+        left += value
+    ax.text(left + 0.8, y, f"{left:.0f}", va="center", color=theme.text, fontsize=10.5, fontweight="bold")
+
+
+def draw_kept(theme: Theme, reports: Mapping[str, Mapping[str, memory.Footprint]]) -> Figure:
     """Bytes kept for backward, and the peak, of several networks, of stock modules and of fused blocks."""
-    figure, ax = new_figure(theme, (8, 4.8))
+    drawn = Figure(figsize=(8, 4.8), layout="constrained", facecolor=theme.ground)
+    ax = drawn.subplots()
+    style(ax, theme)
     for row, ways in enumerate(reports.values()):
         for offset, way in zip((-0.2, 0.2), ways, strict=True):
-            kept, peak = ways[way].step.saved / GIBIBYTE, ways[way].step.peak / GIBIBYTE
-            y, color = row + offset, theme.ways[way]
+            kept, peak = ways[way].saved / GIBIBYTE, ways[way].peak / GIBIBYTE
+            y, color = row + offset, theme.ours if way == FUSED else theme.others
             ax.barh(y, kept, 0.36, color=color, label=NAMES[way] if row == 0 else None)
             ax.plot([peak, peak], [y - 0.18, y + 0.18], color=theme.text, linewidth=2, solid_capstyle="butt")
             ax.text(max(kept, peak) + 0.06, y, f"{kept:.2f}", va="center", color=theme.text, fontsize=11)
@@ -129,43 +175,43 @@ def draw_kept(theme: Theme, reports: dict[str, dict[str, Drawn]]) -> Figure:
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.set_xlabel("GiB, fp16; bar: kept for backward; mark: peak of the step", fontsize=11)
-    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=11, labelcolor=theme.text)
-    return figure
+    drawn.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=11, labelcolor=theme.text)
+    return drawn
 
 
-def new_figure(theme: Theme, size: tuple[float, float]) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained", facecolor=theme.ground)
-    ax = figure.subplots()
+def style(ax: Axes, theme: Theme) -> None:
     ax.set_facecolor(theme.ground)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(theme.text)
     ax.tick_params(colors=theme.text)
-    for label in (ax.title, ax.xaxis.label, ax.yaxis.label):
-        label.set_color(theme.text)
-    return figure, ax
+    ax.xaxis.label.set_color(theme.text)
 
 
-def save(figure: Figure, name: str) -> None:
-    figure.savefig(FOLDER / name, dpi=200)
+def save(drawn: Figure, name: str) -> None:
+    drawn.savefig(FOLDER / name, dpi=160)
 
 
-def draw_memory() -> None:
-    large = NETWORKS[0]
-    step = {way: large.report(way) for way in NAMES}
+def measured() -> Mapping[str, CaseResults]:
+    return json.loads(MEASURED.read_text())["results"]
+
+
+def draw_measured() -> None:
     for name, theme in THEMES.items():
-        save(draw_step(theme, step), f"step-{name}.png")
-    light = THEMES["light"]
-    kept = {network.title: {way: network.report(way) for way in ("eager", FUSED)} for network in NETWORKS}
-    save(draw_kept(light, kept), "kept.png")
+        save(draw_front(theme, measured()), f"front-{name}.png")
+        save(draw_kinds(theme, measured()), f"kinds-{name}.png")
+
+
+def draw_counted() -> None:
+    kept = {network.title: {way: network.report(way) for way in NAMES} for network in COUNTED}
+    save(draw_kept(THEMES["light"], kept), "kept.png")
     shape = ["--input", "2,1,320,150,26", "--dtype", "fp16", "--codegen", "aten", "--overwrite", "--plot"]
     run("profile", "unet3d_small", *shape, str(FOLDER / "profile.png"))
 
 
-def draw_demos() -> None:
-    for name in demo.DEMOS:
-        with tempfile.TemporaryDirectory() as folder:
-            demo.main([name, "--out", folder])
-            shrink(Path(folder) / f"{name}.png", FOLDER / f"demo-{name}.png")
+def draw_demo() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        demo.main(["slices", "--out", folder])
+        shrink(Path(folder) / "slices.png", FOLDER / "demo-slices.png")
 
 
 def shrink(source: Path, target: Path) -> None:
@@ -191,12 +237,13 @@ def too_large() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m docs.make_pictures", description=__doc__.partition("\n")[0])
-    parser.add_argument("--demos", action="store_true", help="run the three demos too, and draw their results")
+    parser.add_argument("--demo", action="store_true", help="run the demo 'slices' too, and draw its results")
     options = parser.parse_args(arguments)
     FOLDER.mkdir(exist_ok=True)
-    draw_memory()
-    if options.demos:
-        draw_demos()
+    draw_measured()
+    draw_counted()
+    if options.demo:
+        draw_demo()
     if too_large():
         raise SystemExit(f"larger than {LARGEST_FILE} bytes: {', '.join(too_large())}")
 

@@ -37,7 +37,7 @@ finally:
     if _collects:
         gc.enable()
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "BatchNormAct",
     "BatchNormActSync",

@@ -17,7 +17,7 @@ import triton.language as tl
 from .activation import act_fwd
 from .launch import ONCHIP_BWD, ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, registers_for, split_blocks
 from .launcher import Launcher, plan
-from .norm_stats import load_moments, merged, norm_stats
+from .norm_stats import COUNTS, load_moments, merged, norm_stats, parts_tile
 from .tile import (
     aligned_sizes,
     channel_sum,
@@ -86,7 +86,7 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
     tl.store(out_ptr + offs, z, mask=mask, eviction_policy=EVICT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
                               running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
                               momentum: tl.float64, I, N, C, S, K, tiles_per_split, partials, SOURCE: tl.constexpr,
@@ -231,7 +231,7 @@ def apply_plan(source, layout, dtype, device, eps, act, K, partials):
     constants = constants_of(source, dtype, layout, eps, act) | blocks.meta
     constants |= most_registers(layout, dtype, K, backward=False)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
-    constants["BLOCK_P"] = triton.next_power_of_2(partials)
+    constants["BLOCK_P"] = parts_tile(partials)
     return Launcher(norm_act_fwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 

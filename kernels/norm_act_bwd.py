@@ -30,7 +30,7 @@ from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks, vector_of
 from .launcher import Launcher, plan
 from .norm_act import load_affine, load_channel, load_slot
-from .norm_stats import few, load_sums, merged
+from .norm_stats import COUNTS, few, load_sums, merged, parts_tile
 from .tile import (
     aligned_sizes,
     as_rows,
@@ -126,7 +126,7 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
         tl.store(dweight_ptr + u, s2.to(dweight_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                                bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
                                splits, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
@@ -173,7 +173,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                               bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr,
                               I, N, C, S, K, tiles_per_split, partials, KEEP: tl.constexpr, FEW: tl.constexpr,
@@ -247,7 +247,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_over_samples_kernel(sums_ptr, dweight_ptr, dbias_ptr, rows, C, BLOCK_R: tl.constexpr,
                              BLOCK_C: tl.constexpr):  # fmt: skip
     """dbias and dweight, (C,), from the sums of g and g * xhat, (2, rows, C), added in a fixed order."""
@@ -265,8 +265,8 @@ def norm_over_samples_kernel(sums_ptr, dweight_ptr, dbias_ptr, rows, C, BLOCK_R:
 
 @plan
 def over_samples_plan(rows, C):
-    block_r = min(64, triton.next_power_of_2(rows))
-    constants = {"BLOCK_R": block_r, "BLOCK_C": 16, "num_warps": 2}
+    # One tile for all numbers of rows, so that one kernel is compiled.
+    constants = {"BLOCK_R": 64, "BLOCK_C": 16, "num_warps": 2}
     return Launcher(norm_over_samples_kernel, (triton.cdiv(C, 16),), (rows, C), constants)
 
 
@@ -322,7 +322,7 @@ def apply_plan(keep, dtype, layout, device, act, K, partials):
     sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
     constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
     constants |= most_registers(layout, dtype, K, backward=True)
-    constants["BLOCK_P"] = triton.next_power_of_2(partials)
+    constants["BLOCK_P"] = parts_tile(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 

@@ -27,6 +27,9 @@ from .tile import (
     tile_offsets,
 )
 
+# Arguments that differ from shape to shape.  Triton would compile a kernel anew for 1, and for multiples of 16.
+COUNTS = ["tiles_per_split", "splits", "partials"]
+
 
 @triton.jit
 def merge_two(count, mean, m2, n, other_mean, other_m2):
@@ -46,7 +49,7 @@ def is_cut(j, period, PEEL: tl.constexpr):
     return cut
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
                       ALIGN: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
@@ -136,7 +139,7 @@ def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: t
     return s1, s2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS: tl.constexpr, D: tl.constexpr,
                       BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
     """Merges (k, splits, U) to (k, chunks, U / D): moments if k = 3, and sums, times weight if given, if k = 2.
@@ -174,7 +177,8 @@ def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS
 def merge_plan(k, splits, U, C, D):
     """The launcher, and the number of chunks that it leaves."""
     block_d = triton.next_power_of_2(D)
-    block_p = min(triton.next_power_of_2(splits), MAX_SPLITS, max(1, 8192 // block_d))
+    # One of two tiles for all numbers of splits, so that few kernels are compiled.
+    block_p = min(MAX_SPLITS if splits > MAX_PARTIALS else parts_tile(splits), max(1, 8192 // block_d))
     chunks = triton.cdiv(splits, block_p)
     block_l = max(1, min(8, 2048 // (block_p * block_d)))
     constants = {"MOMENTS": k == 3, "D": D, "BLOCK_P": block_p, "BLOCK_D": block_d, "BLOCK_L": block_l}
@@ -192,6 +196,11 @@ def merge(partial, C, D=1, weight=None):
     merged = torch.empty(k, chunks, U // D, dtype=partial.dtype, device=partial.device)
     launch((partial, merged, weight))
     return merged
+
+
+def parts_tile(partials):
+    """The tile of so many parts, at most MAX_PARTIALS: one of two sizes, so that few kernels are compiled."""
+    return 1 if partials == 1 else triton.next_power_of_2(MAX_PARTIALS)
 
 
 def few(partial, C):

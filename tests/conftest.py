@@ -21,15 +21,21 @@ import pytest
 # use a server of programs (tests/tools/warm.py, ranks.py): one process runs them, which starts each server once.
 FIRST = (
     "bench/test_collection.py",
+    "cli/test_memory.py",
+    "compiler/test_bits*.py",
+    "compiler/test_claims.py",
     "hunt/test_hunt.py",
+    "integrations/test_nnunet_predictor.py",
     "integrations/test_two_processes.py",
     "kernels/test_*codegen.py",
     "kernels/test_launcher.py",
     "losses/test_nnunet.py",
-    "memory/test_plan.py",
+    "planning/test_plan.py",
     "ptx/test_kernels.py",
     "test_doctor.py",
+    "test_documentation.py",
     "test_import.py",
+    "test_notebook.py",
     "test_private.py",
     "training/test_backends_differ.py",
     "training/test_compile.py",
@@ -147,7 +153,9 @@ def pytest_collection_modifyitems(config, items):
     if elsewhere:
         config.hook.pytest_deselected(items=list(elsewhere))
         items[:] = [item for item in items if item not in elsewhere]
-    first = {path for name in FIRST for path in here.glob(name)}
+    found = {name: {*here.glob(name)} for name in FIRST}
+    assert all(found.values()), f"a file of FIRST was renamed: {[name for name in found if not found[name]]}"
+    first = set().union(*found.values())
     items.sort(key=lambda item: item.path not in first)
 
 

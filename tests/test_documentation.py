@@ -17,7 +17,6 @@ import io
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ import torch
 import fusedseg
 from tests.integrations.real import LIBRARY, framework
 from tests.tools.threads import threads
+from tests.tools.warm import run_bare
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,12 +103,12 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 def run_elsewhere(block: Block, frameworks: list[str]) -> None:
-    """Runs a block that shows a framework in a fresh process, in which nothing has imported the framework."""
+    """Runs a block that shows a framework in a process in which nothing has imported the framework, only PyTorch."""
     for name in frameworks:
         framework(name)
     head = f"import sys, warnings; sys.path[:] = {sys.path!r}; warnings.simplefilter('ignore')\n"
     code = head + ("" if torch.version.cuda else LIBRARY) + block.text
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_bare(code)
     assert done.returncode == 0, f"{block.where}: {done.stderr}"
     if block.output is not None:
         assert done.stdout.rstrip() == block.output.rstrip()
@@ -279,16 +279,6 @@ def test_every_picture_is_there_and_small():
     assert not large
 
 
-def test_the_first_picture_shows_what_is_counted_today():
-    """The text of the picture in the README has the figures that its command draws."""
-    pytest.importorskip("matplotlib")
-    pictures = importlib.import_module("docs.make_pictures")
-    peaks = [pictures.NETWORKS[0].report(way).total / pictures.GIBIBYTE for way in pictures.NAMES]
-    text = re.search(r'alt="([^"]+)"', (ROOT / "README.md").read_text())
-    assert text
-    assert re.findall(r"at (\d\.\d) GiB", text[1]) == [f"{peak:.1f}" for peak in peaks]
-
-
 def test_links_within_the_readme_lead_somewhere():
     """Sphinx checks the links in docs/, so this test reads only the README."""
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", (ROOT / "README.md").read_text()):
@@ -325,7 +315,7 @@ def test_every_public_name_is_marked_as_stable_or_experimental():
 def test_every_name_of_an_integration_is_in_the_reference():
     """The public functions and classes of each file, read from its source, because a framework may be absent."""
     home = ROOT / "fusedseg" / "integrations"
-    named = {"nnunet": ["Fused", "Leaky", "fused_loss", "plans.read"]}
+    named = {"nnunet": ["Fused", "fused_loss", "plans.read"]}
     for path in home.glob("*.py"):
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         named[path.stem] = [node.name for node in nodes if not node.name.startswith("_")]

@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "unet": ({"nn", "ops/check"}, {"torch"}),
     "memory": ({"_backend", "_moved", "_torch"}, {"torch"}),
     "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
-    "compiler": (BASE - {"_module_hooks"} | {"_moved", "memory", "ops"}, {"torch"}),
+    "compiler": (BASE - {"_module_hooks"} | {"_moved", "memory", "ops", "progress"}, {"torch"}),
     "planning": ({"_sizes", "_torch", "compiler", "convert", "memory"}, {"matplotlib", "torch"}),
     "integrations": (
         {"_torch", "activation", "compiler", "convert", "functional", "inference", "losses", "nn", "ops", "progress"},

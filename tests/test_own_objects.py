@@ -12,12 +12,10 @@ NAMED = "the function of PyTorch with this name"
 VERSIONS = "what this version of PyTorch or Triton has"
 CALLED = "any function, with or without a name"
 STOCK = "an attribute of the stock activation, by its name in the table"
-MARK = "a mark on a tensor of PyTorch"
 NODE = "a node of autograd, of any class"
 USERS = "the user's model, module or setting"
 MONAI = "a word, or MONAI's enumeration"
 FRAMEWORK = "an object of the framework, by name"
-ARGUMENTS = "argparse's arguments"
 GRAPH = "a target in a graph of PyTorch"
 
 # File -> {the first argument: why it is asked}.

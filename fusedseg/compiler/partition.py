@@ -9,7 +9,7 @@ from torch import fx
 
 from .. import _backend, _torch
 from .graph import Joint, Outputs, is_tensor, outputs_of, twin_of, value_of
-from .low_bit import arithmetic, choose_bits, packing
+from .low_bit import choose_bits, packing
 from .plan import choose, eager_mode, keep, recompute, schedule
 from .report import note_after, note_unpacked
 from .rewrite import simplify, split_convolutions
@@ -183,10 +183,7 @@ def _rounded(module: fx.GraphModule, outputs: Outputs, settings: Settings, stock
         wanted = choice.decision
     of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
     cost = packing.packed(of, decided, found, settings.seed, fused_code)
-    if cost.is_within(exact.cost):
-        if fused_code:
-            arithmetic.rewrite(module)
-    else:
+    if not cost.is_within(exact.cost):
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)
         note_unpacked()

@@ -1,4 +1,4 @@
-"""Goals, tables, comparisons and the section in docs/benchmarks.md are made from the benches' results."""
+"""Goals, tables, comparisons and the page docs/results.md are made from the benches' results."""
 
 import contextlib
 import json
@@ -10,7 +10,8 @@ import torch
 from bench import test_conv_abn, test_max_pool, test_norm_act
 from bench.gpu import goals, steps, test_steps
 from bench.harness import Result
-from bench.report import BEGIN, END, changes, main, report_lines, write_into
+from bench.report import RESULTS as MARKS
+from bench.report import changes, lines_between, main, report_lines, write_into
 from bench.results import Report, ReportError, load
 
 # The benches whose default cases on a GPU have goals, and the contenders of each.
@@ -194,20 +195,16 @@ def test_changes_are_those_beyond_the_spread(tmp_path):
 
 def test_tables_are_written_between_the_marks(tmp_path):
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_into(page, ["new", "lines"])
-    assert page.read_text() == f"before\n{BEGIN}\nnew\nlines\n{END}\nafter\n"
-    for text in ("no marks\n", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n"):
+    begin, end = MARKS
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    write_into(page, ["new", "lines"], MARKS)
+    assert page.read_text() == f"before\n{begin}\n\nnew\nlines\n{end}\nafter\n"
+    assert lines_between(page, MARKS) == ["new", "lines"]
+    for text in ("no marks\n", f"{end}\n{begin}\n", f"{begin}\n{begin}\n{end}\n"):
         page.write_text(text)
         with pytest.raises(ReportError, match="expected one line"):
-            write_into(page, ["new"])
+            write_into(page, ["new"], MARKS)
         assert page.read_text() == text
-
-
-def test_the_page_of_benchmarks_has_the_marks():
-    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
-    assert text.index(BEGIN) < text.index(END)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"results": {}}'])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools import warm
 
-PROFILE = ("profile", "tests.cli.test_memory:blocks", "--input", "1,3,8,8")
+PROFILE = ("profile", "tests.cli.test_memory:linear", "--input", "4,8", "--codegen", "aten")
 # The command, in a process that has imported PyTorch already.  If OUT is a function, it opens the output.
 RUN = f"""
 import os, runpy, sys
@@ -44,7 +44,7 @@ def test_an_encoding_without_the_characters():
     env = warm.without([]) | {"PYTHONIOENCODING": "ascii"}
     run = subprocess.run(command, cwd=warm.ROOT, env=env, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith("tests.cli.test_memory:blocks on 1?3?8?8 fp32\n")
+    assert run.stdout.startswith("tests.cli.test_memory:linear on 4?8 fp32\n")
 
 
 MODELS = """

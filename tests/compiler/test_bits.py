@@ -51,7 +51,13 @@ LARGE = {"U-Net": 0.08, "two encoders": 0.09, "3D U-Net": 0.09, "nnU-Net": 0.1, 
 SIDES = {"ResNet": 128, "3D U-Net": 16, "nnU-Net": 16}
 
 
-@pytest.mark.parametrize("name", LARGE)
+# A U-Net of this package is below, and its twin of three dimensions is built as nnU-Net is.
+IMPLIED = ("U-Net", "3D U-Net")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IMPLIED else ()) for name in LARGE]
+)
 def test_networks(name):
     net, inputs = make(name)
     inputs = [torch.randn(2, x.shape[1], *(SIDES.get(name, 32),) * (x.dim() - 2)) for x in inputs]
@@ -59,7 +65,8 @@ def test_networks(name):
     torch._dynamo.reset()
     assert kept(net, compiled(net, bits=4), inputs) < LARGE[name] * stock
     torch._dynamo.reset()
-    found = error_of(net, inputs, 4, 16)
+    # The error needs fewer values than the bytes.
+    found = error_of(net, [x[..., :64, :64].clone() for x in inputs], 4, 16)
     assert 0 < found.size < 0.12
     assert found.bias < MOST
 
@@ -74,7 +81,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("norm", "act"), PAIRS)
 def test_a_norm_of_a_concatenation_that_another_convolution_reads(norm, act):
-    for batch in (1, 2):
+    # Statistics of a batch of one are those of one sample.
+    for batch in (1, 2) if act == "ReLU" else (2,):
         torch.manual_seed(0)
         torch._dynamo.reset()
         net = Shortcut(NORMS[norm](), ACTIVATIONS[act]())
@@ -104,8 +112,18 @@ LAST_BITS = 1e-14
 EXACT = ("glu",)
 
 
-@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", EVERY)
+# The compiler turns a call in place into the same graph; two of them show it.
+ONCE = [name for name in EVERY if not name.endswith("in place") or name in ("ELU in place", "ReLU in place")]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        pytest.param(name, bits, marks=() if bits == 4 and name in ONCE else pytest.mark.slow)
+        for name in EVERY
+        for bits in (8, 4)
+    ],
+)
 def test_every_activation(name, bits):
     torch.manual_seed(0)
     found = error_of(Around(EVERY[name]), [IMAGE], bits, 48)
@@ -173,7 +191,7 @@ class Plain(nn.Module):
 ALL = [
     pytest.param(act, norm, batch, around, id=f"{act}, {norm}, {batch}{', shortcut' if around is Shortcut else ''}")
     for around in (Plain, Shortcut)
-    for batch in range(1, 5)
+    for batch in (1, 2)
     for norm in STOCK
     for act in EVERY
 ]
@@ -256,7 +274,8 @@ def test_positions_and_masks_take_as_few_bits_as_number_them(name):
         assert error_of(net, [x], 4, 32).bias < MOST
 
 
-@pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "group"])
+# nnU-Net's has instance norms and a third dimension, and takes three times as long.
+@pytest.mark.parametrize("name", ["U-Net", pytest.param("nnU-Net", marks=pytest.mark.slow), "group"])
 def test_changing_sizes(name):
     """Tensors of symbolic sizes stayed as they are."""
     if name == "group":
@@ -321,23 +340,20 @@ def test_inductor():
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("bits", [8, 4])
-def test_inductor_folds_no_constant_beyond_32_bits(bits):
+def test_inductor_folds_no_constant_beyond_32_bits():
     """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
     constant of the hash; its code for a CPU had the same number."""
     from torch._inductor.utils import run_and_get_code
 
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-    run = compiled(net, bits=bits, codegen="inductor")
+    run = compiled(net, bits=8, codegen="inductor")
     _, codes = run_and_get_code(lambda: run(IMAGE).mean().backward())
     integers = [int(digits) for code in codes for digits in re.findall(r"(?<![\w.])(\d+)[LlUu]*\b(?!\.)", code)]
     assert max(integers) < 2**31
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
-# The bug needed 8 bits.
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
-def test_inductor_keeps_codes_of_half_precision(bits):
+def test_inductor_keeps_codes_of_half_precision():
     """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
 
     The compiler writes norms and LeakyReLU as simple ops.  Their means are those of many roundings, and what backward
@@ -350,7 +366,7 @@ def test_inductor_keeps_codes_of_half_precision(bits):
     for codegen in ("aten", "inductor"):
         torch._dynamo.reset()
         with torch.autocast("cpu", torch.bfloat16):
-            found[codegen] = kept(net, compiled(net, bits=bits, codegen=codegen), [x])
+            found[codegen] = kept(net, compiled(net, bits=8, codegen=codegen), [x])
     # Inductor's graph keeps the answer of each gate, of one bit; with aten the rounding keeps the sign.
     assert found["inductor"] < 1.25 * found["aten"]
 

@@ -60,7 +60,19 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+# Rows of the table whose norm, activation and sums stand in other rows too.
+IMPLIED = (
+    "InstanceNorm, LeakyReLU",
+    "BatchNorm, SiLU",
+    "ReLU after a sum",
+    "LeakyReLU after a sum",
+    "ReLU in place after three sums",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IMPLIED else ()) for name in NETWORKS]
+)
 def test_small_networks(name):
     build, of_scope = NETWORKS[name]
     torch.manual_seed(0)

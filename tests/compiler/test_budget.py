@@ -155,6 +155,7 @@ def test_allocator_peak():
     assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
 
 
+@covered_by_others
 def test_equal_graphs_have_equal_choices(chosen):
     """The order of sets decided between equal parts, so each budget had choices of its own, and peaks could rise."""
     net, inputs = make("ResNet")
@@ -172,7 +173,7 @@ def test_eager_bytes(chosen):
 
 
 def test_missed_budget_warns():
-    net, inputs = make("ResNet")
+    net, inputs = make("U-Net")
     with pytest.warns(
         UserWarning, match="cannot be met without a higher peak or more arithmetic.  The nearest"
     ) as seen:
@@ -186,7 +187,7 @@ def test_missed_budget_warns():
 
 
 def test_extra_flops_limits_the_arithmetic(chosen):
-    net, inputs = make("ResNet")
+    net, inputs = make("nnU-Net")
     for most in (0.05, 0.2):
         budgeted(net, None, extra_flops=most)(*inputs)
         assert 0 < chosen[-1][2] <= most

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.ops.norm import graph
 from tests.compiler.networks import compiled, kept, results
 from tests.tools.traffic import traffic
 
@@ -79,9 +78,8 @@ def sources(monkeypatch):
     return seen
 
 
-FORWARD = ("fusedseg_norm_act_default", *(run.__name__ for run in (
-    graph.forward, graph.forward_moving, graph.forward_over, graph.forward_moving_over)))  # fmt: skip
-BACKWARD = graph.backward.__name__, graph.backward_over.__name__
+FORWARD = ("norm_act", "norm_act_moving", "norm_act_over", "norm_act_moving_over")
+BACKWARD = ("norm_act_backward", "norm_act_backward_over")
 
 
 def calls(sources):
@@ -130,7 +128,7 @@ def test_eval_mode(name, sources):
     with torch.no_grad():
         close([compiled(net)(x)], [twin(x.double())])
     assert calls(sources).count("forward") == 2
-    assert "forward_over" in "".join(sources)
+    assert "norm_act_over" in "".join(sources)
 
 
 def test_keeps_what_aten_keeps(monkeypatch):
@@ -147,7 +145,7 @@ def test_statistics_are_kept(sources):
     net, _ = pair("running instance")
     results(net, compiled(net), [torch.randn(2, 2, 14, 13)], 1)
     _, backward = sources
-    given = re.findall(r"_of_fusedseg_norm_act_default_\d+\((.*?)\)", backward)
+    given = re.findall(r"_of_norm_act_\d+\((.*?)\)", backward)
     assert given
     for call in given:
         *_, running_mean, running_var, mean, rstd = call.split(", ")[:8]
@@ -183,7 +181,7 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), act, nn.Conv2d(4, 4, 3), norm(), act, nn.Conv2d(4, 2, 1)).to(dtype)
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 36, 36, dtype=dtype)
     found, wanted = results(net, compiled(net, bits=8), [x]), results(twin, twin, [x.double()])
-    assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_forward_over") == 2
+    assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_norm_act_over") == 2
     assert calls(sources).count("backward") == 2
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3

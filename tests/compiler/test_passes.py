@@ -196,6 +196,62 @@ def test_reinplace_moves_statistics_where_they_are():
     assert [name for name in names(module.graph) if "getitem" not in name] == ["add_", "_native_batch_norm_legit"]
 
 
+def test_zeros_are_filled_at_once():
+    """Each gradient of a dead bias was a kernel of its own.  Whoever writes to one must not change another."""
+
+    def run(x):
+        wide = aten.zeros([2], dtype=torch.float64, device="cpu", pin_memory=False)
+        read = aten.zeros([5], dtype=torch.float32, device="cpu", pin_memory=False)
+        return aten.add(x, read), *(aten.zeros([n], dtype=torch.float32, device="cpu") for n in (3, 4)), wide
+
+    call = emit(traced(run, torch.ones(5)), [])
+    found = call([torch.ones(5)])
+    assert [(t.shape[0], t.dtype) for t in found[1:]] == [(3, torch.float32), (4, torch.float32), (2, torch.float64)]
+    assert call.source.count("zeros_of_") == 1
+    found[1].add_(1)
+    assert torch.equal(found[2], torch.zeros(4))
+    assert torch.equal(found[0], torch.ones(5))
+
+
+def test_casts_are_calls_of_a_method():
+    """They keep the strides; a copy to other strides stays as it is."""
+
+    def run(x):
+        return (
+            aten._to_copy(x, dtype=torch.bfloat16),
+            aten._to_copy(x, dtype=torch.float64, memory_format=torch.contiguous_format),
+            aten._to_copy(x),
+        )
+
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    call = emit(traced(run, x), [])
+    found, wanted = call([x]), run(x)
+    assert same(found, wanted)
+    assert [t.stride() for t in found] == [t.stride() for t in wanted]
+    assert all(t.data_ptr() != x.data_ptr() for t in found)
+    assert (call.source.count("_of_to_"), call.source.count("__to_copy_default_")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "taps", "chosen"),
+    [(16, torch.bfloat16, 3, 2), (16, torch.float32, 3, 0), (16, torch.bfloat16, 1, 0), (8, torch.bfloat16, 3, 0)],
+    ids=["served", "fp32", "1x1x1", "8 channels"],
+)
+def test_convolutions_without_a_choice_are_the_vendors(channels, dtype, taps, chosen):
+    """Every convolution of every step was asked whether a kernel for volumes computes it."""
+    given = [1, 1, 1], [taps // 2] * 3, [1, 1, 1], False, [0, 0, 0], 1
+
+    def run(dy, x, w):
+        dx, _, _ = aten.convolution_backward(dy, x, w, None, *given, [True, False, False])
+        return aten.convolution(x, w, None, *given), dx
+
+    shape, weight = (1, channels, 4, 4, 4), (channels, channels, *[taps] * 3)
+    inputs = [torch.randn(s, dtype=dtype) for s in (shape, shape, weight)]
+    call = emit(traced(run, *inputs), [])
+    assert call.source.count("aten_convolution") == chosen
+    assert same(call(list(inputs)), run(*inputs))
+
+
 def test_emit_lets_values_go():
     def run(x, unread):
         y = aten.mul(x, 2)

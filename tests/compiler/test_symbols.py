@@ -39,14 +39,13 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.5}], ids=["exact", "budget"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "options"), [*((how, {}) for how in HOW), ("nearest", {"budget": 0.5})], ids=str)
 def test_a_scale_factor_that_changes(how, options):
     torch.manual_seed(0)
     dims, given = HOW[how]
     net = Scaled(dims, **given).double()
     x = torch.randn(2, 2, *[8] * dims, dtype=torch.float64)
-    check(net, compiled(net, **options), [(x, factor) for factor in (2.0, 1.5, 0.75, 2.5)])
+    check(net, compiled(net, **options), [(x, factor) for factor in (2.0, 1.5, 0.75)])
 
 
 def test_scale_factors_of_each_dimension():
@@ -64,8 +63,17 @@ class Convolved(nn.Module):
         return F.conv2d(torch.cat([y, y.tanh()], 1), weight.new_ones(3, 2 * weight.shape[0], 1, 1))
 
 
-@pytest.mark.parametrize("options", [{"budget": 0.3}, {"budget": "1KiB"}, {"extra_flops": 0.5}, {"bits": 8}], ids=str)
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(
+    ("dynamic", "options"),
+    [
+        (True, {"budget": 0.3}),
+        (True, {"budget": "1KiB"}),
+        (True, {"extra_flops": 0.5}),
+        (True, {"bits": 8}),
+        (None, {"budget": 0.3}),
+    ],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
 def test_channels_that_change(dynamic, options):
     """The bug: the places of slices of a gradient are nodes then, and were compared with numbers."""

@@ -1,20 +1,15 @@
 """Random networks go through ``convert``, random programs are compiled, and the hunt finds a defect."""
 
-import collections
 import json
-import re
-import sys
 
 import pytest
 import torch
 
 from fusedseg.ops.norm import op
 from tests.hunt import compiled, crew, prelude
-from tests.hunt.grow import grown
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
-from tests.hunt.prelude import LATER
-from tests.hunt.program import Step, nodes
+from tests.hunt.program import Step
 
 
 def found_nothing(report: crew.Report, least: int) -> None:
@@ -74,13 +69,6 @@ def test_two_thousand_networks():
     found_nothing(crew.hunt("networks", range(2_000), jobs=2), least=1_700)
 
 
-MODULE = r"self\.(m\d+) = nn\.(?:Conv|Batch|Sequential)"
-
-
-def size(program):
-    return sum(1 for part in program.parts for _ in nodes(part))
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_a_printed_network_runs_and_shows_a_broken_norm(monkeypatch):
     """The gradients of fused norms are a little too large."""
@@ -97,78 +85,3 @@ def test_a_printed_network_runs_and_shows_a_broken_norm(monkeypatch):
     small = shrunk(wrong[0])
     with pytest.raises(AssertionError, match="differs"):
         exec(compile(str(small), "<wrong>", "exec"), {})
-
-
-CRASHING = """
-import os
-import sys
-from tests.hunt import crew, judge
-from tests.hunt.judge import Verdict
-from tests.hunt.__main__ import main
-
-def judged(program, tell):
-    tell("eager")
-    if program.seed == 3:
-        os.abort()
-    tell("ours")
-    if program.seed == 5:
-        os.abort()
-    return Verdict("same")
-
-crew.judged = judged
-sys.exit(main())
-"""
-
-
-@pytest.mark.slow
-def test_a_crash_does_not_end_the_hunt(monkeypatch):
-    """A program that crashes in eager mode counts as PyTorch's fault, and one that crashes in our code as a failure.
-
-    All other programs still run.
-    """
-    monkeypatch.setattr(crew, "_command", lambda *words: [sys.executable, "-c", CRASHING, *map(str, words)])
-    report = crew.hunt("networks", range(6))
-    assert report.crashes == [3]
-    assert list(report.failures.values()) == [[5]]
-    assert report.counts == {"same": 4, "failure": 1, "crash of PyTorch": 1}
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_programs_are_of_every_kind():
-    """Each kind of step occurs in at least two of the first 120 programs."""
-    with quiet():
-        programs = [grown(seed) for seed in range(120)]
-    kinds = collections.Counter(node.kind for p in programs for part in p.parts for _, node in nodes(part))
-    for kind in (
-        "activation", "binary", "scalar", "cast", "view", "join", "split", "reduction", "product", "in place", "out",
-        "complex", "custom Function", "convolution", "norm", "pool", "interpolate", "pad", "dropout", "embedding",
-        "hidden write", "memory", "parameter change", "hook", "early backward", "odd", "inference features", "scope",
-        "autocast", "checkpoint", "no_grad", "mode", "attempt", "stale cast",
-    ):  # fmt: skip
-        assert kinds[kind] >= 2, kind
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_networks_call_their_modules_and_get_every_habit():
-    """The modules of networks were in fp32 once and their input in fp64, so each call raised and was left out."""
-    with quiet():
-        networks = [grown_network(seed) for seed in range(100)]
-    texts = [network.functions().partition("def forward")[2] for network in networks]
-    modules = [network.functions().partition("def forward")[0] for network in networks]
-    called = sum(
-        any(
-            re.search(rf"self\.{name}\(", text)
-            for name in re.findall(r"self\.(m\d+) = nn\.(?:Conv|Batch|Sequential)", made)
-        )
-        for text, made in zip(texts, modules, strict=True)
-    )
-    assert called >= 90
-    assert {network.options["later"][0] for network in networks if "later" in network.options} == LATER.keys()
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_seed_gives_one_program():
-    with quiet():
-        assert [str(grown(seed)) for seed in range(8)] == [str(grown(seed)) for seed in range(8)]
-    torch.manual_seed(5)
-    assert str(grown_network(3)) == str(grown_network(3))

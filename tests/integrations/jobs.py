@@ -138,15 +138,6 @@ class FusedStandIn(nnunet.Fused, StandIn):
     pass
 
 
-class WithPlans:
-    def __init__(self, plans, configuration, fold, dataset_json, device):
-        self.plans = plans
-
-
-class LeakyStandIn(nnunet.Leaky, WithPlans):
-    pass
-
-
 class OfThree(FusedStandIn):
     num_input_channels = 3
 

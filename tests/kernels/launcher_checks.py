@@ -28,8 +28,11 @@ from triton.runtime.jit import JITFunction
 
 import fusedseg
 from fusedseg import _backend
+from fusedseg.activation import Activation
 from fusedseg.kernels import launcher
 from fusedseg.ops.norm import kept
+from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import Backward, Forward
 from tests.tools.called import Called
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
@@ -340,6 +343,48 @@ def a_step_of_18_norms_makes_few_device_ops() -> None:
     assert (Arriving.made, Arriving.waits) == (1, 0)
     asked = ["cat", "abs_", "maximum", "mul", "gt", "clone", "any", "_local_scalar_dense"]
     assert called.names == asked, called.names
+
+
+# Channels and size of the norms of nnU-Net's PlainConvUNet, of a 2D U-Net and of ResNet-50.
+VOLUMES = ((32, 128), (64, 64), (128, 32), (256, 16), (320, 8), (320, 4))
+IMAGES = ((64, 512), (128, 256), (256, 128), (512, 64), (1024, 32))
+RESNET = ((64, 112), (64, 56), (256, 56), (128, 56), (128, 28), (512, 28), (256, 28), (256, 14), (1024, 14), (512, 14),
+          (512, 7), (2048, 7))  # fmt: skip
+
+
+def kernels_of_norms(kind: str, shapes: list[tuple[int, ...]], memory_format: torch.memory_format) -> int:
+    """The number of kernels that Triton compiles for forward and backward of norms in compiled graphs."""
+    found = set()
+
+    def noted(self, tensors, floats):
+        binder = self._kernel.device_caches[0][-1]
+        _, specialization, options = binder(*tensors, *floats, *self._sizes, **self._constants)
+        found.add((self._kernel.__name__, str(specialization), str(sorted(options.items()))))
+
+    norm = Norm("input", Activation("leaky_relu", 0.01), momentum=0.1, kind=kind)
+    forward, again, backward = Forward(norm, moving=True), Forward(norm), Backward(norm, True, False)
+    chosen = {("norm", torch.float16, torch.device("cpu")): ""}
+    launcher.forget_plans()
+    with recorder(), mock.patch.dict(_backend._reasons, chosen), mock.patch.object(Launcher, "_launch", noted):
+        for shape in shapes:
+            # The system does not commit memory that is never written.
+            x = torch.empty(shape, dtype=torch.float16, memory_format=memory_format)
+            weight, bias = torch.ones(2, shape[1])
+            running = torch.ones(2, shape[1]) if kind == "batch" else (None, None)
+            _, mean, rstd, *_ = forward(x, weight, bias, None, *running, None, None)
+            again(x, weight, bias, None, None, None, mean, rstd)
+            backward(torch.empty_like(x), x, weight, bias, None, mean, rstd)
+    launcher.forget_plans()
+    return len(found)
+
+
+def norms_of_a_network_share_kernels() -> None:
+    """They were 28, 25, 19 and 22 kernels: Triton compiled anew for the numbers of programs and parts of each shape."""
+    volumes = [(2, C, n, n, n) for C, n in VOLUMES]
+    assert kernels_of_norms("instance", volumes, torch.channels_last_3d) <= 21
+    assert kernels_of_norms("instance", volumes, torch.contiguous_format) <= 17
+    assert kernels_of_norms("batch", [(8, C, n, n) for C, n in IMAGES], torch.channels_last) <= 9
+    assert kernels_of_norms("batch", [(128, C, n, n) for C, n in RESNET], torch.channels_last) <= 9
 
 
 def unknown_versions_take_the_public_way() -> None:

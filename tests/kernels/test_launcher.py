@@ -23,6 +23,7 @@ CHECKS = (
     "a_dry_run_makes_its_own_plans",
     "the_function_in_c_gets_what_triton_gives_it",
     "a_step_of_18_norms_makes_few_device_ops",
+    "norms_of_a_network_share_kernels",
     "unknown_versions_take_the_public_way",
     "other_arguments_take_the_public_way",
     "one_launch_proves_the_arguments",

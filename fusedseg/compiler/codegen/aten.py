@@ -18,7 +18,7 @@ from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
-from . import concatenation, convolution_backward, in_place, norms
+from . import concatenation, convolution_backward, in_place, norms, shorter
 
 aten = torch.ops.aten
 SAME = (
@@ -36,13 +36,12 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.cat.default: concat.concat,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
+    aten.zeros.default: torch.zeros,
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
     torch.ops.fusedseg.interpolate.default: upsample.forward,
     torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
-    norm_ops.norm_act: norm_ops.forward,
-    norm_ops.norm_act_backward: norm_ops.backward,
     torch.ops.fusedseg.max_pool.default: pools.functional,
     torch.ops.fusedseg.max_pool_backward.default: pools.backward,
 }
@@ -158,14 +157,17 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     if not gradients:
         norms.divide(module.graph)
+    has_kernels = _has_kernels(module.graph)
+    shorter.rewrite(module.graph)
     norms.write_statistics(module.graph)
-    if not gradients and _has_kernels(module.graph):
+    if not gradients and has_kernels:
         # Values are those of eager mode up to rounding anyway.
         concatenation.sums(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
+    shorter.write_convolutions(module.graph)
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

@@ -8,6 +8,7 @@ where Triton kernels compute both; elsewhere the output would have other last bi
 """
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,16 @@ aten = torch.ops.aten
 # and the form that moves them where they are.
 MOVING: dict[Any, tuple[int, Any]] = {
     _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
-    **norms.MOVING,
+    norms.statistics: (1, norms.statistics_moving),
 }
+
+
+def _moving(node: fx.Node) -> tuple[int, Any] | None:
+    """The row of ``MOVING`` for a node that calls a norm; None for other nodes."""
+    function = node.target
+    if isinstance(function, norms.Forward):
+        return 4, replace(function, moving=True)
+    return MOVING.get(function)
 
 
 def write_statistics(graph: fx.Graph) -> int:
@@ -34,8 +43,9 @@ def write_statistics(graph: fx.Graph) -> int:
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
     for node in list(graph.nodes):
-        if node.target in MOVING:
-            count += _norm(graph, node, copies, outputs)
+        form = _moving(node)
+        if form is not None:
+            count += _norm(graph, node, form, copies, outputs)
         elif node.target is aten.add.Tensor and node.args[0] in copies:
             buffer = node.args[0]
             copy = copies[buffer]
@@ -84,9 +94,14 @@ def _is_counter(buffer: object, more: Tensor) -> bool:
     return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
 
 
-def _norm(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node], outputs: set[fx.Node]) -> bool:
-    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
-    items, (first, moving) = items_of(node), MOVING[node.target]
+def _norm(
+    graph: fx.Graph, node: fx.Node, form: tuple[int, Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
+) -> bool:
+    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise.
+
+    ``form`` is its row of ``MOVING``.
+    """
+    items, (first, moving) = items_of(node), form
     pairs = [(node.args[first], 3), (node.args[first + 1], 4)]
     for buffer, place in pairs:
         new, copy = items.get(place), copies.get(buffer)

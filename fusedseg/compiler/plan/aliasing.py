@@ -4,6 +4,7 @@ The codegen "aten" writes results so (``codegen/in_place.py``), and the schedule
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,16 +44,22 @@ OVERWRITING: dict[Any, Any] = {
     **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
     # Not each of the gradients can be told where to write.
     **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
-    **norms.OVER,
 }
 
 
 def overwriting(node: fx.Node) -> Any:
-    """The form of a node's function that writes the result over the first argument, or None."""
-    if node.target in (norms.norm_act, norms.forward_moving) and set(items_of(node)) != {0}:
+    """The form of a node's function that writes the result over the first argument, or None.
+
+    Before ``codegen/shorter.py`` has run, a norm is still an op, and its form takes other arguments than the op.
+    """
+    prepared = norms.prepared(node.target, node.args)
+    function = node.target if prepared is None else prepared[0]
+    if isinstance(function, norms.Backward):
+        return replace(function, over=True)
+    if isinstance(function, norms.Forward):
         # A norm that writes over its input keeps no mean.
-        return None
-    return OVERWRITING.get(node.target)
+        return replace(function, over=True) if set(items_of(node)) == {0} else None
+    return OVERWRITING.get(function)
 
 
 def may_overwrite(node: fx.Node) -> list[fx.Node]:

@@ -54,7 +54,7 @@ class Virtual:
             one.users.append(self)
 
 
-class PlannedBackward(schedule.Backward):
+class PlannedBackward(schedule.BackwardGraph):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
     def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
@@ -150,7 +150,7 @@ class Live:
 
     def __init__(self, joint: Joint, fused: bool) -> None:
         self._joint, self._fused = joint, fused
-        self._whole = schedule.Backward(joint.graph, fused)
+        self._whole = schedule.BackwardGraph(joint.graph, fused)
         self._roots = self._whole.roots
         nodes = [node for node in joint.graph.nodes if node is not joint.end]
         self._nbytes = {node: 0 if writes(node) else nbytes_of(node) for node in nodes}
@@ -188,7 +188,7 @@ class Live:
             max(in_forward + copies, in_backward + others),
         )
 
-    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.Backward) -> int:
+    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.BackwardGraph) -> int:
         needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
         return max(map(operator.add, alive.bytes_at, needed))
 

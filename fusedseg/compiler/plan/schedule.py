@@ -60,7 +60,7 @@ class ScheduledNode:
         return self.reads[0] if self.node.target is operator.getitem else self
 
 
-class Backward:
+class BackwardGraph:
     """A graph of backward: which of its nodes recompute values of forward, and what each needs of memory.
 
     fused: whether Inductor generates the code.  Elementwise ops have no memory of their own then where elementwise ops
@@ -329,7 +329,7 @@ def reads_inside(node: fx.Node) -> bool:
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
-    backward = Backward(module.graph, fused)
+    backward = BackwardGraph(module.graph, fused)
     steps = backward.least_peak(goal)
     if fused:
         steps = sums_after_compute_intensive_ops(steps)

@@ -58,6 +58,10 @@ class Arguments(NamedTuple):
     def served(self, x: Tensor, weight: Tensor) -> bool:
         return not self.transposed and serves(x, weight, self.stride, self.padding, self.dilation, self.groups)
 
+    def fit(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether ``served`` may be true, as far as shapes and dtypes tell; they do not change in a compiled graph."""
+        return not self.transposed and fits(x, weight, self.stride, self.padding, self.dilation, self.groups)
+
 
 PLAIN = Arguments(ONES, ONES, ONES, False, (0, 0, 0), 1)
 
@@ -74,8 +78,24 @@ def serves(
 ) -> bool:
     """Whether the kernel computes a convolution, and the gradient of its input.
 
+    It needs what ``fits`` names, and x in channels_last_3d without gaps.
+    """
+    return (
+        fits(x, weight, stride, padding, dilation, groups)
+        and x.is_contiguous(memory_format=ROWS)
+        and runs_on(x.device)
+        # This comes last, because it may test the kernel.
+        and _backend.use_triton(x, FAMILY)
+    )
+
+
+def fits(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether the kernel computes convolutions of such shapes and dtypes.
+
     It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
-    dilation 1 and without groups, x in channels_last_3d without gaps, and samples of fewer than 2**31 elements.
+    dilation 1 and without groups, and samples of fewer than 2**31 elements.
     """
     # Cheap conditions come first, because most convolutions fail one of them.
     return (
@@ -92,10 +112,6 @@ def serves(
         and x.shape[0] > 0
         and x.shape[2:].numel() > 1
         and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
-        and x.is_contiguous(memory_format=ROWS)
-        and runs_on(x.device)
-        # This comes last, because it may test the kernel.
-        and _backend.use_triton(x, FAMILY)
     )
 
 

@@ -242,12 +242,14 @@ def _at_full_size(
         # The list must have the only references to the sources.
         del sources
         return _of_sources(dy, given, w, geometry, wanted)
-    dw = dbias = None
+    dw: Tensor | None = None
+    dbias: Tensor | None = None
     dxs = []
     for n in ranges:
         dw_n, dbias_n, dx_n = _of_sources(dy[n], list(samples_of(sources, n)), w, geometry, wanted)
         dxs.append(dx_n)
-        dw, dbias = _added(dw, dw_n), _added(dbias, dbias_n)
+        dw = _added(dw, dw_n)
+        dbias = _added(dbias, dbias_n)
     return *(None if total is None else total.to(w.dtype) for total in (dw, dbias)), _cat(dxs, dim=0)
 
 

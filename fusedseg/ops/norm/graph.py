@@ -6,12 +6,13 @@ computes z = phi(weight * (x - mean) * rstd + bias [+ residual]).  The mean and 
 the arguments, they are used as they are, which is how backward computes z again.  In eval mode the running statistics
 stand in their place.  The op keeps the memory format of x.
 
-The op changes no argument: it returns moved copies of the running statistics.  ``forward`` and ``backward`` are what
-generated code calls, and it may also let them write over an argument that nobody reads again (``OVER``), or move the
-running statistics where they are (``MOVING``).
+The op changes no argument: it returns moved copies of the running statistics.  Generated code calls ``Forward`` and
+``Backward``, which may also write over an argument that nobody reads again, or move the running statistics where they
+are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..layout import dense, like
 from . import passes
-from .call import Norm, Operands, Statistics, statistics_count, stats_dtype
+from .call import Norm, Operands, Statistics, cast, statistics_count, stats_dtype
 
 _SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
 
@@ -51,110 +52,142 @@ def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
     return Given(*call[:8]), _norm_of(*call[8:])
 
 
-def _statistics_shape(x: Tensor, norm: Norm) -> tuple[int, ...]:
-    """(C,) for the statistics of a batch; (N, C) or (N, groups) for those of samples."""
-    count = statistics_count(x, norm)
-    return (count,) if norm.kind == "batch" else (x.shape[0], count // x.shape[0])
+@dataclass(frozen=True)
+class Forward:
+    """``norm_act`` with all that does not change between its calls, which generated code makes once.
+
+    It is called with the tensors of the op, and returns the results of the op; None stands for what is not computed.
+
+    over: z is written over x.
+    moving: the running statistics move where they are, and are not returned.
+    """
+
+    norm: Norm
+    over: bool = False
+    moving: bool = False
+
+    @property
+    def __name__(self) -> str:
+        """The name in the text of generated code."""
+        return f"norm_act{'_moving' * self.moving}{'_over' * self.over}"
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        norm, (x, _) = self.norm, dense(x)
+        if residual is not None:
+            residual = like(residual, x)
+        out = x if self.over else None
+        if mean is not None and rstd is not None:
+            operands = Operands(x, weight, bias, residual)
+            return passes.recompute(operands, _found(x, mean, rstd), norm, out), None, None, None, None
+        if norm.own and not self.moving and running_mean is not None and running_var is not None:
+            running_mean, running_var = running_mean.clone(), running_var.clone()
+        operands = Operands(x, weight, bias, residual, None, running_mean, running_var)
+        z, stats = passes.forward(operands, norm, None, out)
+        if out is None and z._is_view():
+            # A program may change what a graph returns in place, and PyTorch refuses that for a view.
+            z = z.data
+        if not norm.own:
+            return z, None, None, None, None
+        if self.moving:
+            return z, stats.mean, stats.rstd, None, None
+        return z, stats.mean, stats.rstd, running_mean, running_var
 
 
-def _results(*call: Any, over: bool = False, moving: bool = False) -> tuple[Tensor, ...]:
-    given, norm = _split(call)
-    source, _ = dense(given.x)
-    residual = None if given.residual is None else like(given.residual, source)
-    out = source if over else None
+@dataclass(frozen=True)
+class Backward:
+    """``norm_act_backward`` with all that does not change between its calls, as ``Forward`` is for ``norm_act``.
 
-    def nothing() -> Tensor:
-        return source.new_empty(0, dtype=stats_dtype(source))
+    affine, of_residual: whether the gradients of weight and bias, and that of the residual, are wanted.
+    over: the gradient of x is written over dz.
+    """
 
-    operands = Operands(source, given.weight, given.bias, residual)
-    if given.mean is not None and given.rstd is not None:
-        z = passes.recompute(operands, _found(source, given.mean, given.rstd), norm, out)
-        return z, nothing(), nothing(), nothing(), nothing()
-    running = [given.running_mean, given.running_var]
-    if norm.own and not moving:
-        running = [None if v is None else v.clone() for v in running]
-    operands = operands._replace(running_mean=running[0], running_var=running[1])
-    z, stats = passes.forward(operands, norm, None, out)
-    if out is None and z._is_view():
-        # A program may change what a graph returns in place, and PyTorch refuses that for a view.
-        z = z.data
-    if not norm.own:
-        return z, nothing(), nothing(), nothing(), nothing()
-    # An implementation that writes over x may keep no mean, which nobody reads then.
-    shape = _statistics_shape(source, norm)
-    mean, rstd = (nothing() if v is None else v.view(shape) for v in stats[:2])
-    return z, mean, rstd, *(nothing() if v is None or moving else v for v in running)
+    norm: Norm
+    affine: bool
+    of_residual: bool
+    over: bool = False
+
+    @property
+    def __name__(self) -> str:
+        """The name in the text of generated code."""
+        return f"norm_act_backward{'_over' * self.over}"
+
+    def __call__(
+        self,
+        dz: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        second: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        norm, affine, (x, _) = self.norm, self.affine, dense(x)
+        if not norm.own:
+            second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
+        into = dz if self.over and dz.dtype == x.dtype and dz.stride() == x.stride() else None
+        dx, dweight, dbias, dresidual, _ = passes.backward(
+            dz,
+            Operands(x, weight, bias, residual),
+            _found(x, mean, second),
+            norm,
+            None,
+            (True, affine, affine, self.of_residual, False),
+            into,
+        )
+        return (
+            dx,
+            dweight if affine and weight is not None else None,
+            dbias if affine and bias is not None else None,
+            dresidual if self.of_residual else None,
+        )
 
 
-def forward(*call: Any) -> tuple[Tensor, ...]:
-    """z, mean, rstd and the moved running statistics; an empty tensor stands for what is not computed."""
-    return _results(*call)
-
-
-def forward_moving(*call: Any) -> tuple[Tensor, ...]:
-    """``forward``, which moves the running statistics where they are."""
-    return _results(*call, moving=True)
-
-
-def forward_over(*call: Any) -> tuple[Tensor, ...]:
-    """``forward``, which writes z over x."""
-    return _results(*call, over=True)
-
-
-def forward_moving_over(*call: Any) -> tuple[Tensor, ...]:
-    """``forward_moving``, which writes z over x."""
-    return _results(*call, over=True, moving=True)
+def _found(x: Tensor, mean: Tensor, rstd: Tensor) -> Statistics:
+    wide = stats_dtype(x)
+    return Statistics(cast(mean, wide), cast(rstd, wide))
 
 
 def statistics(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *flat_norm: Any, moving: bool = False
-) -> tuple[Tensor, ...]:
-    """The results of ``forward`` of a batch norm but z, in whose place there is an empty tensor."""
+) -> tuple[Tensor | None, ...]:
+    """The results of ``Forward`` of a batch norm but z, in whose place there is None."""
     source, _ = dense(x)
     running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
     mean, rstd = passes.statistics(source, _norm_of(*flat_norm), *running)
-    return source.new_empty(0), mean, rstd, *(source.new_empty(0) if v is None or moving else v for v in running)
+    return None, mean, rstd, *(None if moving else v for v in running)
 
 
-def statistics_moving(*call: Any) -> tuple[Tensor, ...]:
+def statistics_moving(*call: Any) -> tuple[Tensor | None, ...]:
     """``statistics``, which moves the running statistics where they are."""
     return statistics(*call, moving=True)
 
 
-def _found(x: Tensor, mean: Tensor, rstd: Tensor) -> Statistics:
-    mean, rstd = (v.flatten().to(stats_dtype(x)) for v in (mean, rstd))
-    return Statistics(mean, rstd)
-
-
-def _gradients(dz: Tensor, x: Tensor, *call: Any, over: bool = False) -> tuple[Tensor, ...]:
-    weight, bias, residual, mean, second, *flat_norm, affine, of_residual = call
-    norm = _norm_of(*flat_norm)
-    source, _ = dense(x)
-    if not norm.own:
-        second = (second.to(stats_dtype(source)) + norm.eps).rsqrt()
-    operands, stats = Operands(source, weight, bias, residual), _found(source, mean, second)
-    into = dz if over and dz.dtype == source.dtype and dz.stride() == source.stride() else None
-    needs = True, affine, affine, of_residual, False
-    dx, *others, _ = passes.backward(dz, operands, stats, norm, None, needs, into)
-    asked = affine and weight is not None, affine and bias is not None, of_residual
-    rest = (v if v is not None and ask else dz.new_empty(0) for v, ask in zip(others, asked, strict=True))
-    return dx, *rest
-
-
-def backward(*call: Any) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, bias and residual; an empty tensor stands for what is not wanted."""
-    return _gradients(*call)
-
-
-def backward_over(*call: Any) -> tuple[Tensor, ...]:
-    """``backward``, which writes the gradient of x over dz."""
-    return _gradients(*call, over=True)
+def _whole(results: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The results of an op, which cannot return None: an empty tensor stands for it."""
+    return tuple(x.new_empty(0, dtype=dtype) if v is None else v for v in results)
 
 
 def _norm_act(*call: Any) -> tuple[Tensor, ...]:
-    z, mean, rstd, *moved = forward(*call)
+    given, norm = _split(call)
+    z, mean, rstd, *moved = Forward(norm)(*given)
     # Results of an op must not share memory.
-    return z, mean, rstd.clone(), *moved
+    rstd = None if rstd is None else rstd.clone()
+    return _whole((z, mean, rstd, *moved), given.x, stats_dtype(given.x))
+
+
+def _norm_act_backward(*call: Any) -> tuple[Tensor, ...]:
+    *tensors, affine, of_residual = (*call[:7], *call[-2:])
+    return _whole(Backward(_norm_of(*call[7:-2]), affine, of_residual)(*tensors), call[0], call[0].dtype)
 
 
 def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -173,18 +206,20 @@ _define(
     "fusedseg::norm_act_backward",
     "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
     f"{_SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
-    backward,
+    _norm_act_backward,
 )
 norm_act = torch.ops.fusedseg.norm_act.default
 norm_act_backward = torch.ops.fusedseg.norm_act_backward.default
-# The forms of the calls that move running statistics, each with the place of the first of them among the arguments.
-MOVING: dict[Any, tuple[int, Callable[..., Any]]] = {norm_act: (4, forward_moving), statistics: (1, statistics_moving)}
-# The forms that write over the first argument.
-OVER: dict[Any, Callable[..., Any]] = {
-    norm_act: forward_over,
-    forward_moving: forward_moving_over,
-    norm_act_backward: backward_over,
-}
+
+
+def prepared(op: Any, call: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+    """What generated code calls for a call of one of the two ops, and with which arguments; None for other ops."""
+    if op is norm_act:
+        return Forward(_norm_of(*call[8:])), call[:8]
+    if op is norm_act_backward:
+        *spec, affine, of_residual = call[7:]
+        return Backward(_norm_of(*spec), affine, of_residual), call[:7]
+    return None
 
 
 @torch.library.register_fake("fusedseg::norm_act")
@@ -192,9 +227,9 @@ def _(*call):
     given, norm = _split(call)
     x, _ = dense(given.x)
     finds = norm.own and given.mean is None
-    shape = _statistics_shape(x, norm) if finds else (0,)
+    count = statistics_count(x, norm) if finds else 0
     running = (given.running_mean, given.running_var) if finds else (None, None)
-    statistics = (x.new_empty(shape, dtype=stats_dtype(x)) for _ in range(2))
+    statistics = (x.new_empty(count, dtype=stats_dtype(x)) for _ in range(2))
     moved = (x.new_empty(0, dtype=stats_dtype(x)) if v is None else torch.empty_like(v) for v in running)
     return torch.empty_like(x), *statistics, *moved
 

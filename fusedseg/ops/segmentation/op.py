@@ -211,8 +211,8 @@ def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
     return SumsFunction.apply(*tensors, target, mask, form, spec)
 
 
-def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Tensor | None, ...], ConvForm | None]:
-    """The logits, or the features, with weight and bias or None, and the form of the convolution."""
+def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Any, ...], ConvForm | None]:
+    """The tensors and the form of a call: the logits, None and None, or the features, the weight and the bias."""
     if isinstance(logits, Tensor):
         return (logits, None, None), None
     conv = logits.conv if isinstance(logits, ConvLogits) else logits

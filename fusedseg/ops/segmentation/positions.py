@@ -112,7 +112,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
         x = logits.formed() if isinstance(logits, ConvLogits) else logits
         values = F.cross_entropy(x, labels.reshape(x.shape[0], *x.shape[2:]).long(), reduction="none", **options)
         return values.flatten(1)
-    given = logits.conv if isinstance(logits, ConvLogits) else dense(logits)[0]
+    given: Tensor | Conv = logits.conv if isinstance(logits, ConvLogits) else dense(logits)[0]
     if not logits.numel():
         return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given)))
     check_whole(labels)

@@ -73,10 +73,12 @@ def tiles(logits: Tensor | Conv, grads: Grads | None = None) -> Iterator[LogitTi
 
 
 def _of_tensor(logits: Tensor, grad: Tensor | None) -> Iterator[LogitTile]:
-    N, K, S = *logits.shape[:2], math.prod(logits.shape[2:])
-    x, into, dtype = logits.reshape(N, K, S), None if grad is None else grad.view(N, K, S), wide_dtype(logits)
+    N, K, *spatial = logits.shape
+    S = math.prod(spatial)
+    x = logits.reshape(N, K, S)
+    into = None if grad is None else grad.view(N, K, S)
     for n, s in _ranges(logits, K, S, tile_size(logits, DEVICE_TILE)):
-        yield LogitTile(x[n, :, s].to(dtype), (n, s), None if into is None else into[n, :, s])
+        yield LogitTile(x[n, :, s].to(wide_dtype(logits)), (n, s), None if into is None else into[n, :, s])
 
 
 def _ranges(t: Tensor, channels: int, S: int, tile: int) -> Iterator[tuple[slice, slice]]:
@@ -143,10 +145,10 @@ class Wide(NamedTuple):
 
 
 def _of_conv(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
-    wide, (N, C) = Wide.of(conv), conv.features.shape[:2]
-    features = conv.features.reshape(N, C, -1)
-    S, widest = features.shape[2], max(wide.weight.shape)
-    for n, s in _ranges(features, widest, S, tile_size(features, CONV_DEVICE_TILE)):
+    wide = Wide.of(conv)
+    features = conv.features.flatten(2) if conv.features.dim() > 2 else conv.features.unsqueeze(2)
+    N, C, S = features.shape
+    for n, s in _ranges(features, max(wide.weight.shape), S, tile_size(features, CONV_DEVICE_TILE)):
         h = wide.features(features[n, :, s])
         x = wide.logits(h)
         # The gradient takes the place of the logits.
@@ -162,8 +164,10 @@ def _as_volume(t: Tensor) -> Tensor:
 def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
     size = conv.form.size
     assert size is not None
-    wide, features = Wide.of(conv), _as_volume(conv.features)
-    K, tile = conv.weight.shape[0], tile_size(features, CONV_DEVICE_TILE)
+    wide = Wide.of(conv)
+    features = _as_volume(conv.features)
+    K = conv.weight.shape[0]
+    tile = tile_size(features, CONV_DEVICE_TILE)
     axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
     planes, rows, columns = axes
     of_planes, of_rows, of_columns = (axis.matrix(wide.weight.dtype, features.device) for axis in axes)

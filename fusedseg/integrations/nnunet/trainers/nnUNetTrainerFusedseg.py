@@ -7,15 +7,11 @@ from typing import Any, ClassVar
 
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
-from fusedseg.integrations.nnunet import Fused, Leaky
+from fusedseg.integrations.nnunet import Fused
 
 
 class nnUNetTrainerFusedseg(Fused, nnUNetTrainer):
     """nnU-Net's own trainer, with a network and losses in fewer bytes, and validation in one pass over the logits."""
-
-
-class nnUNetTrainerFusedsegLeaky(Leaky, nnUNetTrainerFusedseg):
-    """Builds the network with LeakyReLU where the plans name ReLU, so that norms are in place."""
 
 
 class nnUNetTrainerFusedsegNoGraphs(nnUNetTrainerFusedseg):

@@ -1,4 +1,4 @@
-"""The integrations with small stand-ins for the frameworks; the files ``test_*_real.py`` use the real ones."""
+"""The integration of MONAI with small stand-ins for the framework; ``test_monai_real.py`` uses the real one."""
 
 import importlib
 import sys
@@ -9,20 +9,6 @@ import torch
 from torch import nn
 
 import fusedseg
-
-
-def integration(monkeypatch, name, **modules):
-    """Imports an integration anew, with these modules in place of the framework's; None stands for an absent one."""
-    names = {key.replace("__", ".") for key in modules}
-    # Another test may have imported parts of the real framework, which a stand-in does not hide.
-    for imported in [key for key in sys.modules if key.partition(".")[0] in names]:
-        monkeypatch.delitem(sys.modules, imported)
-    for key, module in modules.items():
-        monkeypatch.setitem(sys.modules, key.replace("__", "."), module)
-    # Both entries are restored after the test, so that no later test finds an integration with stand-ins.
-    monkeypatch.setitem(sys.modules, f"fusedseg.integrations.{name}", None)
-    monkeypatch.delitem(sys.modules, f"fusedseg.integrations.{name}")
-    return importlib.import_module(f"fusedseg.integrations.{name}")
 
 
 class MetaTensor(torch.Tensor):
@@ -53,19 +39,30 @@ class Factory:
         self.components[name.upper()] = lambda dims=None: cls
 
 
+def module(**names):
+    made = types.ModuleType("a stand-in")
+    vars(made).update(names)
+    return made
+
+
 @pytest.fixture
 def monai(monkeypatch):
-    factories, meta = types.ModuleType("factories"), types.ModuleType("meta_tensor")
-    factories.Norm, meta.MetaTensor = Factory(), MetaTensor
-    package, inferers = types.ModuleType("monai"), types.ModuleType("inferers")
-    inferers.Inferer = object
-    basic_unet = types.ModuleType("basic_unet")
-    basic_unet.UpCat = UpCat
-    return integration(
-        monkeypatch, "monai", monai=package, monai__networks=package, monai__networks__layers=package,
-        monai__networks__layers__factories=factories, monai__data=package, monai__data__meta_tensor=meta,
-        monai__inferers=inferers, monai__networks__nets=package, monai__networks__nets__basic_unet=basic_unet,
-    )  # fmt: skip
+    stand_ins = {
+        **{f"monai{name}": module() for name in ("", ".data", ".networks", ".networks.layers", ".networks.nets")},
+        "monai.data.meta_tensor": module(MetaTensor=MetaTensor),
+        "monai.inferers": module(Inferer=object),
+        "monai.networks.layers.factories": module(Norm=Factory()),
+        "monai.networks.nets.basic_unet": module(UpCat=UpCat),
+    }
+    # Another test may have imported parts of the real framework, which a stand-in does not hide.
+    for imported in [name for name in sys.modules if name.partition(".")[0] == "monai"]:
+        monkeypatch.delitem(sys.modules, imported)
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    # Both entries are restored after the test, so that no later test finds an integration with stand-ins.
+    monkeypatch.setitem(sys.modules, "fusedseg.integrations.monai", None)
+    monkeypatch.delitem(sys.modules, "fusedseg.integrations.monai")
+    return importlib.import_module("fusedseg.integrations.monai")
 
 
 class UpCat(nn.Module):

@@ -1,0 +1,61 @@
+"""The README's table: whole training steps at full size, from ``steps.json`` of a run.
+
+``bench.report`` prints it with the other tables of whole steps, at the end of ``pytest bench/`` too, and writes it into
+the README.  ``tests/bench/test_front.py`` compares the README with the results of the repository.
+"""
+
+from collections.abc import Mapping
+
+from .results import CaseResults, figure, markdown
+
+GIBIBYTE = 2**30
+HEAD = "peak GiB, step ms, samples a second"
+# The cases of ``bench/gpu/steps.py``, and what the table calls them.
+NETWORKS = {
+    "PlainConvUNet, 2x1x128x128x128 fp16 nhwc": "nnU-Net's PlainConvUNet, 2×1×128³ fp16, channels_last_3d",
+    "PlainConvUNet, 2x1x128x128x128 fp16 nchw": "PlainConvUNet, the same, contiguous",
+    "U-Net, 8x3x512x512 bf16 nhwc": "2D U-Net, 8×3×512² bf16, channels_last",
+    "ResNet-50, 128x3x224x224 bf16 nhwc": "ResNet-50, 128×3×224² bf16, channels_last",
+}
+WAYS = {
+    "eager": "eager mode",
+    "compiled": "`torch.compile`",
+    "budget 0.5": "`torch.compile`, `activation_memory_budget` 0.5",
+    "checkpoint": "checkpoints of each block",
+    "ours": "**fusedseg** (Inductor)",
+    "aten": '**fusedseg**, `"codegen": "aten"`',
+}
+NOT_MEASURED = "not measured"
+
+
+# MLPerf Training v3.0, the logs of a DGX H100: its 8 GPUs trained on 560 volumes and on 56,040 images a second.
+LOGS = "https://github.com/mlcommons/training_results_v3.0/tree/main/NVIDIA/results/dgxh100_ngc23.04_mxnet"
+RECORD = f"NVIDIA's [MLPerf result]({LOGS}), with optimizer (cited)"
+RECORDS = {
+    "PlainConvUNet, 2x1x128x128x128 fp16 nhwc": 560 / 8,
+    "ResNet-50, 128x3x224x224 bf16 nhwc": 56_040 / 8,
+}
+
+
+def front_lines(cases: Mapping[str, CaseResults]) -> list[str]:
+    """A row for each way and a column for each network; nothing if none of the networks was measured."""
+    here = [name for name in NETWORKS if name in cases]
+    if not here:
+        return []
+    rows = [[title, *(cell(cases[name], way) for name in here)] for way, title in WAYS.items()]
+    if any(name in RECORDS for name in here):
+        rows.append([RECORD, *(rate_of(RECORDS[name]) if name in RECORDS else "–" for name in here)])
+    return markdown([HEAD, *(NETWORKS[name] for name in here)], rows)
+
+
+def cell(case: CaseResults, way: str) -> str:
+    """The peak, the time and the rate of a way, as far as they were measured."""
+    peak, step = figure(case, way, "peak_bytes"), figure(case, way, "step")
+    if peak is None:
+        return NOT_MEASURED
+    time = NOT_MEASURED if step is None else f"{step:.1f}, {rate_of(1e3 * case['samples'] / step)}"
+    return f"{peak / GIBIBYTE:.2f}, {time}"
+
+
+def rate_of(samples: float) -> str:
+    return f"{samples:.1f}" if samples < 100 else f"{samples:,.0f}"

@@ -1,0 +1,182 @@
+"""Calls that the host makes in a training step, counted without a GPU: no kernel of this package is compiled or runs.
+
+    python -m bench.gpu.host
+
+On a GPU the host looks at shapes, allocates and launches.  Here it does the same for tensors of the CPU.  Its choices
+are those for an H100, and a driver stands in whose launches do nothing.  PyTorch's own kernels run on the CPU, so a
+time would say nothing; calls are exact.  Counted are the calls of functions in Python and in C that code of this
+package and generated code make.  What PyTorch calls around a compiled graph is counted apart, because it varies between
+versions.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import fusedseg
+from fusedseg import _backend
+from fusedseg.kernels import launcher
+from fusedseg.unet import UNet
+
+from ..contenders import relu
+from ..networks import NNUNET, Network, plain_unet
+from ..test_compiler import with_backend
+
+ROOT = Path(__file__).parents[2]
+# The files whose calls are ours, and the name that generated code has in place of a file.
+OURS = (str(ROOT / "fusedseg"), str(ROOT / "kernels"), "<fusedseg compiler>")
+TARGET = GPUTarget("cuda", 90, 32)
+FAMILIES = ("norm", "conv", "pool", "upsample", "concat", "sums", "low_bit")
+
+
+class Driver:
+    """What launchers ask Triton's driver for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Stands for a compiled kernel, and counts its launches."""
+
+    metadata = SimpleNamespace(target=TARGET)
+    packed_metadata = function = 0
+    launches = 0
+
+    @classmethod
+    def run(cls, *arguments: object) -> None:
+        cls.launches += 1
+
+
+@contextlib.contextmanager
+def launching_nothing() -> Iterator[None]:
+    """A context in which Triton's kernels serve all tensors, and a launch does nothing."""
+    served = {(family, dtype, torch.device("cpu")): "" for family in FAMILIES
+              for dtype in (torch.float16, torch.bfloat16, torch.float32)}  # fmt: skip
+    before = dict(vars(driver))
+    launcher.forget_plans()
+    try:
+        with (
+            mock.patch.dict(_backend._reasons, served),
+            mock.patch.object(_backend, "explain", return_value=("triton", "")),
+            mock.patch.multiple(launcher, CompiledKernel=Compiled, _agrees=True, IN_PYTHON=False),
+            mock.patch.object(launcher.Launcher, "_launch", return_value=Compiled()),
+        ):
+            driver.set_active(Driver())
+            yield
+    finally:
+        vars(driver).update(before)
+        launcher.forget_plans()
+
+
+class Calls(NamedTuple):
+    """The calls of functions in Python and in C that our code makes, PyTorch's calls in Python, and the launches."""
+
+    python: int
+    c: int
+    around: int
+    launches: int
+
+
+def calls_of(run: Callable[[], Any]) -> Calls:
+    """The calls of ``run`` in this thread, in which a CPU's backward runs too."""
+    python = c = around = 0
+
+    def seen(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal python, c, around
+        ours = frame.f_code.co_filename.startswith(OURS)
+        if event == "call":
+            python += ours
+            around += not ours
+        elif event == "c_call":
+            c += ours
+
+    before = Compiled.launches
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Calls(python, c, around, Compiled.launches - before)
+
+
+def unet() -> nn.Module:
+    return UNet(3, 4, widths=(8, 16, 32), norm_act=relu(2), plain=True)
+
+
+# Small networks whose largest norms take the two launches of large ones.
+NETWORKS = {
+    "PlainConvUNet": Network(lambda: plain_unet((8, 16, 32)), (2, 1, 32, 32, 32), NNUNET),
+    "U-Net": Network(unet, (2, 3, 128, 128)),
+}
+
+
+def count_step(network: Network) -> dict[str, Calls]:
+    """The calls of forward and backward of a compiled network under autocast, in channels_last."""
+    torch.manual_seed(0)
+    rows = torch.channels_last_3d if len(network.shape) == 5 else torch.channels_last
+    # PyTorch's type stubs declare Module.to without memory_format.
+    net = network.make().to(memory_format=rows)  # type: ignore[call-overload]
+    options = {"memory_format": rows} if len(network.shape) == 5 else {}
+    run = with_backend("aten", **options)(net, torch.empty(0))
+    x = torch.randn(network.shape).to(memory_format=rows)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(x).float().square().mean()
+
+    # The first step compiles, and the second one keeps the launches.
+    for _ in range(2):
+        forward().backward()
+    losses: list[Tensor] = []
+    return {
+        "forward": calls_of(lambda: losses.append(forward())),
+        "backward": calls_of(lambda: losses.pop().backward()),
+    }
+
+
+def count_module(make: Callable[[], nn.Module]) -> dict[str, Calls]:
+    """The calls of forward and backward of a module in eager mode."""
+    module, dz = make(), torch.ones(2, 16, 8, 8)
+
+    def run() -> dict[str, Calls]:
+        x, found = torch.randn(2, 16, 8, 8, requires_grad=True).clone(), []
+        calls = calls_of(lambda: found.append(module(x)))
+        return {"forward": calls, "backward": calls_of(lambda: found.pop().backward(dz))}
+
+    run()
+    return run()
+
+
+def count() -> dict[str, dict[str, Calls]]:
+    with launching_nothing():
+        found = {"InPlaceABN": count_module(lambda: fusedseg.InPlaceABN(16))}
+        for name, network in NETWORKS.items():
+            if network.is_here():
+                found[name] = count_step(network)
+    return found
+
+
+def main() -> None:
+    rows = {f"{name}, {half}": calls._asdict() for name, halves in count().items() for half, calls in halves.items()}
+    print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Calls that take the host less time and compute the same, for the codegen "aten".
+
+norms
+    become objects that know already what they compute, so that a call takes tensors alone.
+convolutions
+    that no kernel of this package can compute become calls of PyTorch's function.
+casts
+    become calls of ``Tensor.to``, which reads its arguments in half of the time of the op.
+zeros
+    that a graph only returns, as the gradients of dead biases, become parts of one tensor, which one kernel fills.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ... import _torch
+from ...ops.conv import conv3d
+from ...ops.norm import graph as norms
+from ..graph import has_symbols, node_at, value_of
+
+aten = torch.ops.aten
+
+
+def rewrite(graph: fx.Graph) -> None:
+    """Writes such calls."""
+    for node in graph.nodes:
+        made = norms.prepared(node.target, node.args)
+        if made is not None:
+            node.target, node.args = made
+        elif node.target is aten._to_copy.default and _is_cast(node):
+            node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
+        value = value_of(node)
+        if value.dim() == 1 and not has_symbols(value) and set(node.users) == {graph.output_node()}:
+            alike.setdefault((value.dtype, value.device), []).append(node)
+    for nodes in alike.values():
+        if len(nodes) > 1:
+            _put_together(graph, nodes)
+
+
+def write_convolutions(graph: fx.Graph) -> int:
+    """Writes such convolutions and their gradients, and returns their number.
+
+    It is the last pass, because others look for the ops.
+    """
+    found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
+    for node in found:
+        node.target = CONVOLUTIONS[node.target].function
+    return len(found)
+
+
+class ConvolutionCall(NamedTuple):
+    """The function of an op, and the places of its input, its weight, and its stride among the arguments."""
+
+    function: Any
+    x: int
+    weight: int
+    stride: int
+
+
+CONVOLUTIONS = {
+    aten.convolution.default: ConvolutionCall(torch.convolution, 0, 1, 3),
+    aten.convolution_backward.default: ConvolutionCall(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
+}
+
+
+def _is_the_vendors(node: fx.Node) -> bool:
+    """Whether shapes and dtypes of a convolution leave no choice."""
+    of = CONVOLUTIONS[node.target]
+    x, weight = value_of(node_at(node, of.x)), value_of(node_at(node, of.weight))
+    given = conv3d.Arguments(*node.args[of.stride : of.stride + len(conv3d.Arguments._fields)])
+    return not has_symbols(x, weight) and not given.fit(x, weight)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a copy has another dtype than its source, and is like it otherwise."""
+    source, value = value_of(node_at(node, 0)), value_of(node)
+    alike = source.device == value.device and value.layout is torch.strided
+    return alike and source.dtype != value.dtype and set(node.kwargs) <= {"dtype", "layout", "device"}
+
+
+def zeros_of(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Vectors of zeros, which share memory without overlap."""
+    return torch.zeros(sum(sizes), dtype=dtype, device=device).split(list(sizes))
+
+
+def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    values = [value_of(node) for node in nodes]
+    with graph.inserting_before(graph.output_node()):
+        given = ([value.numel() for value in values], values[0].dtype, values[0].device)
+        whole = graph.call_function(zeros_of, given)
+        whole.meta["val"] = tuple(values)
+        for place, node in enumerate(nodes):
+            part = graph.call_function(operator.getitem, (whole, place))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
