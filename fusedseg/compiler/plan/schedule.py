@@ -1,4 +1,4 @@
-"""The order in which backward recomputes values of forward, and how often.
+"""The order in which backward computes values of forward again, and how often.
 
 Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
 way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
@@ -23,8 +23,7 @@ TRIALS = 200
 
 
 class Goal(NamedTuple):
-    """Compute-intensive ops run a third time in backward until the peak is at most so many bytes, within so much
-    arithmetic.
+    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic.
 
     After that they do where a byte less at the peak costs at most ``price`` of arithmetic.
     """
@@ -37,7 +36,7 @@ class Goal(NamedTuple):
 Over = list[tuple[int, int]]
 
 
-class ScheduledNode:
+class Step:
     """One node in its turn; a node that is computed twice has two steps.
 
     reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
@@ -47,32 +46,27 @@ class ScheduledNode:
 
     __slots__ = ("first", "made", "nbytes", "node", "over", "reads")
 
-    def __init__(
-        self, node: fx.Node, reads: list["ScheduledNode"], root: fx.Node, nbytes: int, made: int, over: Over
-    ) -> None:
+    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int, made: int, over: Over) -> None:
         self.node, self.reads, self.nbytes, self.made, self.over = node, reads, nbytes, made, over
-        self.first: ScheduledNode = (
-            self if root is node else next(step.first for step in reads if step.first.node is root)
-        )
+        self.first: Step = self if root is node else next(step.first for step in reads if step.first.node is root)
 
-    def call(self) -> "ScheduledNode":
+    def call(self) -> "Step":
         """The step of the call of which this one picks a result, or the step itself."""
         return self.reads[0] if self.node.target is operator.getitem else self
 
 
-class BackwardGraph:
-    """A graph of backward: which of its nodes recompute values of forward, and what each needs of memory.
+class Backward:
+    """A graph of backward: which of its nodes compute values of forward again, and what each needs of memory.
 
     fused: whether Inductor generates the code.  Elementwise ops have no memory of their own then where elementwise ops
-    and sums alone read them, and only compute-intensive ops are worth a second run: Inductor would fuse the runs of
-    other ops.
+    and sums alone read them, and only products are worth a second run: Inductor would fuse the runs of other ops.
     """
 
     def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
         self.graph, self.fused = graph, fused
         self.roots = roots_of(graph)
         calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
-        self.recomputed: set[fx.Node] = {*calls} - following(graph)
+        self.again: set[fx.Node] = {*calls} - following(graph)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -98,22 +92,22 @@ class BackwardGraph:
         return 0 if isinstance(value_of(node), (tuple, list)) else self.made(node)
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are recomputed, in the best order."""
+        """The inputs that are computed again, in the best order."""
         if node not in self._inputs:
-            rebuilt = [source for source in node.all_input_nodes if source in self.recomputed]
+            rebuilt = [source for source in node.all_input_nodes if source in self.again]
             self._inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - self.needs[source])
         return self._inputs[node]
 
-    def in_turn(self) -> list[ScheduledNode]:
+    def in_turn(self) -> list[Step]:
         """The nodes, each value of forward right before its first reader."""
-        done: dict[fx.Node, ScheduledNode] = {}
-        steps: list[ScheduledNode] = []
+        done: dict[fx.Node, Step] = {}
+        steps: list[Step] = []
         for node in self.graph.nodes:
-            if node not in self.recomputed:
+            if node not in self.again:
                 self.compute(node, done, steps)
         return steps
 
-    def compute(self, node: fx.Node, done: dict[fx.Node, ScheduledNode], steps: list[ScheduledNode]) -> None:
+    def compute(self, node: fx.Node, done: dict[fx.Node, Step], steps: list[Step]) -> None:
         """Appends a step for a node, after steps for those of its inputs that are not done."""
         stack = [node]
         while stack:
@@ -124,24 +118,24 @@ class BackwardGraph:
                 continue
             stack.pop()
             # All results of a call follow it at once, so that those that nobody reads are let go.
-            items = [user for user in now.users if now in self.recomputed and user.target is operator.getitem]
+            items = [user for user in now.users if now in self.again and user.target is operator.getitem]
             for one in (now, *items):
                 if one not in done:
                     done[one] = self.step(one, [done[source] for source in one.all_input_nodes])
                     steps.append(done[one])
 
-    def step(self, node: fx.Node, reads: list[ScheduledNode]) -> ScheduledNode:
+    def step(self, node: fx.Node, reads: list[Step]) -> Step:
         if node not in self._over:
             self._over[node] = self.over(node)
-        return ScheduledNode(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
+        return Step(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
         return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node, self.fused)]
 
-    def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, ScheduledNode]:
+    def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Step]:
         """The steps of nodes in this order."""
-        done: dict[fx.Node, ScheduledNode] = {}
+        done: dict[fx.Node, Step] = {}
         for node in nodes:
             done[node] = self.step(node, [done[source] for source in node.all_input_nodes])
         return done
@@ -150,31 +144,31 @@ class BackwardGraph:
         """The node of a graph for a node of ``graph``; another one in ``peak.PlannedBackward``."""
         return node
 
-    def alive(self, steps: list[ScheduledNode]) -> "Alive":
+    def alive(self, steps: list[Step]) -> "Alive":
         return Alive(steps, self._inlined(steps) if self.fused else {})
 
-    def _inlined(self, steps: list[ScheduledNode]) -> dict[ScheduledNode, list[ScheduledNode]]:
+    def _inlined(self, steps: list[Step]) -> dict[Step, list[Step]]:
         """The steps whose result is computed where it is read, and the memory that is read there."""
         own = [step for step in steps if step.first is step]
         fusing = {step for step in own if is_inlined(self.node_of(step.node))}
-        apart = set[ScheduledNode]()
+        apart = set[Step]()
         for step in own:
             if step not in fusing and not reads_inside(self.node_of(step.node)):
                 apart |= {read.first for read in step.reads}
-        inlined: dict[ScheduledNode, list[ScheduledNode]] = {}
+        inlined: dict[Step, list[Step]] = {}
         for step in own:
             if step in fusing and step not in apart:
                 inlined[step] = memory_read(step, inlined)
         return inlined
 
-    def flops(self, steps: list[ScheduledNode]) -> int:
-        """The arithmetic of the compute-intensive ops that are recomputed."""
+    def flops(self, steps: list[Step]) -> int:
+        """The arithmetic of the products that are computed again."""
         for step in steps:
-            if step.node in self.recomputed and step.node not in self._flops:
+            if step.node in self.again and step.node not in self._flops:
                 self._flops[step.node] = flops_of(self.node_of(step.node))
-        return sum(self._flops[step.node] for step in steps if step.node in self.recomputed)
+        return sum(self._flops[step.node] for step in steps if step.node in self.again)
 
-    def least_peak(self, goal: Goal | None) -> list[ScheduledNode]:
+    def least_peak(self, goal: Goal | None) -> list[Step]:
         """The nodes in turn, with those computed once more that lower the peak."""
         steps = self.in_turn()
         if goal is None:
@@ -183,7 +177,7 @@ class BackwardGraph:
         steps = self._parted_often(steps, goal.flops, goal.peak)
         return self._at_price(steps, goal) if goal.price and self.alive(steps).peak[0] <= goal.peak else steps
 
-    def _at_price(self, steps: list[ScheduledNode], goal: Goal) -> list[ScheduledNode]:
+    def _at_price(self, steps: list[Step], goal: Goal) -> list[Step]:
         """Values are computed once more, as far as the bytes that the peak loses are worth the arithmetic.
 
         One alone may lower nothing, where several places peak as high.
@@ -199,7 +193,7 @@ class BackwardGraph:
             steps, now = found, self.alive(found)
         return best
 
-    def _parted_often(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
+    def _parted_often(self, steps: list[Step], most: float, enough: float) -> list[Step]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
         for _ in range(TRIALS):
             now = self.alive(steps)
@@ -209,14 +203,14 @@ class BackwardGraph:
             steps = found
         return steps
 
-    def parted(self, steps: list[ScheduledNode], now: "Alive", most: float) -> list[ScheduledNode] | None:
+    def parted(self, steps: list[Step], now: "Alive", most: float) -> list[Step] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None."""
         top = now.top
         read = {read.first for read in steps[top].reads}
         crossing = [
             step
             for step in steps[:top]
-            if step.node in self.recomputed and step.nbytes and now.last[step] > top and step not in read
+            if step.node in self.again and step.nbytes and now.last[step] > top and step not in read
             if not self.fused or self.flops([step.call()])
         ]
         # Those first whose own arithmetic is the least for each byte.
@@ -226,12 +220,12 @@ class BackwardGraph:
                 return found
         return None
 
-    def _twice(self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: "Alive") -> list[ScheduledNode]:
-        """The steps with ``old`` recomputed for its readers after the place ``top``."""
+    def _twice(self, steps: list[Step], old: Step, top: int, now: "Alive") -> list[Step]:
+        """The steps with ``old`` computed again for its readers after the place ``top``."""
         found = steps[: top + 1]
-        made: dict[ScheduledNode, ScheduledNode] = {}
+        made: dict[Step, Step] = {}
         for place, step in enumerate(steps[top + 1 :], top + 1):
-            reads = [self._recompute(read, old, place, now, made, found) for read in step.reads]
+            reads = [self._again(read, old, place, now, made, found) for read in step.reads]
             if reads == step.reads:
                 found.append(step)
             else:
@@ -239,24 +233,18 @@ class BackwardGraph:
                 found.append(made[step])
         return found
 
-    def _recompute(
-        self,
-        read: ScheduledNode,
-        old: ScheduledNode,
-        place: int,
-        now: "Alive",
-        made: dict[ScheduledNode, ScheduledNode],
-        found: list[ScheduledNode],
-    ) -> ScheduledNode:
+    def _again(
+        self, read: Step, old: Step, place: int, now: "Alive", made: dict[Step, Step], found: list[Step]
+    ) -> Step:
         """What a reader at ``place`` reads in place of ``read``, if ``old`` is gone by then."""
         if read in made:
             return made[read]
         # All results of a call are computed at once, and so are all gone.
         gone = read.first.call() is old.call() or now.last[read.first] < place
         inlined = read in now.inlined
-        if not (gone or inlined) or read.node not in self.recomputed or now.places[read] > place:
+        if not (gone or inlined) or read.node not in self.again or now.places[read] > place:
             return read
-        reads = [self._recompute(r, old, place, now, made, found) for r in read.reads]
+        reads = [self._again(r, old, place, now, made, found) for r in read.reads]
         if inlined and reads == read.reads:
             made[read] = read
         else:
@@ -275,7 +263,7 @@ class Alive:
         inlined: the steps without memory of their own, and the memory that is read in place of theirs.
     """
 
-    def __init__(self, steps: list[ScheduledNode], inlined: dict[ScheduledNode, list[ScheduledNode]]) -> None:
+    def __init__(self, steps: list[Step], inlined: dict[Step, list[Step]]) -> None:
         self.inlined = inlined
         self.places = {step: place for place, step in enumerate(steps)}
         self.last = dict(self.places)
@@ -284,7 +272,7 @@ class Alive:
                 self.last[read.first] = place
             for read in memory_read(step, inlined):
                 self.last[read] = place
-        gone: list[list[ScheduledNode]] = [[] for _ in steps]
+        gone: list[list[Step]] = [[] for _ in steps]
         for step in steps:
             if step.first is step:
                 gone[self.last[step]].append(step)
@@ -301,7 +289,7 @@ class Alive:
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))
 
-    def _written_over(self, step: ScheduledNode, place: int) -> int:
+    def _written_over(self, step: Step, place: int) -> int:
         """The bytes of an input that the result is written over."""
         memory = [read.first for read in step.reads]
         for at, nbytes in step.over:
@@ -312,7 +300,7 @@ class Alive:
         return 0
 
 
-def memory_read(step: ScheduledNode, inlined: dict[ScheduledNode, list[ScheduledNode]]) -> list[ScheduledNode]:
+def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
     """The steps whose memory a step reads."""
     return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
 
@@ -329,26 +317,26 @@ def reads_inside(node: fx.Node) -> bool:
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
-    backward = BackwardGraph(module.graph, fused)
+    backward = Backward(module.graph, fused)
     steps = backward.least_peak(goal)
     if fused:
-        steps = sums_after_compute_intensive_ops(steps)
+        steps = sums_after_products(steps)
     module.graph = _written(steps)
     module.recompile()
 
 
-def sums_after_compute_intensive_ops(steps: list[ScheduledNode]) -> list[ScheduledNode]:
-    """A sum of an elementwise value after the first compute-intensive op that reads the value.
+def sums_after_products(steps: list[Step]) -> list[Step]:
+    """Sums of an elementwise value after the first product that reads it, if nobody reads the sum before that.
 
-    It is moved there if nobody reads the sum before that.  The op needs the value in memory, and a sum after it reads
-    that memory.  For a sum before it Inductor computes the value once more from its inputs, which then live on beside
-    it: in backward of an attention three tensors of the size of its scores in place of two.
+    A product needs the value in memory, and a sum after it reads that memory.  For a sum before it Inductor computes
+    the value once more from its inputs, which then live on beside it: in backward of an attention three tensors of the
+    size of its scores in place of two.
     """
     for added in [step for step in steps if reads_inside(step.node)]:
         start = steps.index(added)
         values = {read.first for read in added.reads if is_inlined(read.first.node)}
-        end = next((place for place in range(start, len(steps)) if _reads_from_memory(values, steps[place])), start)
-        first: list[ScheduledNode] = []
+        end = next((place for place in range(start, len(steps)) if _is_product_of(values, steps[place])), start)
+        first: list[Step] = []
         later = [added]
         for step in steps[start + 1 : end + 1]:
             (first if set(step.reads).isdisjoint(later) else later).append(step)
@@ -357,15 +345,15 @@ def sums_after_compute_intensive_ops(steps: list[ScheduledNode]) -> list[Schedul
     return steps
 
 
-def _reads_from_memory(values: set[ScheduledNode], step: ScheduledNode) -> bool:
+def _is_product_of(values: set[Step], step: Step) -> bool:
     """Whether a step reads one of these values from memory."""
     inside = is_inlined(step.node) or reads_inside(step.node)
     return not inside and is_op(step.node) and step.first is step and any(read.first in values for read in step.reads)
 
 
-def _written(steps: list[ScheduledNode]) -> fx.Graph:
+def _written(steps: list[Step]) -> fx.Graph:
     graph = fx.Graph()
-    made: dict[ScheduledNode, fx.Node] = {}
+    made: dict[Step, fx.Node] = {}
     for step in steps:
         swapped = {source: made[read] for source, read in zip(step.node.all_input_nodes, step.reads, strict=True)}
         made[step] = graph.node_copy(step.node, swapped.__getitem__)
