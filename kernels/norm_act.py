@@ -86,7 +86,7 @@ def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_
     tl.store(out_ptr + offs, z, mask=mask, eviction_policy=EVICT)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
                               running_mean_ptr, running_var_ptr, batches_ptr, kept_ptr, slot_ptr,
                               momentum: tl.float64, I, N, C, S, K, tiles_per_split, partials, SOURCE: tl.constexpr,

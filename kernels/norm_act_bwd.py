@@ -126,7 +126,7 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
         tl.store(dweight_ptr + u, s2.to(dweight_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                                bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
                                splits, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
@@ -173,7 +173,7 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                               bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr,
                               I, N, C, S, K, tiles_per_split, partials, KEEP: tl.constexpr, FEW: tl.constexpr,
@@ -247,7 +247,7 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def norm_over_samples_kernel(sums_ptr, dweight_ptr, dbias_ptr, rows, C, BLOCK_R: tl.constexpr,
                              BLOCK_C: tl.constexpr):  # fmt: skip
     """dbias and dweight, (C,), from the sums of g and g * xhat, (2, rows, C), added in a fixed order."""

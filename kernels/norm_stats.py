@@ -27,7 +27,7 @@ from .tile import (
     tile_offsets,
 )
 
-# Arguments that differ from shape to shape.  Triton would compile a kernel anew for 1, and for multiples of 16.
+# Arguments that differ from shape to shape.  For multiples of 16, Triton would compile a kernel anew, and gain nothing.
 COUNTS = ["tiles_per_split", "splits", "partials"]
 
 
@@ -49,7 +49,7 @@ def is_cut(j, period, PEEL: tl.constexpr):
     return cut
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, ACC: tl.constexpr, STAT: tl.constexpr,
                       ALIGN: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
@@ -139,7 +139,7 @@ def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: t
     return s1, s2
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def norm_merge_kernel(partial_ptr, merged_ptr, weight_ptr, U, C, splits, MOMENTS: tl.constexpr, D: tl.constexpr,
                       BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
     """Merges (k, splits, U) to (k, chunks, U / D): moments if k = 3, and sums, times weight if given, if k = 2.

@@ -51,7 +51,7 @@ def test_every_name_is_of_one_kind():
 
 @pytest.mark.parametrize("listed", [NAMES, INVERTIBLE], ids=["exact", "in place"])
 def test_the_documentation_lists_them_all(listed):
-    text = (Path(__file__).parents[1] / "docs" / "inplace.md").read_text().replace("\n", " ")
+    text = (Path(__file__).parents[1] / "docs" / "networks.md").read_text().replace("\n", " ")
     assert f"one of {', '.join(listed[:-1])} and {listed[-1]}." in text
 
 

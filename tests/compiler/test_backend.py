@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fusedseg
 from fusedseg.compiler import backend, partition, report
 from fusedseg.compiler.settings import Settings, parse, say_once
 from fusedseg.progress import Progress
@@ -38,8 +39,6 @@ def test_a_long_compilation_shows_what_it_does(monkeypatch):
 
 
 def test_the_package_in_place_of_its_name():
-    import fusedseg
-
     run = torch.compile(net(), backend=fusedseg)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r'write its name.*backend="fusedseg"'):
         run(torch.randn(1, 1, 5, 5))
@@ -164,8 +163,13 @@ def test_inductor_copies_no_weights_and_no_maps():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
-def test_caches_cold_and_warm():
-    """A second compilation finds the first one's code; AOTAutograd's cache does not bypass the partitioner's name."""
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_caches_cold_and_warm(kernels, needs_interpreter, monkeypatch):
+    """A second compilation finds the first one's code; AOTAutograd's cache does not bypass the partitioner's name.
+
+    With Triton's kernels norms are ops of this package in the captured graph.  The cache takes ops, and no functions.
+    """
+    monkeypatch.setattr(fusedseg, "backend", kernels)
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 

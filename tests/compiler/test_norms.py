@@ -1,17 +1,22 @@
 """Norms are found in captured graphs, with their residuals and activations, and become one op."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg.activation import TABLE
-from fusedseg.compiler.capture import norms
-from fusedseg.compiler.capture.norms import How, NormAct
+import fusedseg
+from fusedseg import _torch
+from fusedseg.activation import TABLE, Activation
+from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
+from fusedseg.compiler.capture.norms import How
+from fusedseg.compiler.codegen.aten import emit
+from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import backward_over, flat, norm_act, norm_act_backward
 from tests.compiler.networks import as_eager, compiled, kept, results
 
 
@@ -28,8 +33,9 @@ def found_in(function, *inputs, how=How()):  # noqa: B008  it is frozen
     torch._dynamo.reset()
     torch.compile(function, backend=compiler)(*inputs)
     nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
-    made = [node for node in nodes if isinstance(node.target, NormAct)]
-    return [(node.target.act, node.args[1] is not None) for node in made], [n.target for n in nodes if n not in made]
+    made = [node for node in nodes if node.target is norms.of_stock_op]
+    found = [(Activation(*node.args[6:8]), node.args[5] is not None) for node in made]
+    return found, [n.target for n in nodes if n not in made]
 
 
 def normed(x):
@@ -233,6 +239,55 @@ def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
         assert abs(seen[-1] - stock) <= 0.02 * stock, act
 
 
+class Modules(nn.Module):
+    """Norms of each kind, a module of this package, and interpolations."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(3, 4, 3), *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4), nn.BatchNorm2d(4)])
+        self.own = fusedseg.InPlaceABN(4)
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            h = norm(conv(x))
+            x = F.leaky_relu(h + x if h.shape == x.shape else h, inplace=True)
+        x = F.interpolate(x, size=(9, 8), mode="bilinear") + F.interpolate(x[..., :4, :4], scale_factor=(2.25, 2))
+        return F.interpolate(self.own(self.convs[-1](x)), scale_factor=(2, 1.5), mode="bilinear", align_corners=True)
+
+
+def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
+    """A second process compiled from the start: a graph was cached only where no norm of it was rewritten."""
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    targets = []
+
+    def as_for_inductor(module, inputs):
+        """The graph is rewritten as for Inductor, and no code is generated for it."""
+        settings = Settings(codegen="inductor")
+        passes.rewrite(module, settings)
+        for node in module.graph.nodes:
+            check_node_safe(node)
+            targets.append(node.target)
+        compiler = _torch.compiler_parts().aot_autograd(fw_compiler=emit, bw_compiler=emit)
+        return compiler(module, inputs)
+
+    torch.manual_seed(0)
+    net = Modules()
+    twin, x = copy.deepcopy(net), torch.randn(2, 3, 12, 11)
+    run = torch.compile(net, backend=as_for_inductor)
+    for model, call in ((net, run), (twin.double(), twin)):
+        call(x.to(model.own.weight.dtype)).square().mean().backward()
+    assert targets.count(norms.of_stock_op) == 4
+    assert targets.count(norms.of_module_op) == 1
+    assert targets.count(pools_and_upsampling.enlarge_op) == 3
+    for ours, exact in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+    for ours, exact in zip(net.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
 def test_opcheck(kind, fmt):
@@ -260,3 +315,64 @@ def test_gradcheck(act):
     param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
     spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
     assert torch.autograd.gradcheck(lambda *t: norm_act(*t, None, None, None, None, *flat(spec))[0], given)
+
+
+def basic_blocks():
+    from tests.resnet import ResNet18
+
+    return ResNet18(10, width=4), torch.randn(2, 3, 32, 32), 8
+
+
+def bottlenecks():
+    from tests.resnet import ResNet50
+
+    return ResNet50(10, width=4), torch.randn(2, 3, 32, 32), 16
+
+
+def residual_encoder():
+    unet = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    net = unet.ResidualEncoderUNet(
+        1, 2, (4, 8), nn.Conv3d, 3, (1, 2), (1, 2), 2, (1,), conv_bias=True, norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"affine": True}, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True},
+    )  # fmt: skip
+    return net, torch.randn(1, 1, 8, 8, 8), 3
+
+
+def swin_unetr():
+    nets = pytest.importorskip("monai.networks.nets")
+    # Of ten residual blocks four add a permuted map, which lies otherwise than the result of the norm.
+    return nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12), torch.randn(1, 1, 64, 32, 32), 6
+
+
+RESIDUAL = {
+    "ResNet-18": basic_blocks, "ResNet-50": bottlenecks, "ResidualEncoderUNet": residual_encoder,
+    "SwinUNETR": swin_unetr,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", ["planes", "rows"])
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_norms_of_networks(name, fmt, monkeypatch):
+    """Each is one op, in planes too; its backward gives the shortcut's gradient, and sums of gradients are in place."""
+    torch.manual_seed(0)
+    net, x, wanted = RESIDUAL[name]()
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    if fmt == "rows":
+        net, x = net.to(memory_format=last), x.contiguous(memory_format=last)
+    home, backward = sys.modules["fusedseg.compiler.codegen.aten"], []
+    original = home.emit
+
+    def emitting(module, inputs):
+        run = original(module, inputs)
+        if any("tangents" in node.name for node in module.graph.find_nodes(op="placeholder")):
+            backward.extend(module.graph.nodes)
+        return run
+
+    monkeypatch.setattr(home, "emit", emitting)
+    options = {} if fmt == "planes" else {"memory_format": last}
+    compiled(net, **options)(x).square().mean().backward()
+    norms_of = [node for node in backward if node.target in (norm_act_backward, backward_over)]
+    assert sum(node.args[-1] for node in norms_of) == wanted
+    large = x.numel() // 8
+    sums = [node for node in backward if node.target is torch.ops.aten.add.Tensor]
+    assert not [node for node in sums if node.meta["val"].numel() >= large]

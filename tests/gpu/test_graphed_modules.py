@@ -38,7 +38,7 @@ def graphs(device, monkeypatch):
 
 
 def graphed(net, x):
-    """The recipe of docs/inplace.md."""
+    """The recipe of docs/networks.md."""
     before = copy.deepcopy(net.state_dict())
     net = torch.cuda.make_graphed_callables(net, (x,))
     net.load_state_dict(before)

@@ -381,7 +381,7 @@ def kernels_of_norms(kind: str, shapes: list[tuple[int, ...]], memory_format: to
 def norms_of_a_network_share_kernels() -> None:
     """They were 28, 25, 19 and 22 kernels: Triton compiled anew for the numbers of programs and parts of each shape."""
     volumes = [(2, C, n, n, n) for C, n in VOLUMES]
-    assert kernels_of_norms("instance", volumes, torch.channels_last_3d) <= 21
+    assert kernels_of_norms("instance", volumes, torch.channels_last_3d) <= 22
     assert kernels_of_norms("instance", volumes, torch.contiguous_format) <= 17
     assert kernels_of_norms("batch", [(8, C, n, n) for C, n in IMAGES], torch.channels_last) <= 9
     assert kernels_of_norms("batch", [(128, C, n, n) for C, n in RESNET], torch.channels_last) <= 9

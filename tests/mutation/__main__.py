@@ -38,7 +38,7 @@ RELATED = {
     "kernels/launcher.py": ["tests/kernels/test_launcher.py"],
     "kernels/dry_run.py": ["tests/kernels/test_launcher.py", "tests/kernels/test_*codegen.py"],
     "kernels/*": NORM_KERNELS,
-    "fusedseg/ops/low_bit/*": ["tests/ops/test_low_bit*.py", "tests/compiler/test_bits.py"],
+    "fusedseg/ops/low_bit/*": ["tests/ops/test_low_bit*.py", "tests/compiler/test_bits*.py"],
     "fusedseg/ops/norm/*": NORM_OPS,
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/conv*": CONV_OPS,

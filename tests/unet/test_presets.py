@@ -11,13 +11,13 @@ from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 
 VOLUME = [(2, 1, 320, 150, 26)]
 IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
-# (kept, peak) in MiB: an upper bound for our network, and the plain twin's figures within 1 %, as in the table "Bytes
-# that a network needs" in docs/design.md.
+# (kept, peak) in MiB: an upper bound for our network, and the plain twin's figures within 1 %, as in the table "What it
+# saves" in docs/networks.md.
 FOOTPRINTS = {
-    "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 1930), (4081, 4709)),
-    "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2015), (4620, 5249)),
-    "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1270), (3220, 3471)),
-    "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2540), (6200, 6702)),
+    "3D large, fp16": (unet3d_large, VOLUME, torch.float16, (1615, 1930), (4081, 4686)),
+    "3D small, fp16": (unet3d_small, VOLUME, torch.float16, (1700, 2015), (4620, 5225)),
+    "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1270), (3220, 3468)),
+    "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2540), (6200, 6696)),
 }
 # In fp32, every tensor has twice the bytes that it has in fp16.
 IMPLIED = ("two encoders, fp32",)

@@ -113,18 +113,14 @@ def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
     return torch.stack([mean + shift, *others])
 
 
-def _define(name: str, schema: str, function: Callable[..., Any]) -> None:
-    """Makes an op of a function: AOTAutograd's cache takes no other functions.  The tracer looks into the op."""
-    torch.library.define(name, schema)
-    torch.library.impl(name, "CompositeImplicitAutograd", function)
-
-
-_define("fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect)
-_define("fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean)
-_define("fusedseg::with_bias", "(Tensor stats, Tensor bias) -> Tensor", with_bias)
-without_effect_op = torch.ops.fusedseg.without_effect.default
-move_op = torch.ops.fusedseg.move_mean.default
-with_bias_op = torch.ops.fusedseg.with_bias.default
+# Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
+without_effect_op = _torch.composite_op(
+    "fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect
+)
+move_op = _torch.composite_op(
+    "fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean
+)
+with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor stats, Tensor bias) -> Tensor", with_bias)
 
 
 class _Dead(NamedTuple):
@@ -159,9 +155,9 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
         conv = None if given is None else _convolution_of(given.x, norm)
         if given is None or conv is None:
             continue
-        bias, y = _argument(conv, 2, "bias"), _value_of(conv)
+        bias, y = argument(conv, 2, "bias"), _value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
-        is_batch = y.dim() == _value_of(_argument(conv, 1, "weight")).dim()
+        is_batch = y.dim() == _value_of(argument(conv, 1, "weight")).dim()
         if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
             continue
         if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
@@ -178,7 +174,8 @@ def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
     return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
 
 
-def _argument(conv: fx.Node, place: int, name: str) -> Any:
+def argument(conv: fx.Node, place: int, name: str) -> Any:
+    """An argument of a convolution, which is given by its place or by its name."""
     return conv.args[place] if len(conv.args) > place else conv.kwargs.get(name)
 
 

@@ -3,13 +3,13 @@
 The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
 op keeps x and the statistics, and backward computes its output again from them where it reads that.
 
-``rewrite`` finds the calls, and puts a ``NormAct`` in the place of each.  What a ``NormAct`` computes is decided when
+``rewrite`` finds the calls, and puts ``of_stock`` in the place of each.  What ``of_stock`` computes is decided when
 AOTAutograd runs it on tensors without values: the op, or else the functions that were captured.
 """
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
 from inspect import getcallargs
 from typing import Any, NamedTuple
 
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ... import _backend
+from ... import _backend, _torch
 from ...activation import TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
 from ...ops.norm import op as module_norms
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, stats_dtype
-from ...ops.norm.graph import flat, norm_act
+from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
 from .. import op_table
 from ..graph import is_alike
 from ..settings import Settings
@@ -49,9 +49,13 @@ class How:
     whole: bool = True
 
 
-def wanted_by(settings: Settings) -> How:
-    """What the backend wants of norms with these options."""
-    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
+# The number of its fields, which are the last arguments of both ops.
+HOW = len(fields(How))
+
+
+def wanted_by(settings: Settings, in_rows: bool) -> How:
+    """What the backend wants of norms with these options, and of a graph that computes in channels_last or not."""
+    return How(settings.codegen == "inductor", in_rows, settings.bits is None)
 
 
 class Tensors(NamedTuple):
@@ -64,24 +68,27 @@ class Tensors(NamedTuple):
     running_var: Any
 
 
-def _batch_norm(given: dict[str, Any]) -> Norm:
-    return Norm("input", IDENTITY, given["eps"], given["momentum"], bool(given["training"]))
+class Stock(NamedTuple):
+    """A function of PyTorch that is a norm.
+
+    kind: the kind of ``Norm``.
+    own: its argument that says whether the statistics are those of x; None if they always are.
+    """
+
+    kind: str
+    own: str | None
+
+    def norm(self, given: dict[str, Any]) -> Norm:
+        """What the function computes with these arguments."""
+        own = self.own is None or bool(given[self.own])
+        momentum, groups = given.get("momentum", 0.0), given.get("num_groups", 0)
+        return Norm("input", IDENTITY, given["eps"], momentum, own, self.kind, groups)
 
 
-def _instance_norm(given: dict[str, Any]) -> Norm:
-    spec = Norm("input", IDENTITY, given["eps"], given["momentum"], bool(given["use_input_stats"]), "instance")
-    return spec.of_given()
-
-
-def _group_norm(given: dict[str, Any]) -> Norm:
-    return Norm("input", IDENTITY, given["eps"], kind="group", groups=given["num_groups"])
-
-
-# Each function of a norm, and what describes its call.
-NORMS: dict[Any, Callable[[dict[str, Any]], Norm]] = {
-    F.batch_norm: _batch_norm,
-    F.instance_norm: _instance_norm,
-    F.group_norm: _group_norm,
+NORMS: dict[Any, Stock] = {
+    F.batch_norm: Stock("batch", "training"),
+    F.instance_norm: Stock("instance", "use_input_stats"),
+    F.group_norm: Stock("group", None),
 }
 # Their arguments that are numbers.
 NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
@@ -135,69 +142,81 @@ def _is_in_place(act: fx.Node) -> bool:
     return name.endswith("_") or act.kwargs.get(op_table.FLAG, act.args[-1]) is True
 
 
+# What eager mode keeps for the gradient of the activation of a norm, by the name that its node has as a function of the
+# model.  The compiler passes the name on to the nodes of the joint graph.
+KEEPING = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "result"}
+
+
+def _name_of(act: Activation, in_place: bool) -> str:
+    """The name of ``KEEPING`` for an activation, which is written over its argument if ``in_place``."""
+    if TABLE[act.name].identity:
+        return "norm"
+    of_result = act.name == "relu" or (in_place and act.name in ("leaky_relu", "elu"))
+    return "norm_act_of_result" if of_result else "norm_act_of_input"
+
+
 def kept_by_eager(node: fx.Node) -> str:
-    """``NormAct.keeps`` of a norm of a joint graph."""
+    """What eager mode keeps for the gradient of the activation of a norm of a joint graph, as in ``KEEPING``."""
     stack = node.meta.get("source_fn_stack")
-    function = stack[-1][1] if stack else None
-    return function.keeps if isinstance(function, NormAct) else "result"
+    name = stack[-1][1] if stack else None
+    return KEEPING.get(name, "result") if isinstance(name, str) else "result"
 
 
-@dataclass(frozen=True)
-class NormAct:
-    """The function of a node of a captured graph: act(norm(x) [+ residual]), where ``stock`` computes the norm.
-
-    in_place: whether the captured activation is written over its argument.
-    """
-
-    stock: Callable[..., Tensor]
-    act: Activation
-    how: How
-    in_place: bool
-    __name__ = "norm_act"
-
-    @property
-    def keeps(self) -> str:
-        """What eager mode keeps for the gradient of the activation: its "input", its "result", or "" for nothing."""
-        if TABLE[self.act.name].identity:
-            return ""
-        of_result = self.act.name == "relu" or (self.in_place and self.act.name in ("leaky_relu", "elu"))
-        return "result" if of_result else "input"
-
-    def __call__(self, norm: dict[str, Any], residual: Tensor | None) -> Tensor:
-        """``norm`` has the arguments of ``stock`` by name."""
-        spec, tensors = NORMS[self.stock](norm), _tensors_of(norm)
-        x = _laid_out(tensors.x, spec, self.how)
-        if is_served(tensors._replace(x=x), spec, self.how):
-            return normalised(tensors._replace(x=x), spec._replace(act=self.act), residual)[0]
-        y = self.stock(**norm)
-        return TABLE[self.act.name].function(y if residual is None else y + residual, self.act.param)
+def of_stock(*call: Any) -> Tensor:
+    """act(norm(x) [+ residual]) in place of a norm of PyTorch: the tensors, what is computed, and ``How``."""
+    tensors, residual, given, how = Tensors(*call[:5]), call[5], norm_of(*call[6:13]), How(*call[13:])
+    spec = given.of_given()
+    tensors = tensors._replace(x=_laid_out(tensors.x, spec, how))
+    if is_served(tensors, spec, how):
+        return normalised(tensors, spec, residual)[0]
+    y = _stock(Tensors(*call[:5]), given)
+    return TABLE[given.act.name].function(y if residual is None else y + residual, given.act.param)
 
 
-@dataclass(frozen=True)
-class NormOfModule:
-    """The function of a node in place of ``fusedseg::norm``, which modules of this package call: it keeps the input.
+def _stock(tensors: Tensors, norm: Norm) -> Tensor:
+    """The norm as PyTorch's function computes it."""
+    x, weight, bias, *running = tensors
+    if norm.kind == "group":
+        return F.group_norm(x, norm.groups, weight, bias, norm.eps)
+    function: Any = F.batch_norm if norm.kind == "batch" else F.instance_norm
+    return function(x, *running, weight, bias, norm.own, norm.momentum, norm.eps)
+
+
+def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``fusedseg::norm``, which modules of this package call, but it keeps the input; ``How`` comes last.
 
     What is kept is decided by the backend.
     """
+    call, how = call[:-HOW], How(*call[-HOW:])
+    given, slots, spec = module_norms.parts_of(call)
+    x, weight, bias, residual, _, mean, var, _ = given
+    tensors = Tensors(x, weight, bias, mean, var)
+    if not stock.serves(x, spec, slots) or not is_served(tensors, spec, how):
+        return module_norms.as_stock(*call)
+    spec = spec._replace(keep="input")
+    if how.whole:
+        z, *found = normalised(tensors, spec, residual)
+    else:
+        y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
+        z = TABLE[spec.act.name].function(y if residual is None else y + residual, spec.act.param)
+    if mean is not None and var is not None and not spec.own:
+        found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
+    return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
 
-    how: How
-    __name__ = "norm_of_module"
 
-    def __call__(self, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given, slots, spec = module_norms.parts_of(call)
-        x, weight, bias, residual, _, mean, var, _ = given
-        tensors = Tensors(x, weight, bias, mean, var)
-        if not stock.serves(x, spec, slots) or not is_served(tensors, spec, self.how):
-            return module_norms.as_stock(*call)
-        spec = spec._replace(keep="input")
-        if self.how.whole:
-            z, *found = normalised(tensors, spec, residual)
-        else:
-            y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
-            z = TABLE[spec.act.name].function(y if residual is None else y + residual, spec.act.param)
-        if mean is not None and var is not None and not spec.own:
-            found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
-        return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
+# Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
+_HOW = ", ".join(f"bool {field.name}" for field in fields(How))
+of_stock_op = _torch.composite_op(
+    "fusedseg::norm_of_stock",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
+    f"{SPEC}, {_HOW}) -> Tensor",
+    of_stock,
+)
+of_module_op = _torch.composite_op(
+    "fusedseg::norm_of_module",
+    f"({module_norms.ARGUMENTS}, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    of_module,
+)
 
 
 def _tensors_of(norm: dict[str, Any]) -> Tensors:
@@ -264,7 +283,7 @@ def rewrite(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
         if node.target is module_norms.norm_op._opoverload:
-            node.target = NormOfModule(how)
+            node.target, node.args = of_module_op, (*node.args, *astuple(how))
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in NORMS]
     if how.fuses:
@@ -292,15 +311,15 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
         if value.dtype != x.dtype:
             # Autocast runs this norm in another dtype.
             norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
-        function = NormAct(stock, act, how, found.act is not None and _is_in_place(found.act))
-        made = graph.call_function(function, (norm, found.residual))
+        spec = NORMS[stock].norm(norm)._replace(act=act)
+        made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *astuple(how)))
     # Reports speak of the module of the norm.
     made.meta = dict(node.meta)
     if found.sum is not None and node.next in _moves(norm.get("running_mean")):
         # The norm moves its mean first.
         made.append(node.next)
-    # The compiler passes it on to the nodes of the joint graph.
-    made.meta["source_fn_stack"] = [*made.meta.get("source_fn_stack", ())[:-1], (made.name, function)]
+    name = _name_of(act, found.act is not None and _is_in_place(found.act))
+    made.meta["source_fn_stack"] = [*made.meta.get("source_fn_stack", ())[:-1], (made.name, name)]
     found.last.replace_all_uses_with(made)
     for old in (found.act, found.sum, node):
         if old is not None:

@@ -10,12 +10,15 @@ this package serve a linear interpolation, forward is one call too.
 """
 
 from collections.abc import Callable
+from inspect import getcallargs
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 from torch.nn import functional as F
 
+from ... import _torch
 from ...ops import upsample
 from ...ops.check import HALF
 from ...ops.max_pool import op as pools
@@ -60,11 +63,39 @@ def _adds_in_half(x: Tensor) -> bool:
     return x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu"))
 
 
+# Its arguments as types of an op: what may be one number or several is a list of numbers.
+enlarge_op = _torch.composite_op(
+    "fusedseg::enlarge",
+    "(Tensor input, SymInt[]? size, float[]? scale_factor, str mode, bool? align_corners, "
+    "bool? recompute_scale_factor, bool antialias) -> Tensor",
+    _interpolate,
+)
+
+
+def _arguments_of(node: fx.Node) -> tuple[Argument, ...] | None:
+    """The arguments of an interpolation of a captured graph as those of the op; None if it has no place for them."""
+    given = getcallargs(F.interpolate, *node.args, **node.kwargs)
+    value, size, factors = node.meta.get("example_value"), given["size"], given["scale_factor"]
+    if not isinstance(value, Tensor) or isinstance(factors, fx.Node):
+        return None
+    dims = value.dim() - 2
+    if isinstance(size, (int, fx.Node)):
+        size = [size] * dims
+    if factors is not None:
+        factors = [factors] * dims if isinstance(factors, (int, float)) else list(factors)
+        if not all(isinstance(factor, (int, float)) for factor in factors):
+            return None
+        factors = list(map(float, factors))
+    flags = (given[name] for name in ("mode", "align_corners", "recompute_scale_factor", "antialias"))
+    return given["input"], size, factors, *flags
+
+
 def rewrite_for_inductor(module: fx.GraphModule) -> None:
     """Gives the interpolations in a graph of Dynamo one call as their gradient."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is F.interpolate:
-            node.target = _interpolate
+        arguments = _arguments_of(node) if node.op == "call_function" and node.target is F.interpolate else None
+        if arguments is not None:
+            node.target, node.args, node.kwargs = enlarge_op, arguments, {}
     module.recompile()
 
 

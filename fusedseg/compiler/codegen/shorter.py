@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
-from ..graph import has_symbols, node_at, value_of
+from ..graph import has_symbols, name_of, node_at, value_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def rewrite(graph: fx.Graph) -> None:
         made = norms.prepared(node.target, node.args)
         if made is not None:
             node.target, node.args = made
-        elif node.target is aten._to_copy.default and _is_cast(node):
+        elif name_of(node) == "_to_copy" and _is_cast(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
@@ -63,7 +63,7 @@ class ConvolutionCall(NamedTuple):
     stride: int
 
 
-CONVOLUTIONS = {
+CONVOLUTIONS: dict[Any, ConvolutionCall] = {
     aten.convolution.default: ConvolutionCall(torch.convolution, 0, 1, 3),
     aten.convolution_backward.default: ConvolutionCall(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
 }
@@ -73,8 +73,8 @@ def _is_the_vendors(node: fx.Node) -> bool:
     """Whether shapes and dtypes of a convolution leave no choice."""
     of = CONVOLUTIONS[node.target]
     x, weight = value_of(node_at(node, of.x)), value_of(node_at(node, of.weight))
-    given = conv3d.Arguments(*node.args[of.stride : of.stride + len(conv3d.Arguments._fields)])
-    return not has_symbols(x, weight) and not given.fit(x, weight)
+    given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
+    return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
 
 
 def _is_cast(node: fx.Node) -> bool:

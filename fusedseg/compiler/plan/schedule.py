@@ -7,7 +7,7 @@ readers, if that lowers the peak, and is worth its arithmetic.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -20,6 +20,12 @@ from .aliasing import gives_memory
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
+# Without a budget a value is computed once more where the peak loses a byte for at most so many bytes that kernels read
+# and write for it.  Rebuilding a norm moves two or three times its result, and a chain of n residual sums n times that.
+WORTH = 4
+# A product computes so many multiplications and additions in the time in which a GPU moves a byte: 380 TFLOP/s and 2.9
+# TB/s on an H100.
+FLOPS_A_BYTE = 130
 
 
 class Goal(NamedTuple):
@@ -168,26 +174,41 @@ class Backward:
                 self._flops[step.node] = flops_of(self.node_of(step.node))
         return sum(self._flops[step.node] for step in steps if step.node in self.again)
 
+    def time(self, steps: list[Step]) -> float:
+        """The time in which values are computed again, in bytes that a GPU moves in it."""
+        calls = (step for step in steps if step.node in self.again and step.first is step and step.call() is step)
+        moved = sum(step.made + sum(read.nbytes for read in {read.first for read in step.reads}) for step in calls)
+        return moved + self.flops(steps) / FLOPS_A_BYTE
+
     def least_peak(self, goal: Goal | None) -> list[Step]:
         """The nodes in turn, with those computed once more that lower the peak."""
         steps = self.in_turn()
         if goal is None:
-            return self._parted_often(steps, inf, -inf)
+            return self._at_price(steps, inf, WORTH, self.time, sharing=True)
         steps = self._parted_often(steps, self.flops(steps), -inf)
         steps = self._parted_often(steps, goal.flops, goal.peak)
-        return self._at_price(steps, goal) if goal.price and self.alive(steps).peak[0] <= goal.peak else steps
+        if not goal.price or self.alive(steps).peak[0] > goal.peak:
+            return steps
+        return self._at_price(steps, goal.flops, goal.price, self.flops)
 
-    def _at_price(self, steps: list[Step], goal: Goal) -> list[Step]:
-        """Values are computed once more, as far as the bytes that the peak loses are worth the arithmetic.
+    def _at_price(
+        self,
+        steps: list[Step],
+        most: float,
+        price: float,
+        spent: Callable[[list[Step]], float],
+        sharing: bool = False,
+    ) -> list[Step]:
+        """Values are computed once more, as far as a byte that the peak loses is worth ``price`` of what is spent.
 
         One alone may lower nothing, where several places peak as high.
         """
         best, now, least = steps, self.alive(steps), inf
         for _ in range(TRIALS):
-            price = self.flops(steps) + goal.price * now.peak[0]
-            if price < least:
-                best, least = steps, price
-            found = self.parted(steps, now, goal.flops)
+            sum_of_both = spent(steps) + price * now.peak[0]
+            if sum_of_both < least:
+                best, least = steps, sum_of_both
+            found = self.parted(steps, now, most, sharing)
             if found is None:
                 break
             steps, now = found, self.alive(found)
@@ -203,8 +224,12 @@ class Backward:
             steps = found
         return steps
 
-    def parted(self, steps: list[Step], now: "Alive", most: float) -> list[Step] | None:
-        """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None."""
+    def parted(self, steps: list[Step], now: "Alive", most: float, sharing: bool = False) -> list[Step] | None:
+        """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None.
+
+        sharing: a later run of what that needs takes place now, where the peak falls all the same.  Otherwise the
+            outputs of a chain of residual blocks would each be rebuilt from the beginning of the chain.
+        """
         top = now.top
         read = {read.first for read in steps[top].reads}
         crossing = [
@@ -215,23 +240,38 @@ class Backward:
         ]
         # Those first whose own arithmetic is the least for each byte.
         for step in sorted(crossing, key=lambda step: (self.flops([step.call()]) / step.nbytes, -step.nbytes)):
-            found = self._twice(steps, step, top, now)
-            if self.flops(found) <= most and self.alive(found).peak < now.peak:
-                return found
+            for shared in (True, False) if sharing else (False,):
+                found = self._twice(steps, step, top, now, shared)
+                if self.flops(found) <= most and self.alive(found).peak < now.peak:
+                    return found
         return None
 
-    def _twice(self, steps: list[Step], old: Step, top: int, now: "Alive") -> list[Step]:
+    def _twice(self, steps: list[Step], old: Step, top: int, now: "Alive", shared: bool) -> list[Step]:
         """The steps with ``old`` computed again for its readers after the place ``top``."""
         found = steps[: top + 1]
         made: dict[Step, Step] = {}
         for place, step in enumerate(steps[top + 1 :], top + 1):
+            if shared and step not in made and step.node in self.again:
+                # Another step of the same node has run by now.
+                again = next((new for new in made.values() if new.node is step.node and new is not step), None)
+                made |= {} if again is None else {step: again}
+            if step in made:
+                continue
             reads = [self._again(read, old, place, now, made, found) for read in step.reads]
             if reads == step.reads:
                 found.append(step)
             else:
                 made[step] = self.step(step.node, reads)
                 found.append(made[step])
-        return found
+        return self._read(found) if shared else found
+
+    def _read(self, steps: list[Step]) -> list[Step]:
+        """The steps without those that computed a value again which nobody reads any more."""
+        read: set[Step] = set()
+        for step in reversed(steps):
+            if step.node not in self.again or step in read:
+                read |= {step, *step.reads}
+        return [step for step in steps if step in read or (step.call() is not step and step.call() in read)]
 
     def _again(
         self, read: Step, old: Step, place: int, now: "Alive", made: dict[Step, Step], found: list[Step]

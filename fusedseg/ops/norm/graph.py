@@ -23,7 +23,8 @@ from ..layout import dense, like
 from . import passes
 from .call import Norm, Operands, Statistics, cast, statistics_count, stats_dtype
 
-_SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
+# The arguments of ``flat`` in a schema.
+SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
 
 
 class Given(NamedTuple):
@@ -44,12 +45,13 @@ def flat(norm: Norm) -> tuple[Any, ...]:
     return *norm.act, norm.eps, norm.momentum, norm.own, norm.kind, norm.groups
 
 
-def _norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+def norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+    """The norm of the arguments of ``flat``."""
     return Norm("input", Activation(name, param), eps, momentum, own, kind, groups)
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
-    return Given(*call[:8]), _norm_of(*call[8:])
+    return Given(*call[:8]), norm_of(*call[8:])
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def statistics(
     """The results of ``Forward`` of a batch norm but z, in whose place there is None."""
     source, _ = dense(x)
     running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
-    mean, rstd = passes.statistics(source, _norm_of(*flat_norm), *running)
+    mean, rstd = passes.statistics(source, norm_of(*flat_norm), *running)
     return None, mean, rstd, *(None if moving else v for v in running)
 
 
@@ -187,7 +189,7 @@ def _norm_act(*call: Any) -> tuple[Tensor, ...]:
 
 def _norm_act_backward(*call: Any) -> tuple[Tensor, ...]:
     *tensors, affine, of_residual = (*call[:7], *call[-2:])
-    return _whole(Backward(_norm_of(*call[7:-2]), affine, of_residual)(*tensors), call[0], call[0].dtype)
+    return _whole(Backward(norm_of(*call[7:-2]), affine, of_residual)(*tensors), call[0], call[0].dtype)
 
 
 def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -199,13 +201,13 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
 _define(
     "fusedseg::norm_act",
     "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
-    f"Tensor? mean, Tensor? rstd, {_SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? mean, Tensor? rstd, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_act,
 )
 _define(
     "fusedseg::norm_act_backward",
     "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
-    f"{_SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
     _norm_act_backward,
 )
 norm_act = torch.ops.fusedseg.norm_act.default
@@ -215,10 +217,10 @@ norm_act_backward = torch.ops.fusedseg.norm_act_backward.default
 def prepared(op: Any, call: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
     """What generated code calls for a call of one of the two ops, and with which arguments; None for other ops."""
     if op is norm_act:
-        return Forward(_norm_of(*call[8:])), call[:8]
+        return Forward(norm_of(*call[8:])), call[:8]
     if op is norm_act_backward:
         *spec, affine, of_residual = call[7:]
-        return Backward(_norm_of(*spec), affine, of_residual), call[:7]
+        return Backward(norm_of(*spec), affine, of_residual), call[:7]
     return None
 
 

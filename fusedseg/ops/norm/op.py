@@ -159,11 +159,17 @@ def _kept_of(slots: Tensor | None, count: int) -> Kept | None:
     return None if slots is None else Kept(slots, count)
 
 
+# The arguments of the functional op.
+ARGUMENTS = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? slope, Tensor? mean, Tensor? var, "
+    f"Tensor? slots, SymInt kept_count, {_SPEC}"
+)
+
+
 @torch.library.custom_op(
     "fusedseg::norm",
     mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? slope, Tensor? mean, Tensor? var, "
-    f"Tensor? slots, SymInt kept_count, {_SPEC}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 def norm_op(*call):
     """The functional op.  It moves no running statistics, and uses ``mean`` and ``var`` if ``own`` is False.

@@ -7,7 +7,6 @@ import torch
 from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
 from fusedseg.integrations.nnunet import Fused
-from fusedseg.memory.meter import LiveBytes
 
 
 class nnUNetTrainerShort(nnUNetTrainer):
@@ -19,17 +18,6 @@ class nnUNetTrainerShort(nnUNetTrainer):
         torch.manual_seed(0)
         super().__init__(plans, configuration, fold, dataset_json, device)
         self.num_epochs, self.num_iterations_per_epoch, self.num_val_iterations_per_epoch = 2, 6, 2
-        self.steps = 0
-
-    def train_step(self, batch):
-        self.steps += 1
-        if self.steps != 2:
-            return super().train_step(batch)
-        # The second step, since the first one makes the state of the optimizer.
-        with LiveBytes() as live:
-            out = super().train_step(batch)
-        self.print_to_log_file(f"peak of a training step: {live.peak / 2**20:.1f} MiB")
-        return out
 
 
 class nnUNetTrainerShortFused(Fused, nnUNetTrainerShort):
