@@ -83,7 +83,7 @@ class _Alive(NamedTuple):
 
 
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
-    graph = schedule.Backward(part.graph, fused)
+    graph = schedule.BackwardGraph(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
     needed = (workspace(step.node, fused) for step in alive.places)
     most = max(map(operator.add, alive.bytes_at, needed))

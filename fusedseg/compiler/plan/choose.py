@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``schedule.Backward``."""
+    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``."""
 
     def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
         self.joint, self.eager, self.fused = joint, eager, fused

@@ -54,7 +54,7 @@ class Virtual:
             one.users.append(self)
 
 
-class PlannedBackward(schedule.Backward):
+class PlannedBackward(schedule.BackwardGraph):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
     def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
@@ -81,7 +81,7 @@ class PlannedBackward(schedule.Backward):
                 follows.add(made)
         self.graph: Any = SimpleNamespace(nodes=[*self._given, *calls])
         self.roots: Any = {one: one.root for one in self.graph.nodes}
-        self.again: Any = {
+        self.recomputed: Any = {
             one for one in calls if one not in follows and one.op == "call_function" and schedule.is_pure(one.node)
         }
         self._prepare()
@@ -150,7 +150,7 @@ class Live:
 
     def __init__(self, joint: Joint, fused: bool) -> None:
         self._joint, self._fused = joint, fused
-        self._whole = schedule.Backward(joint.graph, fused)
+        self._whole = schedule.BackwardGraph(joint.graph, fused)
         self._roots = self._whole.roots
         nodes = [node for node in joint.graph.nodes if node is not joint.end]
         self._nbytes = {node: 0 if writes(node) else nbytes_of(node) for node in nodes}
@@ -173,7 +173,7 @@ class Live:
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
-        end = schedule.Step(self._joint.end, held, self._joint.end, 0, 0, [])
+        end = schedule.ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.alive([*self._forward.values(), end])
         planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
@@ -188,7 +188,7 @@ class Live:
             max(in_forward + copies, in_backward + others),
         )
 
-    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.Backward) -> int:
+    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.BackwardGraph) -> int:
         needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
         return max(map(operator.add, alive.bytes_at, needed))
 
