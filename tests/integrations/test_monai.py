@@ -21,6 +21,8 @@ class MetaTensor(torch.Tensor):
         self.meta = dict(other.meta)
 
     def new_empty(self, size, dtype=None, device=None, requires_grad=False):
+        if not isinstance(size, tuple):
+            raise TypeError("new_empty(): argument 'size' must be tuple of ints, not int")
         return self.as_tensor().new_empty(size, dtype=dtype, device=device).as_subclass(MetaTensor)
 
 

@@ -74,7 +74,8 @@ enlarge_op = _torch.composite_op(
 
 def _arguments_of(node: fx.Node) -> tuple[Argument, ...] | None:
     """The arguments of an interpolation of a captured graph as those of the op; None if it has no place for them."""
-    given = getcallargs(F.interpolate, *node.args, **node.kwargs)
+    stock: Any = F.interpolate
+    given = getcallargs(stock, *node.args, **node.kwargs)
     value, size, factors = node.meta.get("example_value"), given["size"], given["scale_factor"]
     if not isinstance(value, Tensor) or isinstance(factors, fx.Node):
         return None

@@ -107,7 +107,7 @@ def _stock_batch_norm(given: Operands, norm: Norm, out: Tensor | None) -> tuple[
     running = [cast(v, acc) for v in (given.running_mean, given.running_var)]
     moved = [repeated(v) for v in running]
     # A CPU leaves them empty in eval mode, and CUDA writes them.
-    mean, rstd = (x.new_empty(samples * C if norm.own else 0, dtype=acc) for _ in range(2))
+    mean, rstd = (x.new_empty((samples * C if norm.own else 0,), dtype=acc) for _ in range(2))
     _native_batch_norm(
         image(x), repeated(weight), repeated(cast(given.bias, acc)), *moved, norm.own, norm.momentum, norm.eps,
         out=(image(y), mean, rstd),
@@ -141,7 +141,7 @@ def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm)
     assert stats.mean is not None
     view, index = _view(z, norm), kept.index.to(z.device)
     mean, rstd = (_each_channel(v, view, norm)[:, index] for v in (stats.mean, stats.rstd))
-    xhat = z.new_empty(lost.numel())
+    xhat = z.new_empty((lost.numel(),))
     _kept_view(xhat, view, kept.count).copy_((lost.to(mean.dtype) - mean).mul_(rstd))
     return xhat
 

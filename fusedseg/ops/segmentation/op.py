@@ -103,7 +103,7 @@ def _conv_backward(
 
 
 def _inputs(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None, form: ConvForm | None
+    form: ConvForm | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None
 ) -> SumsInputs:
     """The tensors of a call.  Without a ``form``, ``x`` are the logits, and weight and bias are None."""
     if form is None:
@@ -119,14 +119,14 @@ class SumsFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, target, mask, form, spec):
         ctx.form, ctx.spec = form, spec
         ctx.save_for_backward(x, weight, bias, target, mask)
-        return forward(_inputs(x, weight, bias, target, mask, form), spec)
+        return forward(_inputs(form, x, weight, bias, target, mask), spec)
 
     @staticmethod
     def backward(ctx, dsums):
         form, spec, needs = ctx.form, ctx.spec, ctx.needs_input_grad[:3]
 
         def run(dsums, *tensors):
-            return backward(dsums, _inputs(*tensors, form), spec, needs)
+            return backward(dsums, _inputs(form, *tensors), spec, needs)
 
         return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
@@ -143,7 +143,7 @@ def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype | 
 
 
 def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
-    return _inputs(*args[:5], _form(*args[5:8])), SumsSpec(*args[8:])
+    return _inputs(_form(*args[5:8]), *args[:5]), SumsSpec(*args[8:])
 
 
 @torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
@@ -201,14 +201,15 @@ def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
     if not spec.dense and target.dtype == torch.bool:
         # Truth values are the labels 0 and 1.
         target = target.view(torch.uint8)
-    tensors, form = _parts(logits)
+    parts, form = _parts(logits)
     if spec.hard:
-        tensors = tuple(None if t is None else t.detach() for t in tensors)
+        parts = tuple(None if t is None else t.detach() for t in parts)
+    tensors = (*parts, target, mask)
     if torch.compiler.is_compiling():
-        return sums_op(*tensors, target, mask, *(form or NO_FORM), *spec)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        return forward(_inputs(*tensors, target, mask, form), spec)
-    return SumsFunction.apply(*tensors, target, mask, form, spec)
+        return sums_op(*tensors, *(form or NO_FORM), *spec)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)):
+        return forward(_inputs(form, *tensors), spec)
+    return SumsFunction.apply(*tensors, form, spec)
 
 
 def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Any, ...], ConvForm | None]:

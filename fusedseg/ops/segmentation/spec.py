@@ -1,13 +1,12 @@
 """The description of the sums that a segmentation loss needs, and of the form of its target."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import layout_of
-from .conv_logits import Conv, ConvLogits
 
 OP = "fusedseg.segmentation_sums"
 
@@ -91,12 +90,13 @@ SCHEMA = "str probability, str likelihood, SymInt? ignore, bool squared, bool mi
 class SumsInputs(NamedTuple):
     """The tensors of one call.
 
-    logits: (N, K, *spatial), or the convolution that computes them; ``op.sums`` takes a ``ConvLogits``.
+    logits: (N, K, *spatial), or the convolution that computes them: a ``ConvLogits`` for ``op.sums``, and a ``Conv``
+        below it.  Any, because no function takes all three.
     target: labels (N, *spatial) or (N, 1, *spatial), or, if it is dense, (N, K, *spatial).
     mask: the weight of each position, (N, *spatial) or (N, 1, *spatial), or None.
     """
 
-    logits: Tensor | Conv | ConvLogits
+    logits: Any
     target: Tensor
     mask: Tensor | None = None
 

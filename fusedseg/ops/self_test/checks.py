@@ -187,7 +187,7 @@ def _conv3d(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     weight = _random((K, C, 3, 3, 3), dtype, device, "contiguous", 1)
     bias = _random((K,), dtype, device, "contiguous", 2)
     dy = _random((2, K, 3, 7, 33), dtype, device, "channels_last_3d", 3)
-    y64, dx64, *_ = _stock(lambda *given: F.conv3d(*given, padding=1), x, weight, bias, dy=dy)
+    y64, dx64, *_ = _stock(partial(F.conv3d, padding=1), x, weight, bias, dy=dy)
     yield Compared("y", conv3d.forward(x, weight, bias), y64, NORM_TOLERANCE[dtype])
     yield Compared("dx", conv3d.input_gradient(dy, weight), dx64, NORM_TOLERANCE[dtype])
 

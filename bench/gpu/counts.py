@@ -1,0 +1,234 @@
+"""Bytes and launches of a training step by kind of kernel, from the graphs of the codegen "aten" at full size.
+
+No GPU is needed: tensors have no values, a CPU stands for the GPU, and the rules for GPUs decide::
+
+    python -m bench.gpu.counts "ResNet-50, 128x3x224x224 bf16 nhwc"
+    python -m bench.gpu.counts --keep "ResidualEncoderUNet, 2x1x128x128x128 fp16 nchw"
+
+The times at the end are predicted: bytes at the bandwidth of ``BANDWIDTH``, and convolutions as they were measured.
+Parameters are in half precision, so that the casts of autocast are missing.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+# Before Triton is imported: a CPU is a device of its kernels then.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor, fx, nn
+
+import fusedseg
+from fusedseg import _torch
+from fusedseg.compiler.capture import passes
+from fusedseg.compiler.codegen import concatenation, convolution_backward
+from fusedseg.compiler.codegen.aten import emit
+from fusedseg.compiler.graph import calls_view, name_of, value_of
+from fusedseg.compiler.partition import Partition
+from fusedseg.compiler.settings import KEEP, Settings
+from fusedseg.memory.meter import mean_of
+from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
+from fusedseg.ops.norm import graph as norms
+
+from ..data import DTYPES
+from .steps import CASES, Case
+
+# Bytes a second of a copy on an H100.
+BANDWIDTH = 2.9e12
+RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100-80gb-hbm3" / "steps.json"
+FORWARD = {norms.norm_act, *norms.OVER.values(), norms.forward_moving} - {norms.backward_over}
+BACKWARD = {norms.norm_act_backward, norms.backward_over}
+# Kinds by a part of the name of the called function.
+KINDS = {
+    "convolution": "convolution", "cat": "concatenation", "put": "concatenation", "put_enlarged": "upsampling",
+    "interpolate": "upsampling", "interpolate_backward": "upsampling", "max_pool": "pool", "max_pool_backward": "pool",
+    "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "_to_copy": "copy", "dense": "copy",
+    "native_batch_norm": "norm", "_native_batch_norm_legit": "norm", "mm": "convolution", "addmm": "convolution",
+}  # fmt: skip
+# Calls that move no bytes.
+NOTHING = {"empty", "view", "detach", "_unsafe_view", "getitem", "without_views", "sym_size", "alias", "t"}
+
+
+class Moved(NamedTuple):
+    """What a kernel, or several, read and write."""
+
+    kind: str
+    read: int
+    written: int
+    launches: int = 1
+
+
+def nbytes(*values: object) -> int:
+    """The bytes of tensors, of nodes and of lists of them."""
+    total = 0
+    for value in values:
+        found = value_of(value) if isinstance(value, fx.Node) else value
+        if isinstance(found, (list, tuple)):
+            total += nbytes(*found)
+        elif isinstance(found, Tensor):
+            total += found.numel() * found.element_size()
+    return total
+
+
+def _norm_forward(node: fx.Node) -> Moved:
+    """Statistics read x once, and the output is a second pass."""
+    x, residual, mean, own = node.args[0], node.args[3], node.args[6], node.args[12]
+    passes = 2 if own and mean is None else 1
+    kind = "norm" if mean is None else "norm, once more"
+    return Moved(kind, passes * nbytes(x) + nbytes(residual), nbytes(x), passes)
+
+
+def _norm_backward(node: fx.Node) -> Moved:
+    """Sums over the gradient and x are the first pass."""
+    dz, x, residual, of_residual = node.args[0], node.args[1], node.args[4], node.args[-1]
+    return Moved("norm", 2 * nbytes(dz, x, residual), nbytes(x) + (nbytes(x) if of_residual else 0), 2)
+
+
+def _convolution_backward(node: fx.Node) -> Iterator[Moved]:
+    if node.target is convolution_backward.convolution_backward:
+        (x,), dy, w = node.args[:3]
+    else:
+        dy, x, w = node.args[:3]
+    of_x, of_w, of_bias = node.args[-1]
+    value = value_of(dy)
+    if not value.is_contiguous() and not is_rows(value):
+        yield Moved("copy", nbytes(dy), nbytes(dy))
+    if of_x:
+        yield Moved("convolution", nbytes(dy, w), nbytes(x))
+    if of_w:
+        yield Moved("convolution", nbytes(dy, x), nbytes(w))
+    if of_bias:
+        yield Moved("gradient of a bias", nbytes(dy), 0)
+
+
+def moved_by(node: fx.Node) -> Iterator[Moved]:
+    """What a node of a graph as it runs reads and writes."""
+    target: Any = node.target
+    name = name_of(node) or str(getattr(target, "__name__", target)).rpartition("::")[2].partition(".")[0]
+    if calls_view(node) or name in NOTHING:
+        return
+    if target in FORWARD:
+        yield _norm_forward(node)
+    elif target in BACKWARD:
+        yield _norm_backward(node)
+    elif name == "convolution_backward":
+        yield from _convolution_backward(node)
+    elif name == "convolution":
+        x, w, bias = node.args[:3]
+        yield Moved("convolution", nbytes(x, w), nbytes(node))
+        if bias is not None:
+            yield Moved("addition", nbytes(node), nbytes(node))
+    elif target is concatenation.put:
+        yield Moved("concatenation", nbytes(node.args[1]), nbytes(node.args[1]))
+    elif target is concatenation.put_enlarged:
+        large = nbytes(node) // value_of(node).shape[1] * value_of(node.args[1]).shape[1]
+        yield Moved("upsampling", nbytes(node.args[1]), large)
+    elif target is concatenation.dense:
+        yield Moved("copy", nbytes(node), nbytes(node))
+    else:
+        yield Moved(KINDS.get(name, "rest"), nbytes(*node.all_input_nodes), nbytes(node))
+
+
+@contextmanager
+def on_triton() -> Iterator[None]:
+    before = fusedseg.backend
+    fusedseg.backend = "triton"
+    try:
+        yield
+    finally:
+        fusedseg.backend = before
+
+
+def as_cudnn(x: Tensor, w: Tensor, backend: object) -> torch.memory_format:
+    """The memory format of a convolution: channels_last if the image or the weight lies so."""
+    fmt = FORMATS[x.dim()]
+    return fmt if suggests_channels_last(x) or suggests_channels_last(w) else torch.contiguous_format
+
+
+def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Graph]:
+    """Forward and backward of a network as they run."""
+    made: list[fx.Graph] = []
+    parts = _torch.compiler_parts()
+
+    def compiled(module: fx.GraphModule, example: Any) -> Any:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        twin = fx.GraphModule(module, graph)
+        emit(twin, example)
+        made.append(twin.graph)
+        return parts.make_boxed_func(module.forward)
+
+    compiler = parts.aot_autograd(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        partition_fn=Partition(settings),
+        keep_inference_input_mutations=True,
+    )
+    fake = _torch.FakeTensor
+    with (
+        on_triton(),
+        mock.patch.object(fake, "is_cpu", False),
+        mock.patch.object(fake, "is_cuda", True),
+        mock.patch.object(torch._C, "_conv_determine_backend_memory_format", as_cudnn),
+        _torch.FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        dtype, fmt, dims = DTYPES[case.dtype], case.memory_format(), len(case.shapes[tiny])
+        net = case.make(tiny)
+        for module in net.modules():
+            # A fake module's ``to`` cannot exchange its parameters.
+            for name, p in module.named_parameters(recurse=False):
+                format_of = fmt if p.dim() == dims else torch.preserve_format
+                setattr(module, name, nn.Parameter(p.detach().to(dtype, memory_format=format_of)))
+        x = torch.empty(case.shapes[tiny], dtype=dtype).contiguous(memory_format=fmt)
+        torch.compiler.reset()
+        run = torch.compile(net, backend=lambda module, given: compiler(passes.rewrite(module, settings), given))
+        mean_of(run(x)).backward()
+    torch.compiler.reset()
+    return made
+
+
+def counted(graphs: list[fx.Graph]) -> dict[str, Moved]:
+    """What the kernels of each kind move, the kind with the most bytes first."""
+    found: dict[str, Moved] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            for one in moved_by(node) if node.op == "call_function" else ():
+                kind, read, written, launches = found.get(one.kind, Moved(one.kind, 0, 0, 0))
+                found[kind] = Moved(kind, read + one.read, written + one.written, launches + one.launches)
+    return dict(sorted(found.items(), key=lambda item: -item[1].read - item[1].written))
+
+
+def convolutions_of(case: Case) -> float:
+    """The milliseconds of convolutions that were measured for a case."""
+    of = json.loads(RESULTS.read_text())["results"].get(str(case), {}).get("contenders", {}).get("aten", {})
+    kinds = of.get("kernels", {}).get("kinds", {})
+    return sum(kinds.get(kind, {}).get("ms", 0.0) for kind in ("convolution or product", "layout of convolutions"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.gpu.counts", description=__doc__.partition("\n")[0])
+    parser.add_argument("case", choices=[str(case) for case in CASES])
+    parser.add_argument("--keep", action="store_true", help="leave planes to convolutions that are given planes")
+    parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
+    given = parser.parse_args(argv)
+    case = next(case for case in CASES if str(case) == given.case)
+    settings = Settings(codegen="aten", memory_format=KEEP if given.keep else None)
+    found = counted(graphs_of(case, settings, given.tiny))
+    print(case)
+    print(f"{'kind':20s} {'read GB':>8s} {'written GB':>10s} {'launches':>8s} {'ms, predicted':>13s}")
+    total = 0.0
+    for kind, one in found.items():
+        ms = 0.0 if kind == "convolution" else (one.read + one.written) / BANDWIDTH * 1e3
+        total += ms
+        print(f"{kind:20s} {one.read / 1e9:8.2f} {one.written / 1e9:10.2f} {one.launches:8d} {ms:13.2f}")
+    print(f"predicted without convolutions: {total:.1f} ms; convolutions as measured: {convolutions_of(case):.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
