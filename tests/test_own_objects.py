@@ -28,7 +28,7 @@ ALLOWED = {
     },
     "fusedseg/cli/models.py": {"found": USERS},
     "fusedseg/compiler/codegen/aten.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
-    "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED},
+    "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED, "packet": NAMED},
     "fusedseg/compiler/estimate.py": {"error": VERSIONS},
     "fusedseg/convert.py": {"act": STOCK, "block": FRAMEWORK, "block.skip": FRAMEWORK},
     "fusedseg/doctor/gpu.py": {"torch": NAMED},

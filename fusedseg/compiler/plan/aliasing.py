@@ -33,10 +33,15 @@ def _softmax_over(op: Any) -> Callable[..., Tensor]:
     return over
 
 
+def _overload(op: str, overload: str) -> Any:
+    packet = getattr(aten, op)
+    return getattr(packet, overload)
+
+
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{
-        getattr(getattr(aten, op), row.in_place): getattr(getattr(aten, f"{op}_"), row.in_place)
+        _overload(op, row.in_place): _overload(f"{op}_", row.in_place)
         for op, row in op_table.OF_OP.items()
         if row.in_place
     },
