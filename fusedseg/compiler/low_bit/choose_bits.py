@@ -264,10 +264,8 @@ class _Choice:
             x = node_at(x, 0)
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
-        value, kinks = value_of(x), value_of(norm.mean).numel()
-        if value_of(norm.mean).dim() == 2:
-            # The statistics are those of samples.
-            kinks = value.shape[0] * value.shape[1]
+        value = value_of(x)
+        kinks = value.shape[1] if norm.kind == "batch" else value.shape[0] * value.shape[1]
         if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
             return False
         self.rounded.kinks[x] = norm

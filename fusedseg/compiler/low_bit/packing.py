@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...ops.low_bit import graph as ops
@@ -15,6 +16,8 @@ from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import Live
 from .choose_bits import Rounded, bits_of, settled
+
+aten = torch.ops.aten
 
 
 class Storage:
@@ -40,7 +43,12 @@ class Storage:
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))  # type: ignore[arg-type]
-                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
+                mean, rstd = norm.mean, norm.rstd
+                if norm.kind == "group":
+                    # The op takes (N, groups), because N groups may be as many as the channels.
+                    shape = [-1, norm.groups]
+                    mean, rstd = (call(graph, aten.view.default, v, shape, before=after) for v in (mean, rstd))
+                of_norm = (norm.x, mean, rstd, norm.weight, norm.bias)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, stride)
             codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))

@@ -55,6 +55,7 @@ class NormActForm(NamedTuple):
     mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
         recomputed then.
     spec: the other arguments of the op.
+    kind, groups: of ``spec``, what the statistics are those of.
     """
 
     x: fx.Node
@@ -67,6 +68,8 @@ class NormActForm(NamedTuple):
     rstd: fx.Node | None
     spec: tuple[Any, ...]
     own: bool
+    kind: str
+    groups: int
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that recomputes the output."""
@@ -188,8 +191,10 @@ def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -
     running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
     mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
     x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
+    own, kind, groups = (given[name] for name in ("own", "kind", "groups"))
+    spec = made.args[8:]
     return NormActForm(
-        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
+        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec, own=own, kind=kind, groups=groups
     )
 
 
