@@ -367,10 +367,8 @@ _WRITTEN = (
         "_prelu_kernel_backward", EXACT, ("_prelu_kernel_backward",), cheap=False,
         pieces=lambda g, x, w: (torch.where(x > 0, g, w * g), torch.where(x > 0, 0.0, x * g)),
     ),
-    *_each(
-        FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
-        "ones_like", "full_like", cheap=False,
-    ),
+    *_each(FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", cheap=False),
+    *_each(FORM, "empty_like", "zeros_like", "ones_like", "full_like", cheap=False),
     *_each(EXACT, "_reshape_alias", "lift_fresh", "lift", cheap=False, aliases=True),
     *_each(EXACT, "_low_memory_max_pool_offsets_to_indices", "full", "iota", cheap=False, inductor=INSIDE),
     *_each(EXACT, "_unsafe_index_put", "index_put", "amax", "amin", "scatter_add", cheap=False, inductor=READS),

@@ -192,10 +192,8 @@ def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -
     mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
     x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
     own, kind, groups = (given[name] for name in ("own", "kind", "groups"))
-    spec = made.args[8:]
-    return NormActForm(
-        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec, own=own, kind=kind, groups=groups
-    )
+    tensors = x, weight, bias, residual, running_mean, running_var, mean, rstd
+    return NormActForm(*tensors, spec=made.args[8:], own=own, kind=kind, groups=groups)
 
 
 def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> LayerNorm | None:
