@@ -22,14 +22,15 @@ GRAPH = "a target in a graph of PyTorch"
 ALLOWED = {
     "fusedseg/_torch.py": {
         "found": VERSIONS, "torch.compiler": VERSIONS,
-        "torch.ops.aten": VERSIONS, "torch.ops.fusedseg": NAMED, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
+        "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
+        "torch.ops.fusedseg": "an op, by its name",
         "compiled": USERS, "target": USERS, "module": GRAPH, "compiler": USERS, "handler": VERSIONS,
         "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS,
     },
     "fusedseg/cli/models.py": {"found": USERS},
     "fusedseg/compiler/capture/memory_format.py": {"node.target": GRAPH},
     "fusedseg/compiler/codegen/aten.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
-    "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED},
+    "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED, "packet": NAMED},
     "fusedseg/compiler/estimate.py": {"error": VERSIONS},
     "fusedseg/convert.py": {"act": STOCK, "block": FRAMEWORK, "block.skip": FRAMEWORK},
     "fusedseg/doctor/gpu.py": {"torch": NAMED},
