@@ -15,11 +15,9 @@ from torch import fx
 
 from ..memory.meter import key_of
 from ..memory.workspaces import copies_of
-from .graph import flops_of, following, name_of, node_at, outputs_of, tensors_of
+from .graph import flops_of, following, outputs_of, tensors_of
 from .plan import keep, peak, schedule
 
-# The argument with the images of each op that computes a convolution, beside its result or its gradient.
-IMAGES = {"convolution": (0,), "convolution_backward": (0, 1)}
 Parts = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -85,7 +83,7 @@ class _Alive(NamedTuple):
 
 
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
-    graph = schedule.Backward(part.graph, fused)
+    graph = schedule.BackwardGraph(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
     needed = (workspace(step.node, fused) for step in alive.places)
     most = max(map(operator.add, alive.bytes_at, needed))
@@ -95,13 +93,8 @@ def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
 
 def workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
-    places = IMAGES.get(name_of(node))
-    if places is None:
-        return peak.workspace(node, fused)
-    images = [node_at(node, place) for place in places]
-    if len(images) == 1:
-        images.append(node)
-    return copies_of(t for image in images for t in tensors_of(image))
+    images = peak.images_of(node)
+    return copies_of(t for image in images for t in tensors_of(image)) if images else peak.workspace(node, fused)
 
 
 def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:
@@ -122,8 +115,8 @@ def gradient_bytes(backward: fx.GraphModule) -> int:
     return sum(nbytes for nbytes, _ in _storages(outputs_of(backward.graph)).values())
 
 
-def computed_again(nodes: Iterable[fx.Node]) -> dict[str, int]:
-    """For each class of modules the number of those of which backward computes something again."""
+def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:
+    """For each class of modules the number of those of which backward recomputes something."""
     # A result of several stands for its call; a node that the graph has no longer has None as its argument.
     calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
     modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
@@ -133,8 +126,8 @@ def computed_again(nodes: Iterable[fx.Node]) -> dict[str, int]:
 def repeated(parts: Parts) -> float:
     """The arithmetic in backward that does not follow from a gradient, as a share of forward's."""
     forward, backward = parts
-    again = set(backward.graph.nodes) - following(backward.graph)
-    return sum(map(flops_of, again)) / max(1, sum(map(flops_of, forward.graph.nodes)))
+    recomputed = set(backward.graph.nodes) - following(backward.graph)
+    return sum(map(flops_of, recomputed)) / max(1, sum(map(flops_of, forward.graph.nodes)))
 
 
 def _storages(nodes: Sequence[object]) -> dict[int, tuple[int, fx.Node]]:

@@ -1,7 +1,7 @@
 """What the backend would keep of a model that has not run.
 
 The partitioner divides the graph of forward and backward in two, and decides which values forward keeps and which ones
-backward computes again.  It works on shapes alone, so a model without values is enough, and no code is generated.
+backward recomputes.  It works on shapes alone, so a model without values is enough, and no code is generated.
 """
 
 import copy

@@ -1,7 +1,8 @@
 """A joint graph of forward and backward, as AOTAutograd traces it: what its nodes are, and new nodes in it.
 
-A cheap node may be computed again: it gives the same result, without much arithmetic.  A product is a convolution, a
-matrix product, attention, or an op of another package.  It is neither: it is kept, and what is cheap follows from it.
+A cheap node may be recomputed: it gives the same result, without much arithmetic.  A compute-intensive op is a
+convolution, a matrix product or attention.  It is kept, as is the result of an op of another package, and what is cheap
+follows from it.
 """
 
 import math
@@ -15,19 +16,12 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .. import _torch
-from .op_table import CHEAP, FORM, OF_OP
+from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
-# Ops whose result may begin at the memory of an argument although their schema does not say so.
-UNSAFE_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "lift"}
-# Ops that read the sizes of their argument alone.
-SIZES_ALONE = {op for op, row in OF_OP.items() if row.kind == FORM}
-# Keep a result if computing it again needs a recomputed input at least this many times its size.
+# Keep a result if recomputing it needs a recomputed input at least this many times its size.
 LARGER = 4
 # A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
 SMALL = 16
-# The ops of this package that may run again.  A norm that keeps its output has nothing to rebuild, and a synchronised
-# norm must not communicate again; that of ``capture/norms.py`` has a form of its own (``plan/recompute.py``).
-OURS = frozenset({"max_pool", "interpolate"})
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
@@ -110,6 +104,19 @@ def name_of(node: object) -> str:
     return name if namespace in ("aten", "prims") or f"{namespace}::{name}" in _NORMS else ""
 
 
+def row_of(node: object) -> OpRow:
+    """The row of ``op_table.py`` for the op of a node; ``UNKNOWN`` for other nodes and for ops without a row."""
+    if not is_op(node):
+        return UNKNOWN
+    namespace, _, name = op_of(node)._schema.name.partition("::")
+    return OF_OP.get(name if namespace in ("aten", "prims") else f"{namespace}::{name}", UNKNOWN)
+
+
+def reads_size_alone(node: fx.Node) -> bool:
+    """Whether a node reads the size of its argument, and no values."""
+    return row_of(node).kind == FORM
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op by their names in its schema, with defaults."""
     schema = op_of(node)._schema.arguments
@@ -150,7 +157,7 @@ def call_of(node: fx.Node) -> str:
     return stack[-1][0] if stack else node.name
 
 
-def has_flops(node: fx.Node) -> bool:
+def is_compute_intensive(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
@@ -158,7 +165,7 @@ def has_flops(node: fx.Node) -> bool:
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether the compiler may compute the node again, with the same result and without much arithmetic."""
+    """Whether the compiler may recompute the node, with the same result and without much arithmetic."""
     op = node.target
     if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
         return False
@@ -167,15 +174,14 @@ def is_cheap(node: fx.Node) -> bool:
     if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
         # The compiler cannot keep such a number for backward.
         return False
-    name = op._schema.name.partition("::")[2]
-    if op.namespace == "fusedseg":
-        return name in OURS
-    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view or name in CHEAP)
+    if row_of(node).cheap:
+        return True
+    return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view)
 
 
 def flops_of(node: fx.Node) -> int:
-    """The arithmetic of a product, where a multiplication and a sum are two; 0 for other nodes."""
-    if not has_flops(node):
+    """The arithmetic of a compute-intensive op, where a multiplication and a sum are two; 0 for other nodes."""
+    if not is_compute_intensive(node):
         return 0
     from torch.utils.flop_counter import flop_registry
 
@@ -346,7 +352,7 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         root = node
-        if calls_view(node) or name_of(node) in UNSAFE_VIEWS:
+        if may_alias(node):
             root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
         elif node.target is operator.getitem:
             # One of several results; they may be views, as those of split.
@@ -359,6 +365,11 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def calls_view(node: fx.Node) -> bool:
     """Whether a node calls an op whose result lies in the memory of its argument."""
     return is_op(node) and op_of(node).is_view
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether the result of a node may lie in the memory of its argument, whatever its schema says."""
+    return calls_view(node) or row_of(node).aliases
 
 
 def writes(node: fx.Node) -> bool:

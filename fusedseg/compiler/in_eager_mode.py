@@ -18,7 +18,7 @@ class Captured:
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
-        self._module, self._inputs = fx.GraphModule(module, graph), [_form(value) for value in example_inputs]
+        self._module, self._inputs = fx.GraphModule(module, graph), [_without_values(value) for value in example_inputs]
         self._autocast = {
             kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         }
@@ -36,7 +36,7 @@ class Captured:
             stack.enter_context(fake_mode())
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype))
-            inputs = [value() if isinstance(value, Form) else value for value in self._inputs]
+            inputs = [value() if isinstance(value, InputWithoutValues) else value for value in self._inputs]
             owned = [x for x in inputs if isinstance(x, Tensor)]
             found = measure(run.results, *inputs, owned=owned, where=lambda: run.place)
         by = {module if isinstance(module, Module) else GIVEN: n for module, n in found.saved_by.items()}
@@ -67,7 +67,7 @@ class _ByModule(fx.Interpreter):
         return super().run_node(n)
 
 
-class Form(NamedTuple):
+class InputWithoutValues(NamedTuple):
     """An input without its values."""
 
     shape: tuple[int, ...]
@@ -83,8 +83,8 @@ class Form(NamedTuple):
         return made if self.is_leaf else made.clone()
 
 
-def _form(value: object) -> object:
+def _without_values(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     shape, stride = tuple(value.shape), tuple(value.stride())
-    return Form(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)
+    return InputWithoutValues(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)

@@ -1,14 +1,10 @@
-"""The only table of what the package knows about PyTorch's functions: one row for each function, or family of them.
+"""The one table of what the compiler knows about PyTorch's functions and ops: a row for each, or a family of them.
 
-    who reads it                                                what it takes
-    what the backend computes again (``graph.py``)              ops, cheap
-    rounding (``low_bit/``)                                     ops, kind, kinks, pieces, keeps_sign
-    norms (``capture/norms.py``), and ``codegen/in_place.py``   ops, backward, parameter, fixed
+To teach the compiler an op, add a row, or set a column of the row that has it.  ``tests/compiler/test_op_table.py``
+walks the table, and compares each row with what the function does.
 
-To teach all of them a function, add a row.  ``tests/compiler/test_op_table.py`` walks the table, and compares each row
-with what the function does.
-
-A row without ``calls`` has ops that only a compiler writes.
+A row without ``calls`` speaks of its ops alone: a compiler writes them, or they differ from others of their function.
+For an op that several rows have, such a row comes first.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,24 +29,66 @@ EXACT = "exact"
 # the function reads sizes and no values.
 FORM = "form"
 
+# What Inductor does with an op that is not elementwise (``inductor`` of a row):
+# it computes the op inside the kernels that read its result;
+INSIDE = "inside"
+# the op has a kernel of its own, inside which its elementwise inputs are computed.
+READS = "reads"
+
+# The inputs whose rounding the result of a gradient op follows, element by element (``follows`` of a row):
+# all of them;
+ALL = "all"
+# the first one, which is the gradient: other inputs count by a mean over many values, or by their size alone;
+FIRST = "first"
+# all but the second one, which is the input of a convolution.
+NOT_SECOND = "not second"
+
 # The form of a function that writes over its first argument is the same function with ``inplace=True``.
 FLAG = "inplace"
 
 
 @dataclass(frozen=True, eq=False)
 class OpRow:
-    """What the package knows about a function.
+    """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    kind: one of the words above; of a function with ``kinks``, what it is between them.
-    ops: the names of the aten or prims ops that compute it in a graph, without views.
+    kind: LINEAR, PRODUCT, SMOOTH, EXACT or FORM; of a function with ``kinks``, what it is between them.
+    ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
+        "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
         function, ``FLAG``, or None.  The tests compare the row with them.
+    arguments: the names of the arguments of these calls behind the first one, if they are numbers.
+
+    What may be recomputed, and at what price:
+
     cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.
+    compute_intensive: whether it is a convolution or a matrix product, whose result mixes values of many places.
+    batched: whether both factors are activations.
+    images: the places of the arguments that are images, of which kernels may make copies in another layout.
+
+    How rounded values are read:
+
     kinks: the places where the derivative jumps, for the default arguments.
     keeps_sign: the function is linear on both sides of 0, and its result is above 0 where its argument is.
-    pieces: the first one of ``ops`` as questions (x <= 0), choices and ops without kinks.  With None, the compiler's
+    pieces: the first one of ``ops`` as predicates (x <= 0), choices and ops without kinks.  With None, the compiler's
         own decomposition is taken.
+    sign_of: the place of the argument whose sign the op asks for.
+    follows: ALL, FIRST or NOT_SECOND.
+    statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
+    positions: whether the second result numbers positions in windows, whose size is the second argument.
+    eager_keeps_input: whether eager mode keeps the first argument of the stock function for which the op stands.
+
+    Where results lie in memory:
+
+    aliases: the result may begin at the memory of an argument although the schema does not say so.
+    returns_input: the result is the argument.
+    in_place: the overload of the op and of its form OP_, which writes over the first argument; "" without one.
+    commutative: whether two tensors may be exchanged.
+    dense: whether the first argument is a gradient that the op needs without gaps.
+    inductor: INSIDE, READS, or "" for neither.
+
+    Activations:
+
     backward: the op of the gradient.  It has the arguments ``parameter`` and ``fixed`` too.
     parameter: the argument of the op that is the parameter of the activation ``name`` of ``fusedseg.activation``.
     fixed: values that other arguments of the op have in this activation.
@@ -60,10 +98,25 @@ class OpRow:
     kind: str
     ops: tuple[str, ...]
     calls: dict[Function, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
     cheap: bool = True
+    compute_intensive: bool = False
+    batched: bool = False
+    images: tuple[int, ...] = ()
     kinks: tuple[float, ...] = ()
     keeps_sign: bool = False
     pieces: Function | None = None
+    sign_of: int | None = None
+    follows: str = ALL
+    statistics: int | None = None
+    positions: bool = False
+    eager_keeps_input: bool = False
+    aliases: bool = False
+    returns_input: bool = False
+    in_place: str = ""
+    commutative: bool = False
+    dense: bool = False
+    inductor: str = ""
     backward: str = ""
     parameter: str = ""
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -79,9 +132,9 @@ def _flagged(*functions: Function) -> dict[Function, Any]:
     return dict.fromkeys(functions, FLAG)
 
 
-def _each(kind: str, ops: tuple[str, ...], cheap: bool = True) -> list[OpRow]:
+def _each(kind: str, *ops: str, **columns: Any) -> list[OpRow]:
     """A row for each of the ops, without calls."""
-    return [OpRow(op, kind, (op,), cheap=cheap) for op in ops]
+    return [OpRow(op, kind, (op,), **columns) for op in ops]
 
 
 def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
@@ -94,13 +147,14 @@ _ACTIVATIONS = (
     OpRow(
         "relu", LINEAR, ("relu",),
         {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_},
-        kinks=(0.0,), keeps_sign=True,
-        # The gradient asks the same question, and nothing asks twice.
+        kinks=(0.0,), keeps_sign=True, sign_of=0, in_place="default",
+        # The gradient has the same predicate, which is evaluated once.
         pieces=lambda x: torch.where(x <= 0, 0.0, x),
         backward="threshold_backward", fixed=(("threshold", 0),),
     ),
     OpRow(
-        "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), kinks=(0.0,), keeps_sign=True,
+        "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), arguments=("negative_slope",), kinks=(0.0,),
+        keeps_sign=True, sign_of=0, in_place="default",
         pieces=lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
@@ -110,39 +164,44 @@ _ACTIVATIONS = (
     ),
     OpRow(
         "hardtanh", LINEAR, ("hardtanh",), _flagged(F.hardtanh), kinks=(-1.0, 1.0),
-        pieces=lambda x, low=-1.0, high=1.0: _clamp(x, low, high), backward="hardtanh_backward",
+        pieces=lambda x, low=-1.0, high=1.0: _clamp(x, low, high), in_place="default", backward="hardtanh_backward",
     ),
     OpRow(
-        "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), kinks=(0.0, 6.0), backward="hardtanh_backward",
-        fixed=(("min_val", 0), ("max_val", 6)),
+        "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), arguments=("min_val", "max_val"), kinks=(0.0, 6.0),
+        in_place="default", backward="hardtanh_backward", fixed=(("min_val", 0), ("max_val", 6)),
     ),
     OpRow(
         "hardsigmoid", LINEAR, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0),
-        backward="hardsigmoid_backward",
+        in_place="default", backward="hardsigmoid_backward",
     ),
     OpRow(
         "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), kinks=(-3.0, 3.0),
-        backward="hardswish_backward",
+        in_place="default", backward="hardswish_backward",
     ),
     OpRow(
-        "elu", SMOOTH, ("elu",), _flagged(F.elu), kinks=(0.0,), backward="elu_backward", parameter="alpha",
+        "elu", SMOOTH, ("elu",), _flagged(F.elu), arguments=("alpha",), kinks=(0.0,), in_place="default",
+        backward="elu_backward", parameter="alpha",
         fixed=(("scale", 1), ("input_scale", 1)),
     ),
-    OpRow("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), backward="elu_backward"),
+    OpRow("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), in_place="default", backward="elu_backward"),
     OpRow("celu", SMOOTH, ("celu",), _flagged(F.celu)),
-    OpRow("silu", SMOOTH, ("silu",), _flagged(F.silu), backward="silu_backward"),
-    OpRow("mish", SMOOTH, ("mish",), _flagged(F.mish), backward="mish_backward"),
+    OpRow("silu", SMOOTH, ("silu",), _flagged(F.silu), in_place="default", backward="silu_backward"),
+    OpRow("mish", SMOOTH, ("mish",), _flagged(F.mish), in_place="default", backward="mish_backward"),
     OpRow(
-        "gelu", SMOOTH, ("gelu",), _alone(F.gelu), backward="gelu_backward", fixed=(("approximate", "none"),)
+        "gelu", SMOOTH, ("gelu",), _alone(F.gelu), in_place="default", backward="gelu_backward",
+        fixed=(("approximate", "none"),),
     ),
-    OpRow("gelu_tanh", SMOOTH, ("gelu",), backward="gelu_backward", fixed=(("approximate", "tanh"),)),
     OpRow(
-        "softplus", SMOOTH, ("softplus",), _alone(F.softplus), kinks=(20.0,), backward="softplus_backward",
-        fixed=(("beta", 1), ("threshold", 20)),
+        "gelu_tanh", SMOOTH, ("gelu",), in_place="default", backward="gelu_backward", fixed=(("approximate", "tanh"),),
+    ),
+    OpRow(
+        "softplus", SMOOTH, ("softplus",), _alone(F.softplus), arguments=("beta", "threshold"), kinks=(20.0,),
+        backward="softplus_backward", fixed=(("beta", 1), ("threshold", 20)),
     ),
     *(
         OpRow(
-            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, backward=f"{name}_backward",
+            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, in_place="default",
+            backward=f"{name}_backward",
         )
         for name, function, call, over, method, overwriting in (
             ("sigmoid", F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
@@ -155,29 +214,43 @@ _PRODUCTS = (
     OpRow(
         "convolution", PRODUCT, ("convolution",),
         _alone(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), cheap=False,
+        compute_intensive=True, images=(0,),
     ),
-    OpRow("linear", PRODUCT, ("addmm", "mm", "bmm", "baddbmm"), _alone(F.linear), cheap=False),
-    OpRow("mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}),
-    # It is linear in the numerator alone; ``branches.kind_of`` asks which argument is rounded.
-    OpRow("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}),
-    *_each(PRODUCT, ("addcmul",)),
     *_each(
-        PRODUCT,
-        (
-            "convolution_backward", "native_batch_norm_backward", "native_dropout_backward",
-            "native_group_norm_backward", "native_layer_norm_backward",
-        ),
-        cheap=False,
+        PRODUCT, "convolution_backward", cheap=False, compute_intensive=True, images=(0, 1), follows=NOT_SECOND,
+        dense=True,
+    ),
+    OpRow("linear", PRODUCT, ("addmm", "mm"), _alone(F.linear), cheap=False, compute_intensive=True),
+    *_each(PRODUCT, "bmm", "baddbmm", cheap=False, compute_intensive=True, batched=True),
+    OpRow(
+        "mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, in_place="Tensor",
+        commutative=True,
+    ),
+    # It is linear in the numerator alone; ``low_bit/branches.py`` asks which argument is rounded.
+    OpRow("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor"),
+    *_each(PRODUCT, "addcmul"),
+    *_each(PRODUCT, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, follows=FIRST, dense=True),
+    *_each(PRODUCT, "native_layer_norm_backward", cheap=False, follows=FIRST),
+    *_each(PRODUCT, "fusedseg::norm_act_backward", cheap=False, follows=FIRST, dense=True),
+    *_each(PRODUCT, "native_dropout_backward", cheap=False),
+    *_each(
+        EXACT, "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward",
+        "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward",
+        "fractional_max_pool3d_backward", cheap=False, follows=FIRST,
     ),
 )  # fmt: skip
 
 _LINEAR = (
-    OpRow("add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}),
-    OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}),
-    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat)),
+    OpRow(
+        "add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
+        commutative=True,
+    ),
+    OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
+    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), inductor=READS),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", LINEAR, ("stack",), _alone(torch.stack)),
+    *_each(LINEAR, "constant_pad_nd", inductor=INSIDE),
     OpRow(
         "pad", LINEAR,
         (
@@ -186,6 +259,8 @@ _LINEAR = (
         ),
         _alone(F.pad),
     ),
+    *_each(LINEAR, "_unsafe_view", aliases=True),
+    *_each(LINEAR, "alias", "detach", "view", returns_input=True),
     OpRow(
         "reshape", LINEAR, ("clone", "_unsafe_view"),
         _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
@@ -193,7 +268,7 @@ _LINEAR = (
     OpRow("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
     OpRow(
         "to", LINEAR, ("_to_copy", "convert_element_type"),
-        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
+        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), inductor=INSIDE,
     ),
     OpRow(
         "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
@@ -219,18 +294,23 @@ _LINEAR = (
         "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(LINEAR, ("rsub", "neg", "where", "sum", "mean", "repeat", "index", "_unsafe_index", "masked_fill")),
-    *_each(LINEAR, ("broadcast_in_dim",)),
-    *_each(LINEAR, ("copy",), cheap=False),
+    *_each(LINEAR, "rsub", "neg", "where", "masked_fill"),
+    *_each(LINEAR, "sum", "mean", inductor=READS),
+    *_each(LINEAR, "repeat", "index", "_unsafe_index", inductor=INSIDE),
+    *_each(LINEAR, "broadcast_in_dim"),
+    *_each(LINEAR, "copy", cheap=False),
     # Of the pool's input they read the size alone.
     *_each(
-        LINEAR,
-        (
-            "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
-            "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
-        ),
-        cheap=False,
+        LINEAR, "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
+        "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
+        cheap=False, follows=FIRST,
     ),
+    *_each(LINEAR, "fusedseg::interpolate"),
+    *_each(LINEAR, "fusedseg::interpolate_backward", "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
+    *_each(LINEAR, "fusedseg::max_pool_backward", cheap=False, dense=True),
+    # It is recomputed in a form of its own (``plan/recompute.py``).  ``fusedseg::norm`` never is: one that keeps its
+    # output has nothing to recompute, and a synchronised one must not communicate again.
+    *_each(LINEAR, "fusedseg::norm_act", cheap=False, statistics=1),
 )  # fmt: skip
 
 _EXACT = (
@@ -240,31 +320,34 @@ _EXACT = (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
             "_native_batch_norm_legit_functional", "cudnn_batch_norm", "miopen_batch_norm",
         ),
-        _alone(F.batch_norm),
+        _alone(F.batch_norm), statistics=1,
     ),
     # In eval mode the statistics are constants.
-    *_each(LINEAR, ("_native_batch_norm_legit_no_training",)),
-    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm)),
-    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm)),
-    OpRow("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm)),
+    *_each(LINEAR, "_native_batch_norm_legit_no_training", statistics=1),
+    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1),
+    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1),
+    OpRow("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm), statistics=1),
+    *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
+    *_each(EXACT, "fusedseg::max_pool", positions=True, eager_keeps_input=True),
     OpRow(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
         _alone(F.max_pool2d, torch.max_pool2d),
     ),
     OpRow("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
-    *_each(EXACT, ("_log_softmax", "glu", "log_sigmoid_forward", "var", "var_mean", "rsqrt")),
+    *_each(EXACT, "_log_softmax", "glu", "log_sigmoid_forward"),
+    *_each(EXACT, "var", inductor=READS),
+    *_each(EXACT, "var_mean", statistics=0, inductor=READS),
+    *_each(EXACT, "rsqrt", statistics=0),
+    *_each(EXACT, "_fused_rms_norm", cheap=False, statistics=1),
+    *_each(EXACT, "le", "gt", sign_of=0),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
-    *_each(SMOOTH, ("exp", "expm1", "log1p", "erf", "sin", "cos", "_softmax")),
+    *_each(SMOOTH, "exp", "expm1", "log1p", "erf", "sin", "cos", "_softmax"),
     *_each(
-        SMOOTH,
-        (
-            "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward",
-            "_softmax_backward_data",
-        ),
-        cheap=False,
+        SMOOTH, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward",
+        "_softmax_backward_data", cheap=False,
     ),
     OpRow("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
@@ -273,25 +356,22 @@ _WRITTEN = (
     OpRow("maximum", EXACT, ("maximum",), pieces=lambda a, b: torch.where(a >= b, a, b)),
     OpRow("minimum", EXACT, ("minimum",), pieces=lambda a, b: torch.where(a <= b, a, b)),
     OpRow(
-        "threshold_backward", EXACT, ("threshold_backward",), cheap=False,
+        "threshold_backward", EXACT, ("threshold_backward",), cheap=False, sign_of=1,
         pieces=lambda g, y, t: torch.where(y <= t, 0.0, g),
     ),
     OpRow(
-        "leaky_relu_backward", EXACT, ("leaky_relu_backward",), cheap=False,
+        "leaky_relu_backward", EXACT, ("leaky_relu_backward",), cheap=False, sign_of=1,
         pieces=lambda g, x, slope, of_result: torch.where(x > 0, g, g * slope),
     ),
     OpRow(
         "_prelu_kernel_backward", EXACT, ("_prelu_kernel_backward",), cheap=False,
         pieces=lambda g, x, w: (torch.where(x > 0, g, w * g), torch.where(x > 0, 0.0, x * g)),
     ),
-    *_each(
-        FORM,
-        (
-            "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
-            "ones_like", "full_like",
-        ),
-        cheap=False,
-    ),
+    *_each(FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", cheap=False),
+    *_each(FORM, "empty_like", "zeros_like", "ones_like", "full_like", cheap=False),
+    *_each(EXACT, "_reshape_alias", "lift_fresh", "lift", cheap=False, aliases=True),
+    *_each(EXACT, "_low_memory_max_pool_offsets_to_indices", "full", "iota", cheap=False, inductor=INSIDE),
+    *_each(EXACT, "_unsafe_index_put", "index_put", "amax", "amin", "scatter_add", cheap=False, inductor=READS),
 )  # fmt: skip
 
 ROWS: tuple[OpRow, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITTEN)
@@ -299,13 +379,15 @@ ROWS: tuple[OpRow, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITT
 
 def _by_op(rows: Iterable[OpRow]) -> dict[str, OpRow]:
     found: dict[str, OpRow] = {}
-    for row in rows:
+    # Rows of ops alone come first.
+    for row in sorted(rows, key=lambda row: bool(row.calls)):
         for op in row.ops:
             found.setdefault(op, row)
     return found
 
 
-# For each op, the first row that has it.  Rows that share an op agree about it, but for the places of its kinks.
+# For each op its row.  Rows that share an op agree about it, but for kinks, and for the arguments of functions.
 OF_OP: dict[str, OpRow] = _by_op(ROWS)
-# The ops that may run again in backward.  Elementwise ops and views, which PyTorch marks, may as well.
-CHEAP = frozenset(op for op, row in OF_OP.items() if row.cheap)
+# What is known about all other ops.
+UNKNOWN = OpRow("", EXACT, (), cheap=False)
+OF_NAME: dict[str, OpRow] = {row.name: row for row in ROWS}

@@ -37,8 +37,8 @@ class Graph:
         ours: what the backend needs; None if ``eager`` is None.
         eager_by, ours_by: the kept bytes of ``eager`` and ``ours`` by the module that has made them.
         eager_course, ours_course: the bytes alive over forward and over backward.
-        again: the classes of modules of which backward computes something again, and the number of modules.
-        repeated: the arithmetic of products that backward computes again, as a share of forward's.
+        recomputed: the classes of modules of which backward recomputes something, and the number of modules.
+        repeated: the arithmetic of compute-intensive ops that backward recomputes, as a share of forward's.
         returned: the bytes that the graph returns.
         gradients: the bytes of the gradients that its backward returns.
         symbolic: whether it serves several sizes, so that its bytes are not counted.
@@ -55,7 +55,7 @@ class Graph:
     ours_by: Mapping[Module, int] = field(default_factory=dict)
     eager_course: Course = field(default=((), ()), repr=False)
     ours_course: Course = field(default=((), ()), repr=False)
-    again: dict[str, int] = field(default_factory=dict)
+    recomputed: dict[str, int] = field(default_factory=dict)
     repeated: float = 0.0
     returned: int = 0
     gradients: int = 0
@@ -75,12 +75,12 @@ class Graph:
             for place, label in enumerate(labels):
                 stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
                 yield change_text(label, self.eager[place], self.ours[place]) + stock
-        if self.again:
-            most = sorted(self.again.items(), key=lambda row: -row[1])
+        if self.recomputed:
+            most = sorted(self.recomputed.items(), key=lambda row: -row[1])
             names = ", ".join(name if name == MODEL.name else f"{count} {name}" for name, count in most[:NAMES])
             more = f" and {len(most) - NAMES} other classes" if len(most) > NAMES else ""
             share = f"; {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
-            yield f"  computed again     in {names}{more}{share}"
+            yield f"  recomputed         in {names}{more}{share}"
         if self.unpacked:
             yield "  bits               not used: the step would keep more, or peak higher, with them"
         if self.ends:
@@ -97,7 +97,7 @@ class Graph:
         return plain
 
 
-class Kept(NamedTuple):
+class KeptByModule(NamedTuple):
     """What is kept of what one module makes: its name, its class, and the bytes in eager mode and in the backend."""
 
     module: str
@@ -154,13 +154,13 @@ class Report:
         ours = [(graph.ours.kept, graph.ours_course) for graph in graphs if graph.ours is not None]
         return _course_in_turn(eager, gradients), _course_in_turn(ours, gradients)
 
-    def modules(self) -> list[Kept]:
+    def modules(self) -> list[KeptByModule]:
         """What is kept of what each module makes, the largest in eager mode first."""
         eager, ours = Counter[Module](), Counter[Module]()
         for graph in self.graphs:
             eager.update(graph.eager_by)
             ours.update(graph.ours_by)
-        rows = [Kept(*module, eager[module], ours[module]) for module in dict.fromkeys((*eager, *ours))]
+        rows = [KeptByModule(*module, eager[module], ours[module]) for module in dict.fromkeys((*eager, *ours))]
         return sorted(rows, key=lambda row: (-row.eager, -row.ours))
 
     def to_json(self) -> str:
@@ -183,7 +183,9 @@ class Report:
             return
         shown, rest = rows[:MODULES], rows[MODULES:]
         if rest:
-            shown.append(Kept(f"{len(rest)} more modules", "", sum(r.eager for r in rest), sum(r.ours for r in rest)))
+            shown.append(
+                KeptByModule(f"{len(rest)} more modules", "", sum(r.eager for r in rest), sum(r.ours for r in rest))
+            )
         width = max(len(f"{row.module}  {row.kind}") for row in shown)
         yield ""
         yield "Kept for backward, by the module that has made it"
@@ -322,7 +324,7 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
     graph.returned = counting.returned_bytes(parts[0], outputs)
     graph.gradients = counting.gradient_bytes(parts[1])
     if decision is not None:
-        graph.again = counting.computed_again(decision.again)
+        graph.recomputed = counting.recomputed_modules(decision.recomputed)
 
 
 def note_unpacked() -> None:

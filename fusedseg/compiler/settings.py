@@ -31,7 +31,7 @@ class Settings:
     Attributes:
         codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
         budget: a share of the bytes that eager mode keeps, or bytes, or a text such as "6GiB" or "peak 10GiB".
-        extra_flops: the arithmetic of products that may run twice for it, as a share of the forward's.
+        extra_flops: the arithmetic of compute-intensive ops that may run twice for it, as a share of the forward's.
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
         cudagraphs: whether a GPU's kernels are recorded as CUDA graphs and replayed.

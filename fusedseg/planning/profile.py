@@ -15,7 +15,7 @@ from .picture import Course, draw
 from .ways import BACKEND, CONVERT, EAGER, Convert, Needs
 
 if TYPE_CHECKING:
-    from ..compiler.report import Kept
+    from ..compiler.report import KeptByModule
 
 COMPILER = "torch.compile"
 
@@ -41,7 +41,7 @@ class Profile:
     parameters: int
     before: Mapping[str, int]
     ways: Mapping[str, Needs]
-    modules: "Sequence[Kept]" = ()
+    modules: "Sequence[KeptByModule]" = ()
     bits_unused: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     courses: Mapping[str, Course] = field(default_factory=dict, repr=False)

@@ -127,6 +127,19 @@ def test_signs_after_a_group_norm_are_exact_under_autocast():
     assert torch.equal(*found)
 
 
+def test_signs_are_exact_where_samples_have_as_many_groups_as_there_are_channels():
+    """Statistics of 4 samples of 4 groups were taken for those of 16 channels: signs of whole channels were wrong."""
+    torch.manual_seed(0)
+    net, x, found = Plain(NORMS["group"](), nn.ReLU()), torch.randn(4, 3, 32, 32), []
+    # Means of the groups lie far from those of the samples together.
+    x = x + torch.arange(4.0).view(4, 1, 1, 1) * 4
+    for run in (net, compiled(net, bits=4)):
+        out = run(x)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        found += torch.autograd.grad(loss, net.norm.bias)
+    torch.testing.assert_close(*found)
+
+
 def test_a_layer_norm_is_rebuilt_from_its_statistics():
     """Its output was kept beside its input."""
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))

@@ -275,7 +275,7 @@ def test_arithmetic_is_used_up(monkeypatch):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
         steps = cut.steps()
         way = choose.WayDown(choices, choose.Choice(first, choices.cost(first)), most, falling=False)
-        way.again, kept = next(iter(steps)), way.best.cost.kept
+        way.recomputed, kept = next(iter(steps)), way.best.cost.kept
         found.extend(choices._filled(way, cut, dict([list(steps.items())[-1]])))
         assert all(choice.cost.flops <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
@@ -343,7 +343,9 @@ def test_beside_the_optimum(name, monkeypatch):
     def compared(choices, wanted):
         for choice in choices.on_the_way_down(0.35 * choices.total):
             # Third runs are for the peak.
-            flops = sum(choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.again})
+            flops = sum(
+                choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.recomputed}
+            )
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted)
 

@@ -14,9 +14,10 @@ from fusedseg.activation import TABLE, Activation
 from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
 from fusedseg.compiler.capture.norms import How
 from fusedseg.compiler.codegen.aten import emit
+from fusedseg.compiler.graph import following
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import backward_over, flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import Backward, flat, norm_act, norm_act_backward
 from tests.compiler.networks import as_eager, compiled, kept, results
 
 
@@ -371,8 +372,9 @@ def test_residual_norms_of_networks(name, fmt, monkeypatch):
     monkeypatch.setattr(home, "emit", emitting)
     options = {} if fmt == "planes" else {"memory_format": last}
     compiled(net, **options)(x).square().mean().backward()
-    norms_of = [node for node in backward if node.target in (norm_act_backward, backward_over)]
-    assert sum(node.args[-1] for node in norms_of) == wanted
+    norms_of = [node.target for node in backward if isinstance(node.target, Backward)]
+    assert sum(norm.of_residual for norm in norms_of) == wanted
     large = x.numel() // 8
-    sums = [node for node in backward if node.target is torch.ops.aten.add.Tensor]
+    gradients = following(backward[0].graph)
+    sums = [node for node in gradients if node.target is torch.ops.aten.add.Tensor]
     assert not [node for node in sums if node.meta["val"].numel() >= large]

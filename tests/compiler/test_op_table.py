@@ -1,5 +1,7 @@
 """The table of PyTorch's functions: each row against what the function does."""
 
+import dataclasses
+import importlib
 import inspect
 from functools import partial
 
@@ -40,6 +42,7 @@ ARGUMENTS = {
     "_native_batch_norm_legit_no_training": given(*(torch.ones(8).double() for _ in range(4)), 0.1, 1e-5),
     "_prelu_kernel": lambda: (tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_prelu_kernel_backward": lambda: (tensor(), tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
+    "_unsafe_view": given([2, -1]),
     "_unsafe_index": given([None, torch.tensor([1, 1, 3])]),
     "addcmul": lambda: (tensor(), tensor(), tensor()),
     "_adaptive_avg_pool2d_backward": lambda: (tensor(2, 8, 3, 3), tensor()),
@@ -56,11 +59,14 @@ ARGUMENTS = {
         tensor(2, 3, 3, 3), tensor(2, 6, 6, 6), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False,
         torch.arange(27).reshape(1, 3, 3, 3).repeat(2, 1, 1, 1),
     ),
+    "baddbmm": lambda: (tensor(2, 4, 3), tensor(2, 4, 6), tensor(2, 6, 3)),
     "batch_norm": given(None, None, None, None, True),
+    "bmm": lambda: (tensor(2, 4, 6), tensor(2, 6, 3)),
     "cat": lambda: ([tensor(), tensor()], 1),
     "clamp": given(-0.5, 0.7),
     "clamp_max": given(0.7),
     "clamp_min": given(-0.5),
+    "constant_pad_nd": given([1, 2, 2, 1]),
     "contiguous": lambda: (tensor().transpose(1, 2),),
     "conv1d": lambda: (tensor(2, 8, 6), tensor(4, 8, 3)),
     "conv2d": lambda: (tensor(), tensor(4, 8, 3, 3)),
@@ -98,6 +104,7 @@ ARGUMENTS = {
     "softplus": given(1, 2.0),
     "threshold_backward": lambda: (tensor(), tensor(), 0.2),
     "to": given(torch.float32),
+    "view": given([2, -1]),
     "where": lambda: (torch.rand(2, 8, 6, 6) < 0.5, tensor(), tensor()),
     **dict.fromkeys(("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "copy"), lambda: (tensor(), tensor())),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d"), given(2)),
@@ -259,13 +266,57 @@ def test_backward_calls_the_op_of_the_gradient(row):
     assert row.backward in {name_of(node) for node in make_fx(run)(tensor().requires_grad_()).graph.nodes}
 
 
+# Columns that speak of a function with its arguments; rows may differ in them about an op that they share.
+OF_FUNCTIONS = {
+    "name", "ops", "calls", "arguments", "kinks", "keeps_sign", "pieces", "backward", "parameter", "fixed",
+}  # fmt: skip
+
+
 def test_rows_agree_about_an_op():
+    """A column of a row would have no effect if another row stood for the op in ``OF_OP``, and said nothing."""
     for row in ROWS:
         for op in row.ops:
             first = OF_OP[op]
             assert (first.kind, first.cheap) == (row.kind, row.cheap), op
+            for column in dataclasses.fields(row):
+                said = vars(row)[column.name]
+                if column.name not in OF_FUNCTIONS and said != column.default:
+                    assert vars(first)[column.name] == said, (op, column.name)
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert {row.kind for row in ROWS} == {EXACT, FORM, LINEAR, PRODUCT, SMOOTH}
+
+
+def test_each_op_exists():
+    """A row for an op that PyTorch has renamed would never be looked up."""
+    importlib.import_module("torch._inductor.inductor_prims")
+    homes = {"": (aten, torch.ops.prims), "fusedseg": (torch.ops.fusedseg,)}
+    for op in OF_OP:
+        namespace, _, name = op.rpartition("::")
+        assert any(hasattr(home, name) for home in homes[namespace]), op
+
+
+@pytest.mark.parametrize("op", [op for op, row in OF_OP.items() if row.in_place])
+def test_forms_that_write_over_their_argument(op):
+    overload, args = OF_OP[op].in_place, arguments(op)
+    (expected,) = run(getattr(getattr(aten, op), overload), args)
+    result = getattr(getattr(aten, f"{op}_"), overload)(*args)
+    assert result is args[0]
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("op", [op for op, row in OF_OP.items() if row.commutative])
+def test_arguments_may_be_exchanged(op):
+    x, y = arguments(op)
+    assert torch.equal(getattr(aten, op)(x, y), getattr(aten, op)(y, x))
+
+
+@pytest.mark.parametrize("op", [op for op, row in OF_OP.items() if row.returns_input])
+def test_the_result_is_the_argument(op):
+    x = tensor()
+    args = (x, list(x.shape)) if op == "view" else (x,)
+    result = getattr(aten, op)(*args)
+    assert result.data_ptr() == x.data_ptr()
+    assert torch.equal(result, x)
 
 
 def test_each_activation_has_a_row():

@@ -287,7 +287,7 @@ def forward_outputs(net, x):
         partition.prepare = original
     decision = seen["decision"]
     kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.kept)
-    return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.again)
+    return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.recomputed)
 
 
 def test_keep_products_and_statistics():

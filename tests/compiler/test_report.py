@@ -92,7 +92,7 @@ def test_a_break_is_named_with_its_cost():
     text = str(found)
     assert "Net: 2 graphs" in text
     assert "graph_break()" in text
-    assert "computed again     " in text
+    assert "recomputed         " in text
     eager, ours = found.kept
     assert f"All graphs keep {eager / 1024:.1f} KiB -> {ours / 1024:.1f} KiB" in text
     assert [graph["calls"] for graph in json.loads(found.to_json())["graphs"]] == [first.calls, second.calls]

@@ -43,7 +43,7 @@ RELATED = {
     "fusedseg/ops/self_test/*": ["tests/ops/test_self_test*.py", "tests/test_doctor*.py", "tests/test_backend.py"],
     "fusedseg/ops/conv*": CONV_OPS,
     "fusedseg/ops/max_pool*": ["tests/ops/test_max_pool*.py", "tests/nn/test_max_pool.py"],
-    "fusedseg/ops/concat.py": ["tests/ops/test_concat.py", "tests/compiler/test_slices.py"],
+    "fusedseg/ops/concat.py": ["tests/ops/test_concat.py", "tests/compiler/test_concatenation.py"],
     "fusedseg/ops/upsample.py": ["tests/ops/test_upsample.py"],
     "fusedseg/ops/segmentation*": [
         "tests/ops/test_segmentation_sums*.py",
@@ -51,7 +51,7 @@ RELATED = {
         "tests/losses/test_everywhere.py",
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
-    "fusedseg/ops/avg_pool.py": ["tests/compiler/test_layouts.py"],
+    "fusedseg/ops/avg_pool.py": ["tests/compiler/test_memory_format.py"],
     "fusedseg/ops/reuse.py": [
         "tests/ops/test_segmentation_sums_memory.py",
         "tests/ops/test_transients*.py",

@@ -179,13 +179,12 @@ def test_the_op_of_compiled_graphs(rules, groups, fmt, dtype):
     x, dz = (laid(torch.randn(SHAPES["3d"]).to(dtype), fmt) for _ in range(2))
     weight, bias = torch.tensor([[1.0, -0.7, 0.1, 1.3], [0.3, -0.2, 0.4, 0.0]])
     given = (x, weight, bias)
-    spec = graph.flat(
-        Norm("input", Activation("identity", 0.0), kind="instance" if groups == C else "group", groups=groups)
-    )
-    z, mean, rstd, *_ = graph.forward(*given, None, None, None, None, None, *spec)
+    norm = Norm("input", Activation("identity", 0.0), kind="instance" if groups == C else "group", groups=groups)
+    forward = graph.Forward(norm)
+    z, mean, rstd, *_ = forward(*given, None, None, None, None, None)
     assert z.stride() == x.stride()
-    again, *_ = graph.forward(*given, None, None, None, mean, rstd, *spec)
-    found = graph.backward(dz, *given, None, mean, rstd, *spec, True, False)
+    again, *_ = forward(*given, None, None, None, mean, rstd)
+    found = graph.Backward(norm, affine=True, of_residual=False)(dz, *given, None, mean, rstd)
     settings = {"activation": "identity", "groups": groups}
     exact = reference.norm_act(*given, **settings).out
     assert relative_error(z, exact) <= FORWARD_TOLERANCE[dtype]

@@ -29,7 +29,7 @@ NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-class Pair(NamedTuple):
+class InterpolatedConvolution(NamedTuple):
     """A convolution, the interpolation that it reads, and the tensor that is interpolated."""
 
     convolution: fx.Node
@@ -63,7 +63,7 @@ def _value(node: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _pair(node: fx.Node) -> Pair | None:
+def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     """The convolution and the interpolation that nobody else reads."""
     made = _arguments(node).get("input")
     if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
@@ -72,10 +72,10 @@ def _pair(node: fx.Node) -> Pair | None:
     small, value = given["input"], _value(made)
     if value is None or given["antialias"] or (given["mode"], value.dim() - 2) not in BACKWARD:
         return None
-    return Pair(node, made, small) if isinstance(small, fx.Node) else None
+    return InterpolatedConvolution(node, made, small) if isinstance(small, fx.Node) else None
 
 
-def _is_shorter(pair: Pair, everywhere: bool) -> bool:
+def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
     """Whether the pair commutes, and moves fewer bytes the other way round."""
     named = _arguments(pair.convolution)
     x, large, weight, y = map(_value, (pair.small, pair.interpolation, named["weight"], pair.convolution))
@@ -103,7 +103,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _may_wait(pair: Pair) -> bool:
+def _may_wait(pair: InterpolatedConvolution) -> bool:
     """Whether the small tensor can be read where the convolution is.
 
     Nothing may write over it in between, and no mode may change there, such as that of autograd.
@@ -124,7 +124,7 @@ def _tensors(node: fx.Node) -> Sequence[object]:
     return [t for t in of if isinstance(t, Tensor)]
 
 
-def _swap(graph: fx.Graph, pair: Pair) -> None:
+def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:
     node, made, x = pair
     value, convolution = _value(node), node.target
     assert value is not None

@@ -25,13 +25,11 @@ from torch.nn import functional as F
 from ... import _torch
 from ...ops.norm import op as norms
 from ..graph import items_of
+from ..op_table import OF_NAME
 from ..settings import Settings
 
 # The convolutions, whose second and third arguments are the weight and the bias.
-CONVOLUTIONS = {
-    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-    torch.convolution,
-}  # fmt: skip
+CONVOLUTIONS = {*OF_NAME["convolution"].calls, torch.convolution}
 
 
 class _Given(NamedTuple):

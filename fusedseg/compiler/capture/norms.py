@@ -92,13 +92,6 @@ NORMS: dict[Any, Stock] = {
 }
 # Their arguments that are numbers.
 NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
-# The arguments of activations behind the first one, by the name of their row.
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "leaky_relu": ("negative_slope",),
-    "elu": ("alpha",),
-    "softplus": ("beta", "threshold"),
-    "relu6": ("min_val", "max_val"),
-}
 # The sums of two tensors, and those that are written over the first one.
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
@@ -116,9 +109,7 @@ def _calls() -> Iterator[tuple[Any, op_table.OpRow]]:
 
 
 # ``nn.ReLU6`` calls the function of ``nn.Hardtanh``.
-ACTIVATIONS: dict[Any, op_table.OpRow] = dict(_calls()) | {
-    F.hardtanh: next(r for r in op_table.ROWS if r.name == "relu6")
-}
+ACTIVATIONS: dict[Any, op_table.OpRow] = dict(_calls()) | {F.hardtanh: op_table.OF_NAME["relu6"]}
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -126,7 +117,7 @@ def activation_of(node: fx.Node) -> Activation | None:
     row = ACTIVATIONS.get(node.target)
     if row is None or not node.args:
         return None
-    names = (*ARGUMENTS.get(row.name, ()), op_table.FLAG)
+    names = (*row.arguments, op_table.FLAG)
     given = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
     given.pop(op_table.FLAG, None)
     if row.name == "gelu" and given.get("approximate") == "tanh":

@@ -51,7 +51,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 INPUTS = "_of_inputs"
 
 
-class Source:
+class Code:
     """The lines of a function, and the objects that they name."""
 
     def __init__(self, direct: Mapping[Any, Callable[..., Any]]) -> None:
@@ -101,14 +101,14 @@ class Source:
         return f"{self.name(target, hint if hint.isidentifier() else 'function')}({', '.join(given)})"
 
 
-def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Source:
+def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] = DIRECT) -> Code:
     """The code of a graph.  Its function is ``run(arguments)``, which calls ops directly where it can."""
     graph = module.graph
     # For each node those that it is the last to read.
     ends: dict[fx.Node, list[fx.Node]] = {}
     for node, reader in last_readers(graph).items():
         ends.setdefault(reader, []).append(node)
-    out = Source(direct)
+    out = Code(direct)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     out.lines.append("def run(arguments):")
     if places:
@@ -134,7 +134,7 @@ def source_of(module: fx.GraphModule, direct: Mapping[Any, Callable[..., Any]] =
     return out
 
 
-def _function(source: Source) -> Any:
+def _function(source: Code) -> Any:
     names = dict(source.objects)
     exec(compile("\n".join(source.lines), "<fusedseg compiler>", "exec"), names)
     return names["run"]

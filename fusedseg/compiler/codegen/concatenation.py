@@ -22,7 +22,7 @@ from ...ops import upsample
 from ...ops.concat import dense
 from ...ops.conv.reference import SLAB_BYTES, slabs
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
-from ..graph import has_symbols, is_op, is_tensor, name_of, nbytes_of, node_at, nodes_at, op_of, value_of
+from ..graph import has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
 
 aten = torch.ops.aten
 INTERPOLATE = upsample.interpolate_op._opoverload
@@ -145,18 +145,11 @@ def _is_large_map(source: object, reader: fx.Node) -> bool:
     return set(source.users) == {reader} and nbytes_of(source) >= SLAB_BYTES
 
 
-# Ops, and functions of ``ops/norm/graph.py``, whose first argument is a gradient that they need without gaps.
-READERS = {
-    "convolution_backward", "native_batch_norm_backward", "native_group_norm_backward",
-    "max_pool_backward", "norm_act_backward",
-}  # fmt: skip
-
-
 def make_dense(graph: fx.Graph) -> int:
     """Gives these ops their copies, and returns how many."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        source = node.args[0] if _called(node) in READERS else None
+        source = node.args[0] if row_of(node).dense else None
         if not isinstance(source, fx.Node) or not _is_gradient_of_a_source(source):
             continue
         if source not in copies:
@@ -166,14 +159,6 @@ def make_dense(graph: fx.Graph) -> int:
             copies[source].meta["val"] = torch.empty_like(value, memory_format=FORMATS[value.dim()])
         node.update_arg(0, copies[source])
     return len(copies)
-
-
-def _called(node: fx.Node) -> str:
-    """The name of the op or the function that a node calls, without a namespace and an overload."""
-    if node.op != "call_function":
-        return ""
-    function: Any = node.target
-    return op_of(node)._schema.name.rpartition("::")[2] if is_op(node) else function.__name__
 
 
 def _is_gradient_of_a_source(node: fx.Node) -> bool:

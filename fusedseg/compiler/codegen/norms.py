@@ -144,9 +144,9 @@ def _divide(graph: fx.Graph, node: fx.Node) -> None:
     order = {one: place for place, one in enumerate(graph.nodes)}
     with graph.inserting_before(min(items[0].users, key=order.__getitem__)):
         given = (x, weight, bias, residual, None, None, items[1], items[2], *spec)
-        again = graph.call_function(norms.norm_act, given)
-        again.meta["val"] = value_of(node)
-        z = graph.call_function(operator.getitem, (again, 0))
+        recomputed = graph.call_function(norms.norm_act, given)
+        recomputed.meta["val"] = value_of(node)
+        z = graph.call_function(operator.getitem, (recomputed, 0))
         z.meta = dict(items[0].meta)
     items[0].replace_all_uses_with(z)
     graph.erase_node(items[0])

@@ -54,7 +54,7 @@ def write_convolutions(graph: fx.Graph) -> int:
     return len(found)
 
 
-class Convolution(NamedTuple):
+class ConvolutionCall(NamedTuple):
     """The function of an op, and the places of its input, its weight, and its stride among the arguments."""
 
     function: Any
@@ -63,9 +63,9 @@ class Convolution(NamedTuple):
     stride: int
 
 
-CONVOLUTIONS: dict[Any, Convolution] = {
-    aten.convolution.default: Convolution(torch.convolution, 0, 1, 3),
-    aten.convolution_backward.default: Convolution(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
+CONVOLUTIONS: dict[Any, ConvolutionCall] = {
+    aten.convolution.default: ConvolutionCall(torch.convolution, 0, 1, 3),
+    aten.convolution_backward.default: ConvolutionCall(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
 }
 
 

@@ -1,4 +1,4 @@
-"""How an op of a graph reads a value that was rounded, and ops with branches as chains of simpler ones.
+"""How an op of a graph reads a value that was rounded, and ops with branches as pointwise chains of simpler ones.
 
     linear     a value that is right on average gives a result that is right on average
     smooth     the derivative varies slowly: values in at least 8 bits
@@ -18,26 +18,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
 from .. import op_table
-from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, splice, value_of
+from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, row_of, splice, value_of
 
 LINEAR, SMOOTH, EXACT = op_table.LINEAR, op_table.SMOOTH, op_table.EXACT
-# Products, which are right on average where their factors do not come from the same rounding.
-PRODUCTS = {op for op, row in op_table.OF_OP.items() if row.kind == op_table.PRODUCT} | {"div", "norm_act_backward"}
-# They read the form of a tensor, and not its values.
-FORMS = {op for op, row in op_table.OF_OP.items() if row.kind == op_table.FORM}
-_OURS = {
-    "interpolate", "interpolate_backward", "max_pool_pick", "max_pool_backward", "low_bit_round", "norm_act",
-    "norm_act_backward",
-}  # fmt: skip
+
+
+def is_multiplication(node: fx.Node) -> bool:
+    """Whether a node multiplies: its result is right on average if its factors do not come from the same rounding."""
+    row = row_of(node)
+    return row.kind == op_table.PRODUCT or row.name == "div"
 
 
 def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     """How a node reads its inputs; ``reads`` tells which of them are rounded."""
     if not is_op(node):
         return LINEAR  # one of several results
-    target = op_of(node)
-    if target.namespace == "fusedseg":
-        return LINEAR if target._schema.name.partition("::")[2] in _OURS else EXACT
     name = name_of(node)
     if name == "div":
         return SMOOTH if reads(node.args[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
@@ -45,14 +40,14 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
         return SMOOTH if node.args[1] in (1, 2, 3) else EXACT
     if name == "where" and reads(node.args[0]):
         return EXACT
-    row = op_table.OF_OP.get(name)
-    kind = EXACT if row is None or row.kinks else row.kind
-    if target.is_view or kind == op_table.PRODUCT:
+    row = row_of(node)
+    kind = EXACT if row.kinks else row.kind
+    if calls_view(node) or kind == op_table.PRODUCT:
         return LINEAR
     return kind
 
 
-def is_question(node: fx.Node) -> bool:
+def is_predicate(node: fx.Node) -> bool:
     """Whether the result of a node is true or false for each element."""
     value = value_of(node)
     return isinstance(value, Tensor) and value.dtype == torch.bool
@@ -64,10 +59,9 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes
 
 
-def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
-    """The results of a node computed by a chain of simpler nodes right before it; None if no chain is known."""
-    row = op_table.OF_OP.get(name_of(node))
-    function = (row and row.pieces) or _torch.decomposition(node.target)
+def pointwise_chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
+    """The results of a node computed by a pointwise chain of simpler nodes right before it; None if none is known."""
+    function = row_of(node).pieces or _torch.decomposition(node.target)
     sources = node.all_input_nodes
     values = [value_of(source) for source in sources]
     mode = next((v.fake_mode for v in values if isinstance(v, _torch.FakeTensor)), None)
@@ -86,9 +80,9 @@ def chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return splice(graph, traced.graph, sources, node)
 
 
-def write_chain(graph: fx.Graph, node: fx.Node) -> bool:
-    """Writes an op of backward as a chain, so that its questions can be answered in forward; whether there is one."""
-    chain = chain_of(graph, node)
+def write_pointwise_chain(graph: fx.Graph, node: fx.Node) -> bool:
+    """Writes an op of backward as a pointwise chain, if there is one; forward can answer the predicates of that."""
+    chain = pointwise_chain_of(graph, node)
     if chain is None:
         return False
     if len(chain) == 1 and is_tensor(node):

@@ -3,8 +3,8 @@
     settled  which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
     Storage  the nodes that pack in forward and unpack in backward
 
-A value is rounded once.  Everything that backward computes again from it is a copy that reads the unpacked value.  A
-question about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
+A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  A
+predicate about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
 """
 
 import math
@@ -16,7 +16,6 @@ from torch import fx
 
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ...ops.max_pool.op import max_pool_op
-from .. import op_table
 from ..graph import (
     SMALL,
     Joint,
@@ -29,10 +28,13 @@ from ..graph import (
     nbytes_of,
     node_at,
     op_of,
+    reads_size_alone,
+    row_of,
     size_of,
     tensors_of,
     value_of,
 )
+from ..op_table import FIRST, NOT_SECOND
 from ..plan import nearly_free, recompute
 from ..plan.keep import (
     Decision,
@@ -45,19 +47,21 @@ from ..plan.keep import (
     sources_of,
 )
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import EXACT, FORMS, LINEAR, PRODUCTS, SMOOTH, chain_of, is_question, kind_of, write_chain
+from .branches import (
+    EXACT,
+    LINEAR,
+    SMOOTH,
+    is_multiplication,
+    is_predicate,
+    kind_of,
+    pointwise_chain_of,
+    write_pointwise_chain,
+)
 
-# They bend at 0, and do not change signs.
-BENDS = tuple(op for op, row in op_table.OF_OP.items() if row.keeps_sign)
-# Products whose result mixes values of many places, so that the rounding of one value hardly counts there.
-MIXING = ("convolution_backward", "mm", "addmm", "bmm", "baddbmm")
-# What asks for the sign of one of its arguments, and the place of that argument.
-SIGNS = {"le": 0, "gt": 0, **{op_table.OF_OP[op].backward: 1 for op in BENDS}, **dict.fromkeys(BENDS, 0)}
-# The max-pools whose second result numbers a position in the window, whose size is their second argument.
+# The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
 # A value is rounded only if this saves so many times the bytes of the answers that it needs.
 WORTH = 2
-POOLS = ("fusedseg::max_pool", "prims::_low_memory_max_pool_with_offsets")
 
 
 @dataclass
@@ -68,13 +72,14 @@ class Rounded:
         bits: for each kept node the bits of a value.
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
         integers: the kept nodes with masks or small integers, and the bits of a value.
-        asking: ops of backward with a branch, which must be written as chains before anything can be decided.
+        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
+            decided.
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
-    kinks: dict[fx.Node, recompute.NormAct] = field(default_factory=dict)
+    kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
-    asking: set[fx.Node] = field(default_factory=set)
+    branching: set[fx.Node] = field(default_factory=set)
 
 
 def _has_size(node: fx.Node) -> bool:
@@ -85,18 +90,16 @@ def _has_size(node: fx.Node) -> bool:
 
 def _positions(node: fx.Node) -> int:
     """How many numbers there are, if a node numbers positions in windows; otherwise 0."""
-    if node.target is not operator.getitem or node.args[1] != 1 or not is_op(node.args[0]):
-        return 0
-    pool: Any = node.args[0]
-    return math.prod(pool.args[1]) if pool.target._schema.name in POOLS else 0
+    pool: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
+    return math.prod(pool.args[1]) if row_of(pool).positions else 0
 
 
 def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
-    if node.target is not operator.getitem:
-        return name_of(node) == "rsqrt"
-    name = name_of(node.args[0])
-    return name == "var_mean" or ("norm" in name and bool(node.args[1]))
+    is_item = node.target is operator.getitem
+    first = row_of(node.args[0] if is_item else node).statistics
+    place: Any = node.args[1] if is_item else 0
+    return first is not None and bool(place >= first)
 
 
 def bits_of(node: fx.Node, bits: int) -> int:
@@ -105,7 +108,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
         return 0
     if value_of(node).dtype in DTYPES:
         return bits
-    if is_question(node):
+    if is_predicate(node):
         return 1
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
@@ -113,7 +116,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
 class Known(NamedTuple):
     """What earlier passes over a graph have found.
 
-    stuck: ops of backward with branches for which there is no chain.
+    stuck: ops of backward with branches for which there is no pointwise chain.
     exact: values whose rounding saves too little for the answers that it needs.
     """
 
@@ -127,7 +130,7 @@ class _Choice:
         self.rounded = Rounded()
         # The rounded values for which each answer is kept.
         self.answers: dict[fx.Node, set[fx.Node]] = {}
-        self.questions: dict[object, fx.Node] = {}
+        self.predicates: dict[object, fx.Node] = {}
         self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
@@ -148,11 +151,15 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif (node in self.found.again or node in self.own) and not is_question(node) and not self._is_mean(node):
+            elif (
+                (node in self.found.recomputed or node in self.own)
+                and not is_predicate(node)
+                and not self._is_mean(node)
+            ):
                 followed, sources = self._followed(node), self._sources(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                if node in self.joint.backward and name_of(node) not in (*MIXING, *FORMS):
-                    others = [source for source in sources if source not in followed and name_of(node) not in SIGNS]
+                if node in self.joint.backward and not _mixes(node) and not reads_size_alone(node):
+                    others = [source for source in sources if source not in followed and row_of(node).sign_of is None]
                     near = [self.near.get(source, ()) for source in sources]
                     self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
         return {node: of for node, of in roots.items() if of}
@@ -166,18 +173,14 @@ class _Choice:
     def _followed(self, node: fx.Node) -> list[fx.Node]:
         """The sources whose rounding a result follows, element by element."""
         sources = self._sources(node)
-        if name_of(node) in FORMS:
+        if reads_size_alone(node):
             return []
+        row = row_of(node)
         if node in self.joint.backward:
-            if name_of(node) == "convolution_backward":
+            if row.follows == NOT_SECOND:
                 # The gradient of the input does not depend on the input.
                 return [sources[0], *sources[2:]]
-            if name_of(node) in SIGNS:
-                return sources[:1]
-            if name_of(node).endswith(
-                ("norm_backward", "norm_act_backward", "pool2d_backward", "pool3d_backward", "with_indices_backward")
-            ):
-                # That of a norm does, times a mean over many values; that of an average depends on its size.
+            if row.follows == FIRST or row.sign_of is not None:
                 return sources[:1]
             if name_of(node) == "mul" and len(sources) == 2:
                 # The same, as the compiler writes it.
@@ -187,19 +190,19 @@ class _Choice:
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
         instead = self.found.instead
-        return self.found.again.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
+        return self.found.recomputed.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
 
     def settle(self) -> bool:
         """One pass over all that backward reads; whether it has changed the choice."""
         roots, bits, changed = self._roots(), self.rounded.bits, False
         for node in list(self.joint.graph.nodes):
-            again = node in self.found.again
+            recomputed = node in self.found.recomputed
             read = [roots[source] for source in self._sources(node) if source in roots]
-            if not read or not (again or node in self.own) or not tensors_of(node) or name_of(node) in FORMS:
+            if not read or not (recomputed or node in self.own) or not tensors_of(node) or reads_size_alone(node):
                 # Sizes are exact.
                 continue
-            kind, of = self._kind(node, again, roots), set().union(*read)
-            if kind == LINEAR and name_of(node) in PRODUCTS:
+            kind, of = self._kind(node, recomputed, roots), set().union(*read)
+            if kind == LINEAR and is_multiplication(node):
                 kind, of = SMOOTH, self._read_twice(node, roots)
             elif gradients := _gradients(node):
                 # It is linear in the gradient that it is given.
@@ -209,13 +212,13 @@ class _Choice:
                 few = [root for root in of if bits[root] < SMOOTH_BITS]
                 bits.update(dict.fromkeys(few, SMOOTH_BITS))
                 changed |= bool(few)
-            elif kind == EXACT and again:
+            elif kind == EXACT and recomputed:
                 self._answer(node, of)
                 return True
             elif not of:
                 continue
             elif kind == EXACT and node not in self.known.stuck:
-                self.rounded.asking.add(node)
+                self.rounded.branching.add(node)
             elif kind == EXACT:
                 for root in of:
                     del bits[root]
@@ -227,64 +230,62 @@ class _Choice:
         """The packed values of which more than one argument of a node follows."""
         return _twice([(roots.get(s, set()), self.near.get(s, set())) for s in self._sources(node)])
 
-    def _kind(self, node: fx.Node, again: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
+    def _kind(self, node: fx.Node, recomputed: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
         if self._has_exact_sign(node):
             return LINEAR
-        form = recompute.form_of(node) if again else None
+        form = recompute.form_of(node) if recomputed else None
         if isinstance(form, recompute.BatchNorm) or (
-            isinstance(form, recompute.NormAct) and form.own and form.rstd is None
+            isinstance(form, recompute.NormActForm) and form.own and form.rstd is None
         ):
             return EXACT
         if form is not None:
             return LINEAR
         return kind_of(
-            call_node(node) if again else node, lambda source: self.found.instead.get(source, source) in roots
+            call_node(node) if recomputed else node, lambda source: self.found.instead.get(source, source) in roots
         )
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
-        name = name_of(node)
-        if name not in SIGNS or (name in ("le", "gt") and node.args[1] != 0):
+        name, place = name_of(node), row_of(node).sign_of
+        if place is None or (name in ("le", "gt") and node.args[1] != 0):
             return False
         if name == "threshold_backward" and node.args[2] != 0:
             return False
-        source = node_at(node, SIGNS[name])
+        source = node_at(node, place)
         if name_of(source) == "relu" and source in self.rounded.bits:
             # 0 is a value of the grid.
             return True
         source = _bent(source)
-        norm = recompute.form_of(source) if source in self.found.again else None
-        if not isinstance(norm, recompute.NormAct) or norm.mean is None or norm.rstd is None:
+        norm = recompute.form_of(source) if source in self.found.recomputed else None
+        if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
             x = node_at(x, 0)
         if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
-        value, kinks = value_of(x), value_of(norm.mean).numel()
-        if value_of(norm.mean).dim() == 2:
-            # The statistics are those of samples.
-            kinks = value.shape[0] * value.shape[1]
-        if kinks % value.shape[1] or lines_of(value, kinks).S * kinks > value.numel():
+        value = value_of(x)
+        kinks = value.shape[1] * (value.shape[0] if norm.of_samples else 1)
+        if lines_of(value, kinks).S * kinks > value.numel():
             return False
         self.rounded.kinks[x] = norm
         return True
 
     def _answer(self, node: fx.Node, roots: set[fx.Node]) -> None:
-        """Something that must read exact values is computed in forward: questions of it, or its result.
+        """Something that must read exact values is computed in forward: predicates of it, or its result.
 
         It reads these rounded values.
         """
         found = self.found
-        if is_question(node):
-            first = self.questions.setdefault(_asked(node), node)
+        if is_predicate(node):
+            first = self.predicates.setdefault(_key_of(node), node)
             if first is not node:
                 self._replace(node, first)
                 return
-        chain = None if is_question(node) or not is_op(node) else chain_of(self.joint.graph, node)
-        sources = found.again[node]
+        chain = None if is_predicate(node) or not is_op(node) else pointwise_chain_of(self.joint.graph, node)
+        sources = found.recomputed[node]
         if chain is None or len(chain) != 1:
-            del found.again[node]
+            del found.recomputed[node]
             found.kept.add(node)
             self.answers[node] = roots
             self._early(node)
@@ -293,7 +294,7 @@ class _Choice:
             return
         (result,) = chain
         self._add(result)
-        found.again[node] = sources
+        found.recomputed[node] = sources
         self._replace(node, result)
 
     def _early(self, node: fx.Node) -> None:
@@ -332,7 +333,7 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node.target is max_pool_op._opoverload:
                 x = node_at(node, 0)
-                if x not in roots and (x in self.found.again or x in self.found.kept):
+                if x not in roots and (x in self.found.recomputed or x in self.found.kept):
                     node.meta.pop(recompute.ROUNDED, None)
 
     def _kept_bytes(self, node: fx.Node) -> int:
@@ -342,22 +343,22 @@ class _Choice:
     def _replace(self, node: fx.Node, other: fx.Node) -> None:
         """Backward reads another node of the same value."""
         found = self.found
-        sources, readers = found.again.pop(node), found.readers.pop(node, set())
+        sources, readers = found.recomputed.pop(node), found.readers.pop(node, set())
         found.instead[node] = other
         found.readers.setdefault(other, set()).update(readers)
         for reader in readers:
-            if reader in found.again:
-                found.again[reader] = [other if source is node else source for source in found.again[reader]]
+            if reader in found.recomputed:
+                found.recomputed[reader] = [other if source is node else source for source in found.recomputed[reader]]
         leave(node, sources, found)
 
     def _add(self, result: fx.Node) -> None:
-        """The nodes of a chain are computed again."""
+        """The nodes of a pointwise chain are recomputed."""
         stack = [result]
         while stack:
             one = stack.pop()
-            if one in self.found.again or one in self.found.kept or is_free(one):
+            if one in self.found.recomputed or one in self.found.kept or is_free(one):
                 continue
-            self.found.again[one] = list(one.all_input_nodes)
+            self.found.recomputed[one] = list(one.all_input_nodes)
             for source in one.all_input_nodes:
                 self.found.readers.setdefault(source, set()).add(one)
                 stack.append(source)
@@ -380,9 +381,14 @@ def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
     return found
 
 
+def _mixes(node: fx.Node) -> bool:
+    """Whether a result mixes values of many places, so that the rounding of one value hardly counts there."""
+    return row_of(node).compute_intensive
+
+
 def _bent(node: fx.Node) -> fx.Node:
     """The argument of an activation that does not change signs, or the node itself."""
-    while name_of(node) in BENDS:
+    while row_of(node).keeps_sign:
         slope = node.args[1] if len(node.args) > 1 else 1
         if not isinstance(slope, (int, float)) or slope <= 0:
             break
@@ -390,16 +396,16 @@ def _bent(node: fx.Node) -> fx.Node:
     return node
 
 
-def _asked(question: fx.Node) -> object:
-    """What is equal for two questions with the same answer: relu(x) <= 0 and x <= 0.
+def _key_of(predicate: fx.Node) -> object:
+    """What is equal for two predicates with the same answer: relu(x) <= 0 and x <= 0.
 
     A value that a cast to 16 bits would round to 0 counts with its own sign.
     """
-    source, *rest = question.args
-    if isinstance(source, fx.Node) and name_of(question) in ("le", "gt") and rest == [0]:
+    source, *rest = predicate.args
+    if isinstance(source, fx.Node) and name_of(predicate) in ("le", "gt") and rest == [0]:
         while (before := _with_its_sign(source)) is not source:
             source = before
-    return question.target, source, *rest
+    return predicate.target, source, *rest
 
 
 def _with_its_sign(node: fx.Node) -> fx.Node:
@@ -425,7 +431,7 @@ def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
     choice = _Choice(joint, found, bits, known)
     while choice.settle():
         pass
-    if not choice.rounded.asking and (dear := choice.dear()):
+    if not choice.rounded.branching and (dear := choice.dear()):
         known.exact.update(dear)
         choice.forget(dear)
     return choice.rounded
@@ -434,9 +440,10 @@ def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
 def settled(
     graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
 ) -> tuple[Joint, Decision, Rounded]:
-    """What is kept, and in how many bits; ops of backward with branches become chains where they need exact values.
+    """What is kept, and in how many bits; ops of backward with branches become pointwise chains where they need exact
+    values.
 
-    chosen: what backward computes again, where a budget has chosen it.
+    chosen: what backward recomputes, where a budget has chosen it.
     """
     known = Known(set(), set())
     before = set(graph.nodes)
@@ -446,11 +453,11 @@ def settled(
             decided = decide(joint, nearly_free.scores)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
-            decided = decision_of(joint, chains.union(chosen.again))
+            decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
         exact = len(known.exact)
         found = choose(joint, decided, bits, known)
-        if not found.asking and len(known.exact) == exact:
+        if not found.branching and len(known.exact) == exact:
             return joint, decided, found
-        known.stuck.update(node for node in found.asking if not write_chain(graph, node))
+        known.stuck.update(node for node in found.branching if not write_pointwise_chain(graph, node))
         graph.eliminate_dead_code()

@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...ops.low_bit import graph as ops
@@ -11,10 +12,12 @@ from ...ops.low_bit.spec import SMOOTH_BITS
 from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
 from ..plan import keep, nearly_free
 from ..plan.choose import Choices, Cost, cost_of
-from ..plan.keep import AGAIN, KEEP, LABEL, call_node
+from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import Live
 from .choose_bits import Rounded, bits_of, settled
+
+aten = torch.ops.aten
 
 
 class Storage:
@@ -40,7 +43,7 @@ class Storage:
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))  # type: ignore[arg-type]
-                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias)
+                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, stride)
             codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
@@ -51,7 +54,7 @@ class Storage:
         """The unpacked value of a node, for a reader in backward."""
         if node not in self.made:
             self.made[node] = call(self.graph, *self.packed[node], before=before)
-            self.made[node].meta[LABEL] = AGAIN
+            self.made[node].meta[LABEL] = RECOMPUTE
         return self.made[node]
 
 
@@ -68,7 +71,7 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     graph.eliminate_dead_code()
     labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
     joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
-    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.AGAIN})
+    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.RECOMPUTE})
     counted.goal = decided.goal
     cost = cost_of(Live(joint, fused), counted)
     for node, label in labels.items():
@@ -80,7 +83,7 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
 class RoundedChoices(Choices):
     """The choices with ``bits``: what is kept is packed, and so costs fewer bytes.
 
-    Each choice is counted on a copy of the graph with everything that packs, unpacks and answers questions.
+    Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
     def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
@@ -105,7 +108,9 @@ class RoundedChoices(Choices):
 
     def cost(self, decision: keep.Decision) -> Cost:
         graph, twins = twin_of(self.joint.graph)
-        again: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.again}
+        recomputed: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.recomputed}
         outputs = self.joint.outputs
-        of, decided, found = settled(graph, outputs, self._bits, keep.Decision(again=again, goal=decision.goal))
+        of, decided, found = settled(
+            graph, outputs, self._bits, keep.Decision(recomputed=recomputed, goal=decision.goal)
+        )
         return packed(of, decided, found, seed=0, fused=self.fused)

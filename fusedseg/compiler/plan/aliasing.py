@@ -13,12 +13,10 @@ from torch import Tensor, fx
 from ... import _torch
 from ...ops.norm import graph as norms
 from .. import op_table
-from ..graph import has_symbols, is_alike, items_of, name_of, node_at, value_of
+from ..graph import has_symbols, is_alike, items_of, name_of, node_at, row_of, value_of
 
 aten = torch.ops.aten
-COMMUTATIVE, OTHER = (aten.add.Tensor, aten.mul.Tensor), (aten.sub.Tensor, aten.div.Tensor)
-_ACTIVATIONS = [row for row in op_table.ROWS if row.backward]
-_GRADIENTS = [getattr(aten, row.backward) for row in _ACTIVATIONS]
+_GRADIENTS = [getattr(aten, row.backward) for row in op_table.ROWS if row.backward]
 
 
 def _softmax_over(op: Any) -> Callable[..., Tensor]:
@@ -35,14 +33,18 @@ def _softmax_over(op: Any) -> Callable[..., Tensor]:
     return over
 
 
+def _overload(op: str, overload: str) -> Any:
+    packet = getattr(aten, op)
+    return getattr(packet, overload)
+
+
 # The op -> its form that writes the result over the first argument.
 OVERWRITING: dict[Any, Any] = {
     **{
-        getattr(aten, op).default: getattr(aten, f"{op}_").default
-        for op in (row.ops[0] for row in _ACTIVATIONS)
-        if hasattr(aten, f"{op}_")
+        _overload(op, row.in_place): _overload(f"{op}_", row.in_place)
+        for op, row in op_table.OF_OP.items()
+        if row.in_place
     },
-    **{op: getattr(aten, f"{op._opname}_").Tensor for op in (*COMMUTATIVE, *OTHER)},
     aten.where.self: aten.where.self_out,
     **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
     # Not each of the gradients can be told where to write.
@@ -70,7 +72,7 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function" or overwriting(node) is None:
         return []
     # A sum or a product has the same bits with its arguments exchanged.
-    exchanged = node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
+    exchanged = row_of(node).commutative and len(node.args) == 2 and not node.kwargs
     result = first_result(node)
     given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + exchanged]
     if result is None:
@@ -85,7 +87,10 @@ def first_result(node: fx.Node) -> Any:
 
 
 def spent_input(node: fx.Node) -> fx.Node | None:
-    """The input of a convolution whose gradients may be computed like this, if nobody reads it later."""
+    """The input of a convolution, if its gradient may be in its memory: the gradient of the weight is the last reader.
+
+    ``codegen/convolution_backward.py`` computes both gradients one after the other then.
+    """
     if name_of(node) != "convolution_backward":
         return None
     dy, x, w = (node_at(node, place) for place in range(3))

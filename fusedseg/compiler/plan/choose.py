@@ -1,11 +1,11 @@
 """A budget: which values forward keeps, and which convolutions and matrix products run twice for it.
 
-``min_cut.py`` gives the values that are computed again, for falling prices of arithmetic.  Each of these choices has a
+``min_cut.py`` gives the values that are recomputed, for falling prices of arithmetic.  Each of these choices has a
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
 The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
 So a smaller budget never has a higher peak.  Without a budget the last choice counts: none may peak above the first.
-Arithmetic that is left at the end, too little for the next choice, buys single products.
-Products run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
+Arithmetic that is left at the end, too little for the next choice, buys single compute-intensive ops.
+They run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
 
 import math
@@ -32,7 +32,7 @@ CHEAP = 1
 LEAST = 0.004
 # The search ends after so many choices in a row that peak higher.
 TRIES = 12
-# So many choices that repeat too much are tried without one of their products.
+# So many choices that repeat too much are tried without one of their compute-intensive ops.
 NEAREST = 4
 # The share by which the peak may rise, for small tensors such as copies of biases.
 SAME = 1e-3
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``order.Backward``."""
+    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``."""
 
     def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
         self.joint, self.eager, self.fused = joint, eager, fused
@@ -92,8 +92,8 @@ class Choices:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
 
     def flops_of(self, decision: keep.Decision) -> int:
-        """The arithmetic of the products that a decision computes again, once each."""
-        return self._flops_of(set(decision.again))
+        """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
+        return self._flops_of(set(decision.recomputed))
 
     def on_the_way_down(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
@@ -105,21 +105,21 @@ class Choices:
         yield way.best
         cut = self.cut()
         steps = cut.steps()
-        way.again = next(iter(steps))
+        way.recomputed = next(iter(steps))
         # The first choices for which there is too little arithmetic, and their prices.
         dear: dict[frozenset[fx.Node], float] = {}
         for wanted, price in steps.items():
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
-            for part in sorted(cut.parts(wanted - way.again), key=self._flops_of) or [set()]:
-                tried = way.again | small | part
+            for part in sorted(cut.parts(wanted - way.recomputed), key=self._flops_of) or [set()]:
+                tried = way.recomputed | small | part
                 verdict = way.walk(tried)
-                if verdict is Verdict.DEAR and len(dear) < NEAREST:
+                if verdict is TrialResult.DEAR and len(dear) < NEAREST:
                     dear.setdefault(tried, price)
-                if verdict is Verdict.DEAR or len(way.refused) == TRIES:
+                if verdict is TrialResult.DEAR or len(way.refused) == TRIES:
                     break
-                small = small | part if verdict is Verdict.SMALL else frozenset()
-                if verdict is Verdict.TAKEN:
+                small = small | part if verdict is TrialResult.SMALL else frozenset()
+                if verdict is TrialResult.TAKEN:
                     yield way.best
             if len(way.refused) == TRIES:
                 return
@@ -128,30 +128,32 @@ class Choices:
             yield from self._filled(way, cut, dear)
 
     def _filled(self, way: "WayDown", cut: Cut, dear: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
-        """Choices that use up the arithmetic: those of ``dear`` without a product, and then with one product more."""
+        """Choices that use up the arithmetic: those of ``dear`` with one op less, and then with one op more."""
         price = next(iter(dear.values()))
         for more in dear:
-            products = cut.products & {keep.call_node(node) for node in keep.decision_of(self.joint, more).again}
-            for call in sorted(products, key=self.nbytes):
-                fits = self._flops_of(products - {call}) <= way.most_flops
-                verdict = way.walk(cut.with_products(products - {call}, dear[more])) if fits else Verdict.DEAR
-                if verdict is Verdict.TAKEN:
+            intensive = cut.compute_intensive & {
+                keep.call_node(node) for node in keep.decision_of(self.joint, more).recomputed
+            }
+            for call in sorted(intensive, key=self.nbytes):
+                fits = self._flops_of(intensive - {call}) <= way.most_flops
+                verdict = way.walk(cut.with_intensive(intensive - {call}, dear[more])) if fits else TrialResult.DEAR
+                if verdict is TrialResult.TAKEN:
                     yield way.best
                 if len(way.refused) == TRIES:
                     return
-                if verdict is Verdict.TAKEN:
+                if verdict is TrialResult.TAKEN:
                     break
-        for call in sorted(cut.products, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
-            products = cut.products & {keep.call_node(node) for node in way.best.decision.again}
-            if call in products or self._flops_of(products | {call}) > way.most_flops:
+        for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
+            intensive = cut.compute_intensive & {keep.call_node(node) for node in way.best.decision.recomputed}
+            if call in intensive or self._flops_of(intensive | {call}) > way.most_flops:
                 continue
-            if way.walk(way.again | cut.with_products(products | {call}, price)) is Verdict.TAKEN:
+            if way.walk(way.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield way.best
             if len(way.refused) == TRIES:
                 return
 
 
-class Verdict(Enum):
+class TrialResult(Enum):
     """What becomes of a choice that is tried: it is the next one, saves too little, or repeats or peaks too much."""
 
     TAKEN = auto()
@@ -165,38 +167,38 @@ class WayDown:
 
     Attributes:
         best: the choice.
-        again: the values that may be computed again in it.
+        recomputed: the values that may be recomputed in it.
         refused: those with which the peak was too high since then.
     """
 
     def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
         self._choices, self.best, self.most_flops, self._falling = choices, best, most_flops, falling
-        self.again: frozenset[fx.Node] = frozenset()
+        self.recomputed: frozenset[fx.Node] = frozenset()
         self.refused: set[frozenset[fx.Node]] = set()
         self._most = best.cost.peak
 
-    def walk(self, tried: frozenset[fx.Node]) -> Verdict:
+    def walk(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
         decision = keep.decision_of(of.joint, tried)
         enough = best.cost.kept - LEAST * of.eager
         kept, flops = of.kept(decision), of.flops_of(decision)
         if kept > enough or tried in self.refused:
-            return Verdict.SMALL
+            return TrialResult.SMALL
         if flops > self.most_flops:
-            return Verdict.DEAR
+            return TrialResult.DEAR
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
         decision.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
         cost = of.cost(decision)
         if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
             self.refused.add(tried)
-            return Verdict.HIGH
-        self.best, self.again = Choice(decision, cost), tried
+            return TrialResult.HIGH
+        self.best, self.recomputed = Choice(decision, cost), tried
         if self._falling:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
-        return Verdict.TAKEN
+        return TrialResult.TAKEN
 
 
 def cost_of(live: Live, decision: keep.Decision) -> Cost:

@@ -10,22 +10,19 @@ from torch import fx
 from ... import _torch
 from ..capture.norms import kept_by_eager
 from ..graph import (
-    SIZES_ALONE,
     Joint,
     following,
-    is_op,
     items_of,
     name_of,
     nbytes_of,
     node_at,
-    op_of,
     outputs_of,
+    reads_size_alone,
     roots_of,
+    row_of,
 )
 from . import keep
 
-# Ops of this package that keep less than the stock functions, which keep their first argument.
-KEPT_BY_STOCK = ("fusedseg::max_pool",)
 # What ``note_changeable`` writes on the output of a graph.
 CHANGEABLE = "fusedseg_changeable"
 
@@ -61,9 +58,9 @@ def note_changeable(graph: fx.Graph) -> None:
     backward = {node for node in graph.nodes if _torch.is_traced_in_backward(node)} | following(graph)
     backward.discard(end)
     for node in graph.nodes:
-        if node in backward and name_of(node) not in SIZES_ALONE:
+        if node in backward and not reads_size_alone(node):
             kept |= {roots[source] for source in _read(node) if source not in backward}
-        elif is_op(node) and op_of(node)._schema.name in KEPT_BY_STOCK:
+        elif row_of(node).eager_keeps_input:
             kept.add(roots[node_at(node, 0)])
     returned = enumerate(outputs_of(graph))
     end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]

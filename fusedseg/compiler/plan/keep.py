@@ -1,9 +1,9 @@
 """What forward keeps for backward, decided once for a joint graph.
 
-Results of products and of random ops are kept, but for those products of which a second run is nearly free
-(``nearly_free.py``).  Everything cheap is computed again from them, with these exceptions:
-a value that is much smaller than its inputs, a value for which a much larger one would have to be computed first, the
-end of a long chain of cheap calls, and what forward returns, because it lives anyway.  Views cost nothing.
+Results of compute-intensive ops and of random ops are kept, but for those of which a second run is nearly free
+(``nearly_free.py``).  Everything cheap is recomputed from them, with these exceptions: a value that is much smaller
+than its inputs, a value for which a much larger one would have to be computed first, the end of a long chain of cheap
+calls, and what forward returns, because it lives anyway.  Views cost nothing.
 
 A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
 value, and where it must be kept, a copy of it is.
@@ -33,8 +33,8 @@ from ..graph import (
     call_of,
     calls_view,
     copied,
-    has_flops,
     is_cheap,
+    is_compute_intensive,
     is_op,
     is_random,
     nbytes_of,
@@ -48,9 +48,9 @@ from .schedule import Goal
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.
 LONGEST = 64
-# What names those of the kept products that run again.
+# What names those of the kept compute-intensive ops that run again.
 Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]
-AGAIN, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+RECOMPUTE, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
 @dataclass
@@ -59,15 +59,16 @@ class Decision:
 
     Attributes:
         kept: the nodes that forward keeps.
-        again: the nodes that backward computes again, with the nodes from which it does.
-        readers: for each of these nodes, who reads it: nodes of ``again`` and nodes of backward.
+        recomputed: the nodes that backward recomputes, with the nodes from which it does.
+        readers: for each of these nodes, who reads it: nodes of ``recomputed`` and nodes of backward.
         reading: the nodes of backward, which read nodes of forward.
         instead: nodes that backward reads in place of others, with the same value.
-        goal: how the order of backward weighs the peak against products that run a third time; None without a budget.
+        goal: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
+            without a budget.
     """
 
     kept: set[fx.Node] = field(default_factory=set)
-    again: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    recomputed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     goal: Goal | None = None
@@ -96,18 +97,18 @@ def _may_run_again(node: fx.Node) -> bool:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes from which backward computes a node again."""
+    """The nodes from which backward recomputes a node."""
     form = recompute.form_of(node)
     return list(call_node(node).all_input_nodes) if form is None else recompute.sources_of(form)
 
 
-def sources_of(node: fx.Node, joint: Joint, products: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
-    """The nodes from which backward may compute a node again; None if it must be kept.
+def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
+    """The nodes from which backward may recompute a node; None if it must be kept.
 
-    products: those that may run again; None for all that are not random.
+    intensive: those that may be recomputed; None for all that are not random.
     """
     call = call_node(node)
-    repeats = node in products if products is not None else has_flops(call) and not is_random(call)
+    repeats = node in intensive if intensive is not None else is_compute_intensive(call) and not is_random(call)
     if node in joint.held or not (repeats or _may_run_again(node)):
         return None
     sources = _sources(node)
@@ -126,17 +127,17 @@ def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.
                 yield reader, node
 
 
-def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx.Node]:
+def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> list[fx.Node]:
     """The nodes that follow from a gradient, others that only backward needs and that are not cheap, and what follows.
 
-    again: nodes that backward computes as it does values of forward.
+    recomputed: nodes that backward computes as it does values of forward.
     """
     found: dict[fx.Node, None] = {}
 
     def is_of_backward(node: fx.Node) -> bool:
         if node in joint.backward:
             return True
-        if node.op != "call_function" or not tensors_of(node) or node in again or call_node(node) in joint.forward:
+        if node.op != "call_function" or not tensors_of(node) or node in recomputed or call_node(node) in joint.forward:
             # Symbolic sizes are computed in forward.
             return False
         return not _may_run_again(node) or any(source in found for source in node.all_input_nodes)
@@ -148,59 +149,59 @@ def readers_of_forward(joint: Joint, again: Collection[fx.Node] = ()) -> list[fx
 
 
 def decide(joint: Joint, repeats: Repeats = nearly_free.chosen) -> Decision:
-    """What backward reads of forward; of the products that it would keep, those that ``repeats`` names run again."""
+    """What backward reads of forward; those of the kept compute-intensive ops that ``repeats`` names run again."""
     first = _by_rules(joint, set())
     twice_run = repeats(first.kept, joint)
     found = _by_rules(joint, twice_run) if twice_run else first
     for one in {id(first): first, id(found): found}.values():
         _keep_later(one, joint)
         _take_along(one)
-    # A product that runs again may need an input that backward would not keep otherwise.
+    # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
     return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
 
 
-def decision_of(joint: Joint, again: Collection[fx.Node]) -> Decision:
-    """What backward reads if just these values are computed again."""
-    reading = readers_of_forward(joint, again)
+def decision_of(joint: Joint, recomputed: Collection[fx.Node]) -> Decision:
+    """What backward reads if just these values are recomputed."""
+    reading = readers_of_forward(joint, recomputed)
     found = Decision(reading=reading)
     for reader, node in entries(joint, reading):
         found.readers.setdefault(node, set()).add(reader)
         stack = [node]
         while stack:
             one = stack.pop()
-            if one in found.kept or one in found.again:
+            if one in found.kept or one in found.recomputed:
                 continue
-            if one not in again:
+            if one not in recomputed:
                 found.kept.add(one)
                 continue
-            found.again[one] = _sources(one)
-            stack += [source for source in found.again[one] if not is_free(source)]
+            found.recomputed[one] = _sources(one)
+            stack += [source for source in found.recomputed[one] if not is_free(source)]
         _read(node, found)
     return found
 
 
-def _by_rules(joint: Joint, products: Collection[fx.Node]) -> Decision:
-    """What backward reads by the rules if these products run again."""
+def _by_rules(joint: Joint, intensive: Collection[fx.Node]) -> Decision:
+    """What backward reads by the rules if these compute-intensive ops run again."""
     reading = readers_of_forward(joint)
     found = Decision(reading=reading)
     calls: dict[fx.Node, frozenset[str]] = {}
     for reader, node in entries(joint, reading):
         found.readers.setdefault(node, set()).add(reader)
-        _decide(node, joint, found, calls, products)
+        _decide(node, joint, found, calls, intensive)
     return found
 
 
 def _decide(
-    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], products: Collection[fx.Node]
+    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], intensive: Collection[fx.Node]
 ) -> None:
-    """Decides about a node, and about those from which it is computed again."""
+    """Decides about a node, and about those from which it is recomputed."""
     stack = [entry]
     while stack:
         node = stack[-1]
         if node in calls:
             stack.pop()
             continue
-        allowed = sources_of(node, joint, products)
+        allowed = sources_of(node, joint, intensive)
         sources = allowed or []
         open_ones = [source for source in sources if source not in calls and not is_free(source)]
         if open_ones:
@@ -213,7 +214,7 @@ def _decide(
             found.kept.add(node)
         else:
             calls[node] = frozenset().union(*(calls.get(s, frozenset()) for s in sources)) if is_view(node) else needed
-            found.again[node] = sources
+            found.recomputed[node] = sources
     # Only what the entry needs is read.
     _read(entry, found)
 
@@ -236,11 +237,11 @@ def _is_worth_keeping(
 
 
 def _read(node: fx.Node, found: Decision) -> None:
-    """Notes who reads the nodes from which a node is computed again."""
+    """Notes who reads the nodes from which a node is recomputed."""
     stack = [node]
     while stack:
         reader = stack.pop()
-        for source in found.again.get(reader, ()):
+        for source in found.recomputed.get(reader, ()):
             if is_free(source):
                 continue
             readers = found.readers.setdefault(source, set())
@@ -261,7 +262,7 @@ def _keep_later(found: Decision, joint: Joint) -> None:
             reader = _only_reader(reader, found)
         if reader is None or nbytes_of(reader) > nbytes_of(node):
             continue
-        sources = found.again.pop(reader)
+        sources = found.recomputed.pop(reader)
         found.kept.add(reader)
         waiting.append(reader)
         leave(reader, sources, found)
@@ -270,11 +271,11 @@ def _keep_later(found: Decision, joint: Joint) -> None:
 def _only_reader(node: fx.Node, found: Decision) -> fx.Node | None:
     readers = found.readers.get(node, set())
     reader = next(iter(readers), None)
-    return reader if len(readers) == 1 and reader in found.again else None
+    return reader if len(readers) == 1 and reader in found.recomputed else None
 
 
 def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
-    """``reader`` reads these sources no longer; what nobody reads is neither kept nor computed again."""
+    """``reader`` reads these sources no longer; what nobody reads is neither kept nor recomputed."""
     for source in sources:
         readers = found.readers.get(source)
         if readers is None:
@@ -283,18 +284,20 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
         if not readers:
             del found.readers[source]
             found.kept.discard(source)
-            if source in found.again:
-                leave(source, found.again.pop(source), found)
+            if source in found.recomputed:
+                leave(source, found.recomputed.pop(source), found)
 
 
 def _take_along(found: Decision) -> None:
     """Results that come with a call which runs again anyway are not kept, such as the statistics of a layer norm."""
     for node in [node for node in found.kept if node.target is operator.getitem]:
-        others = (other for other in call_node(node).users if other in found.again and recompute.form_of(other) is None)
+        others = (
+            other for other in call_node(node).users if other in found.recomputed and recompute.form_of(other) is None
+        )
         other = next(others, None)
         if other is not None:
             found.kept.remove(node)
-            found.again[node] = found.again[other]
+            found.recomputed[node] = found.recomputed[other]
             _read(node, found)
 
 
@@ -307,7 +310,7 @@ class Unpacking(Protocol):
 
 
 def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
-    """Labels the graph, and lets backward read what it computes again, and what ``storage`` unpacks."""
+    """Labels the graph, and lets backward read what it recomputes, and what ``storage`` unpacks."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in [node for node in joint.graph.nodes if node in decided.kept]:
         if storage is not None and node in storage.packed:
@@ -344,13 +347,13 @@ class _Writer:
         node = self.decided.instead.get(node, node)
         if self.storage is not None and node in self.storage.packed:
             return self.storage.read(node, before)
-        if node not in self.decided.again:
+        if node not in self.decided.recomputed:
             return self.copies.get(node, node)
         if node not in self.made:
-            self.made[node] = self._again(node, before)
+            self.made[node] = self._recompute(node, before)
         return self.made[node]
 
-    def _again(self, node: fx.Node, before: fx.Node) -> fx.Node:
+    def _recompute(self, node: fx.Node, before: fx.Node) -> fx.Node:
         form = recompute.form_of(node)
         if form is not None:
             last = before.prev
@@ -371,7 +374,7 @@ class _Writer:
 
 def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
     for one in (node, *others):
-        one.meta[LABEL] = AGAIN
+        one.meta[LABEL] = RECOMPUTE
     return node
 
 
@@ -379,5 +382,5 @@ def _label_new(last: fx.Node, before: fx.Node) -> None:
     """Labels the nodes that were made between two nodes."""
     node = last.next
     while node is not before:
-        node.meta[LABEL] = AGAIN
+        node.meta[LABEL] = RECOMPUTE
         node = node.next

@@ -1,9 +1,9 @@
 """Which values forward keeps at the least price of bytes and arithmetic: a minimum cut.
 
-A value of forward that backward reads is kept, which costs its bytes, or computed again, which costs its arithmetic,
+A value of forward that backward reads is kept, which costs its bytes, or recomputed, which costs its arithmetic,
 and then backward reads the values from which it follows.  For one price of arithmetic in bytes the best choice is a
-minimum cut of a network with two vertices for each value: the value is available to backward, and it is computed again.
-With a lower price more values are computed again, and all that was before still is.
+minimum cut of a network with two vertices for each value: the value is available to backward, and it is recomputed.
+With a lower price more values are recomputed, and all that was before still is.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..graph import Joint, has_flops
+from ..graph import Joint, is_compute_intensive
 from . import keep, recompute
 from .keep import call_node, is_free, is_view
 
@@ -111,10 +111,10 @@ class Flow:
 
 
 class Vertices(NamedTuple):
-    """The vertices of a value: it is available to backward; it is computed again."""
+    """The vertices of a value: it is available to backward; it is recomputed."""
 
     available: int
-    again: int
+    recomputed: int
 
 
 class Cut:
@@ -124,7 +124,7 @@ class Cut:
         joint: the graph.
         nbytes: the bytes that keeping a value costs.
         price: the arithmetic that a second run of a call costs.
-        is_rounded: whether a value is rounded if it is kept; products run again from exact values alone.
+        is_rounded: whether a value is rounded if it is kept; compute-intensive ops run again from exact values alone.
     """
 
     def __init__(
@@ -143,50 +143,50 @@ class Cut:
             free = is_view(node) and sources is not None
             own = self._vertices[node] = Vertices(one, one if free else flow.vertex())
             if not free:
-                flow.edge(own.again, own.available, UNIT * nbytes(node))
+                flow.edge(own.recomputed, own.available, UNIT * nbytes(node))
         for node in needed:
             flow.edge(self._vertices[node].available, 1, ENDLESS)
         # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
         self._priced: list[tuple[int, int]] = []
-        # The places of products among them.
-        self._products: dict[fx.Node, int] = {}
+        # The places of compute-intensive ops among them.
+        self._intensive: dict[fx.Node, int] = {}
         calls: dict[fx.Node, int] = {}
         for node, sources in self.sources.items():
-            again = self._vertices[node].again
+            recomputed = self._vertices[node].recomputed
             if sources is None:
-                flow.edge(0, again, ENDLESS)
+                flow.edge(0, recomputed, ENDLESS)
                 continue
             # Results of one call share its run.
             call = node if recompute.form_of(node) is not None else call_node(node)
             if call not in calls:
                 calls[call] = flow.vertex()
-                if has_flops(call):
-                    self._products[call] = len(self._priced)
+                if is_compute_intensive(call):
+                    self._intensive[call] = len(self._priced)
                 self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
                 for source in sources:
                     flow.edge(self._vertices[source].available, calls[call], ENDLESS)
-            flow.edge(calls[call], again, ENDLESS)
+            flow.edge(calls[call], recomputed, ENDLESS)
         self._paid = [0] * len(self._priced)
         if is_rounded is not None:
             self._from_exact_values(calls, is_rounded)
         self._start = flow.left.copy()
 
     def _from_exact_values(self, calls: dict[fx.Node, int], is_rounded: Callable[[fx.Node], bool]) -> None:
-        """A product runs again only if its inputs are exact: they are computed again from exact values themselves."""
+        """A compute-intensive op runs again only if its inputs are exact: recomputed from exact values."""
         flow = self._flow
         exact = {node: flow.vertex() for node in self.sources}
         for node, sources in self.sources.items():
             own = self._vertices[node]
-            flow.edge(own.again if is_rounded(node) else own.available, exact[node], ENDLESS)
+            flow.edge(own.recomputed if is_rounded(node) else own.available, exact[node], ENDLESS)
             for source in sources or ():
                 if is_rounded(node):
                     flow.edge(exact[source], exact[node], ENDLESS)
                 call = call_node(node)
-                if has_flops(call):
+                if is_compute_intensive(call):
                     flow.edge(exact[source], calls[call], ENDLESS)
 
     def steps(self) -> dict[frozenset[fx.Node], float]:
-        """The values that are computed again, for falling prices of arithmetic; each set has those before it."""
+        """The values that are recomputed, for falling prices of arithmetic; each set has those before it."""
         flow = self._flow
         found: dict[frozenset[fx.Node], float] = {}
         vertices = [True] * len(flow.edges)
@@ -195,28 +195,28 @@ class Cut:
             later = self._at_price(price, range(len(self._priced)))
             changed = [
                 place
-                for place in self._products.values()
+                for place in self._intensive.values()
                 if vertices[(head := self._vertex(place))] and not later[head]
             ]
             if found and len(changed) > 1:
-                # Between both prices, one product after the other has the second one, the largest first.
+                # Between both prices, one op after the other has the second one, the largest first.
                 changed.sort(key=lambda place: -self._priced[place][1])
                 after, flow.left, self._paid = (flow.left, self._paid), left, paid
                 for place in changed[:-1]:
-                    found.setdefault(self._again(self._at_price(price, [place])), price)
+                    found.setdefault(self._recomputed(self._at_price(price, [place])), price)
                 flow.left, self._paid = after
-            found.setdefault(self._again(later), price)
+            found.setdefault(self._recomputed(later), price)
             vertices = later
         return dict(reversed(found.items()))
 
-    def with_products(self, products: AbstractSet[fx.Node], price: float) -> frozenset[fx.Node]:
-        """The values that are computed again if these products alone may run again, for nothing."""
+    def with_intensive(self, intensive: AbstractSet[fx.Node], price: float) -> frozenset[fx.Node]:
+        """The values that are recomputed if these compute-intensive ops alone may be recomputed, for nothing."""
         self._flow.left, self._paid = self._start.copy(), [0] * len(self._priced)
-        for call, place in self._products.items():
-            if call not in products:
+        for call, place in self._intensive.items():
+            if call not in intensive:
                 self._flow.left[self._priced[place][0]] = ENDLESS
-        cheap = set(range(len(self._priced))).difference(self._products.values())
-        return self._again(self._at_price(price, cheap))
+        cheap = set(range(len(self._priced))).difference(self._intensive.values())
+        return self._recomputed(self._at_price(price, cheap))
 
     def _vertex(self, place: int) -> int:
         return self._flow.heads[self._priced[place][0]]
@@ -232,14 +232,14 @@ class Cut:
         return self._flow.before_the_end()
 
     @property
-    def products(self) -> AbstractSet[fx.Node]:
-        return self._products.keys()
+    def compute_intensive(self) -> AbstractSet[fx.Node]:
+        return self._intensive.keys()
 
-    def _again(self, after: list[bool]) -> frozenset[fx.Node]:
+    def _recomputed(self, after: list[bool]) -> frozenset[fx.Node]:
         return frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
 
     def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
-        """Values that are computed again together: each part may be so without the others."""
+        """Values that are recomputed together: each part may be so without the others."""
         parts: list[set[fx.Node]] = []
         # In the order of the graph, so that equal graphs have equal choices.
         left = dict.fromkeys(node for node in self.sources if node in more)
@@ -269,7 +269,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _all_sources(needed: list[fx.Node], joint: Joint) -> dict[fx.Node, list[fx.Node] | None]:
-    """For each value that backward may have, the values from which it follows; None if it cannot run again."""
+    """For each value that backward may have, the values from which it follows; None if it cannot be recomputed."""
     found: dict[fx.Node, list[fx.Node] | None] = {}
     stack = list(needed)
     while stack:

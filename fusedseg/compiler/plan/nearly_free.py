@@ -1,6 +1,6 @@
-"""Products that run twice although nobody has asked for it, because their second run is nearly free.
+"""Compute-intensive ops that run twice although nobody has asked for it, because their second run is nearly free.
 
-* The scores of attention: a product of two activations whose result is much larger than both of them.  Kernels of
+* The scores of attention: the product of two activations, which is much larger than both of them.  Kernels of
   attention do not keep it either.
 * Those that give the most bytes for their arithmetic, such as a 1x1 convolution of an image or the transposed
   convolution at the end of a decoder, until a fiftieth of forward's arithmetic runs again.
@@ -8,28 +8,25 @@
 
 from torch import fx
 
-from ..graph import LARGER, Joint, flops_of, name_of, nbytes_of, size_of
+from ..graph import LARGER, Joint, flops_of, nbytes_of, row_of, size_of
 
-# The share of forward's arithmetic that may run again.
+# The share of forward's arithmetic that may be recomputed.
 SHARE = 0.02
-# The products whose factors are both activations.
-BATCHED = ("bmm", "baddbmm")
-PRODUCTS = ("convolution", "mm", "addmm", *BATCHED)
 
 
 def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """Those of the kept products that are scores of attention."""
+    """Those of the kept compute-intensive ops that are scores of attention."""
     return {node for node in kept - joint.held if _is_of_scores(node)}
 
 
 def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """Those of the kept products that run again."""
+    """Those of the kept compute-intensive ops that run again."""
     mine, found = kept - joint.held, scores(kept, joint)
-    products = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
+    intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
     left = SHARE * sum(map(_flops_of, joint.forward))
-    others = [node for node, flops in products.items() if flops and node not in found]
-    for node in sorted(others, key=lambda node: products[node] / max(1, nbytes_of(node))):
-        left -= products[node]
+    others = [node for node, flops in intensive.items() if flops and node not in found]
+    for node in sorted(others, key=lambda node: intensive[node] / max(1, nbytes_of(node))):
+        left -= intensive[node]
         if left < 0:
             break
         found.add(node)
@@ -38,8 +35,8 @@ def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
 
 def _flops_of(node: fx.Node) -> int:
     """The arithmetic of a convolution or a matrix product."""
-    return flops_of(node) if name_of(node) in PRODUCTS else 0
+    return flops_of(node) if row_of(node).compute_intensive else 0
 
 
 def _is_of_scores(node: fx.Node) -> bool:
-    return name_of(node) in BATCHED and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
+    return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))

@@ -1,7 +1,7 @@
 """The bytes of a step, counted on a joint graph and a decision: what is kept, and the peak.
 
 The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
-puts what is computed again right before its first reader.  A value lives until its last reader.  Ops write over their
+puts what is recomputed right before its first reader.  A value lives until its last reader.  Ops write over their
 input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have those of the example.
 """
 
@@ -13,14 +13,15 @@ from torch import fx
 
 from ...ops.low_bit import graph as packing
 from ..graph import (
-    UNSAFE_VIEWS,
     Joint,
     arguments_of,
     is_op,
-    name_of,
+    is_tensor,
+    may_alias,
     nbytes_of,
     node_at,
     op_of,
+    row_of,
     size_of,
     value_of,
     writes,
@@ -53,7 +54,7 @@ class Virtual:
             one.users.append(self)
 
 
-class Planned(schedule.Backward):
+class PlannedBackward(schedule.BackwardGraph):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
     def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
@@ -80,7 +81,7 @@ class Planned(schedule.Backward):
                 follows.add(made)
         self.graph: Any = SimpleNamespace(nodes=[*self._given, *calls])
         self.roots: Any = {one: one.root for one in self.graph.nodes}
-        self.again: Any = {
+        self.recomputed: Any = {
             one for one in calls if one not in follows and one.op == "call_function" and schedule.is_pure(one.node)
         }
         self._prepare()
@@ -109,7 +110,7 @@ class Planned(schedule.Backward):
         stack = [node]
         while stack:
             one = stack[-1]
-            sources = self._decision.again.get(one, [])
+            sources = self._decision.recomputed.get(one, [])
             waiting = [source for source in sources if source not in self._made]
             if one not in self._made and waiting:
                 stack += waiting
@@ -117,14 +118,14 @@ class Planned(schedule.Backward):
             stack.pop()
             if one in self._made:
                 continue
-            if one in self._decision.again:
+            if one in self._decision.recomputed:
                 self._made[one] = self._rebuilt(one, [self._made[source] for source in sources], calls)
             else:
                 self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
         return self._made[node]
 
     def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
-        """A value that is computed again."""
+        """A value that is recomputed."""
         form, call = recompute.form_of(node), keep.call_node(node)
         if form is None and call is not node:
             if call not in self._made:
@@ -141,7 +142,7 @@ def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return keep.is_view(node) or name_of(node) in UNSAFE_VIEWS
+    return keep.is_view(node) or may_alias(node)
 
 
 class Live:
@@ -149,7 +150,7 @@ class Live:
 
     def __init__(self, joint: Joint, fused: bool) -> None:
         self._joint, self._fused = joint, fused
-        self._whole = schedule.Backward(joint.graph, fused)
+        self._whole = schedule.BackwardGraph(joint.graph, fused)
         self._roots = self._whole.roots
         nodes = [node for node in joint.graph.nodes if node is not joint.end]
         self._nbytes = {node: 0 if writes(node) else nbytes_of(node) for node in nodes}
@@ -172,9 +173,9 @@ class Live:
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
-        end = schedule.Step(self._joint.end, held, self._joint.end, 0, 0, [])
+        end = schedule.ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.alive([*self._forward.values(), end])
-        planned = Planned(self._joint, decision, self._nbytes, self._fused)
+        planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
         backward = planned.alive(steps)
         copied = {root for root in kept if root in self._joint.changeable}
@@ -187,7 +188,7 @@ class Live:
             max(in_forward + copies, in_backward + others),
         )
 
-    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.Backward) -> int:
+    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.BackwardGraph) -> int:
         needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
         return max(map(operator.add, alive.bytes_at, needed))
 
@@ -205,16 +206,20 @@ class Peak(NamedTuple):
     with_workspaces: int
 
 
+def images_of(node: fx.Node) -> list[fx.Node]:
+    """The images that a convolution or its gradient reads, with the image that a convolution makes."""
+    read = [node_at(node, place) for place in row_of(node).images]
+    return [*read, node] if read and is_tensor(node) else read
+
+
 def workspace(node: fx.Node, fused: bool) -> int:
     """The bytes beside its arguments and results that a node may need while it runs.
 
     Kernels of convolutions may copy images into another layout.  Which kernel runs is not known here.
     """
-    name = name_of(node)
-    if name == "convolution":
-        return nbytes_of(node) + nbytes_of(node_at(node, 0))
-    if name == "convolution_backward":
-        return nbytes_of(node_at(node, 0)) + nbytes_of(node_at(node, 1))
+    images = images_of(node)
+    if images:
+        return sum(map(nbytes_of, images))
     if not is_op(node) or op_of(node) not in PACKING:
         return 0
     given = arguments_of(node)

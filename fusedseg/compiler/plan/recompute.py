@@ -1,4 +1,4 @@
-"""Calls that backward computes again in another form, because the same call would do more than compute its result.
+"""Calls that backward recomputes in another form, because the same call would do more than compute its result.
 
 A norm of this package (``capture/norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that
 backward reads anyway.  On a CPU PyTorch rounds weight / sqrt(var + eps) once in both calls, so the bits are the same.
@@ -43,18 +43,19 @@ class BatchNorm(NamedTuple):
     eps: float
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again."""
+        """A node that recomputes the output."""
         given = (*map(read, self[:3]), True, 0.0, self.eps)
-        again = call(graph, _torch.batch_norm_without_running, *given, before=before)
-        return call(graph, operator.getitem, again, 0, before=before)
+        recomputed = call(graph, _torch.batch_norm_without_running, *given, before=before)
+        return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
-class NormAct(NamedTuple):
+class NormActForm(NamedTuple):
     """The output of a norm of this package, from its statistics.
 
     mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
-        computed again then.
+        recomputed then.
     spec: the other arguments of the op.
+    of_samples: whether the statistics are those of samples.
     """
 
     x: fx.Node
@@ -67,11 +68,12 @@ class NormAct(NamedTuple):
     rstd: fx.Node | None
     spec: tuple[Any, ...]
     own: bool
+    of_samples: bool
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again."""
-        again = call(graph, norm_act, *map(read, self[:8]), *self.spec, before=before)
-        return call(graph, operator.getitem, again, 0, before=before)
+        """A node that recomputes the output."""
+        recomputed = call(graph, norm_act, *map(read, self[:8]), *self.spec, before=before)
+        return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
 class LayerNorm(NamedTuple):
@@ -84,17 +86,17 @@ class LayerNorm(NamedTuple):
     rstd: fx.Node
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again: the batch norm of one sample whose channels are the rows."""
+        """A node that recomputes the output: the batch norm of one sample whose channels are the rows."""
         x, weight, bias, mean, rstd = map(read, self)
         make = functools.partial(call, graph, before=before)
         shape = form_in(graph, x, before)[0]
         rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
         rows = form_in(graph, mean, before)[0]
         flat = make(aten.view.default, x, [1, *rows, -1])
-        again = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
+        recomputed = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
         if weight is not None:
-            again = make(aten.mul.Tensor, again, weight)
-        return again if bias is None else make(aten.add.Tensor, again, bias)
+            recomputed = make(aten.mul.Tensor, recomputed, weight)
+        return recomputed if bias is None else make(aten.add.Tensor, recomputed, bias)
 
 
 def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Node:
@@ -129,8 +131,8 @@ class MaxPool(NamedTuple):
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that picks the values at the positions of the maxima."""
         # The op asks for the size and the format of x, which its transpose needs.
-        rows = not value_of(self.codes).is_contiguous()
-        given = (read(self.x), read(self.codes), [], rows, *self.window)
+        channels_last = not value_of(self.codes).is_contiguous()
+        given = (read(self.x), read(self.codes), [], channels_last, *self.window)
         return call(graph, max_pool_pick_op._opoverload, *given, before=before)
 
 
@@ -142,18 +144,13 @@ class Dropout(NamedTuple):
     p: float
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that computes the output again, as dropout does; Inductor has no ``native_dropout_backward``."""
+        """A node that recomputes the output, as dropout does; Inductor has no ``native_dropout_backward``."""
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         left = call(graph, aten.mul.Tensor, read(self.x), read(self.mask), before=before)
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
-BATCH_NORMS = {
-    "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm",
-    "miopen_batch_norm",
-}  # fmt: skip
-CALLS = {"native_dropout", "native_layer_norm", "norm_act", *BATCH_NORMS}
-Form = BatchNorm | NormAct | LayerNorm | Dropout | MaxPool
+Form = BatchNorm | NormActForm | LayerNorm | Dropout | MaxPool
 
 
 def sources_of(form: Form) -> list[fx.Node]:
@@ -168,39 +165,53 @@ def round_inputs(graph: fx.Graph) -> None:
 
 
 def form_of(node: fx.Node) -> Form | None:
-    """The form in which backward computes ``node`` again, if it is not the call itself."""
+    """The form in which backward recomputes ``node``, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     made = node_at(node, 0)
-    name, items, rounded = name_of(made), items_of(made), ROUNDED in made.meta
-    if rounded and made.target is max_pool_op._opoverload and 1 in items:
+    items = items_of(made)
+    if ROUNDED in made.meta and made.target is max_pool_op._opoverload and 1 in items:
         return MaxPool(node_at(made, 0), items[1], made.args[1:6])
-    if name not in CALLS:
-        return None
-    given = arguments_of(made)
-    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-    if name == "native_dropout":
-        return Dropout(x, items[1], given["p"]) if 1 in items and given["train"] is not False else None
-    if name == "norm_act":
-        return _norm_act(made, given, items)
-    if name == "native_layer_norm":
-        known = rounded and {1, 2} <= set(items)
-        return _layer_norm(LayerNorm(x, weight, bias, items[1], items[2])) if known else None
+    form = FORMS.get(name_of(made))
+    return None if form is None else form(made, arguments_of(made), items)
+
+
+def _batch_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> BatchNorm | None:
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    return BatchNorm(x, weight, bias, eps) if given["training"] is True else None
+    norm = BatchNorm(given["input"], given["weight"], given["bias"], eps)
+    return norm if given["training"] is True else None
 
 
-def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormAct:
+def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> Dropout | None:
+    return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
+
+
+def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm:
     running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
     mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
     x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
-    return NormAct(
-        x, weight, bias, residual, running_mean, running_var, mean, rstd, spec=made.args[8:], own=given["own"]
-    )
+    tensors = x, weight, bias, residual, running_mean, running_var, mean, rstd
+    return NormActForm(*tensors, spec=made.args[8:], own=given["own"], of_samples=given["kind"] != "batch")
 
 
-def _layer_norm(norm: LayerNorm) -> LayerNorm | None:
+def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> LayerNorm | None:
     """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
+    if ROUNDED not in made.meta or not {1, 2} <= set(items):
+        return None
+    norm = LayerNorm(given["input"], given["weight"], given["bias"], items[1], items[2])
     x = value_of(norm.x)
     alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
     return norm if x.is_contiguous() and alike else None
+
+
+# The ops that run again in another form, and what gives that form.
+FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
+    "native_dropout": _dropout,
+    "native_layer_norm": _layer_norm,
+    "norm_act": _norm_act,
+    "_native_batch_norm_legit_functional": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "native_batch_norm": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "miopen_batch_norm": _batch_norm,
+}

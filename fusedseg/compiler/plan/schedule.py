@@ -1,4 +1,4 @@
-"""The order in which backward computes values of forward again, and how often.
+"""The order in which backward recomputes values of forward, and how often.
 
 Each is computed right before its first reader, and of the inputs of a node those first that need the most memory on the
 way (Sethi and Ullman).  A value that several readers need, such as the sum at the end of a residual block, lives from
@@ -14,30 +14,23 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..graph import flops_of, following, is_op, is_random, name_of, nbytes_of, op_of, roots_of, value_of, writes
+from ..graph import flops_of, following, is_op, is_random, nbytes_of, op_of, roots_of, row_of, value_of, writes
+from ..op_table import INSIDE, READS
 from .aliasing import gives_memory
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
 # Without a budget a value is computed once more where the peak loses a byte for at most so many bytes that kernels read
 # and write for it.  Rebuilding a norm moves two or three times its result, and a chain of n residual sums n times that.
-WORTH = 4
-# A product computes so many multiplications and additions in the time in which a GPU moves a byte: 380 TFLOP/s and 2.9
-# TB/s on an H100.
+WORTH = 12
+# A compute-intensive op computes so many multiplications and additions in the time in which a GPU moves a byte: 380
+# TFLOP/s and 2.9 TB/s on an H100.
 FLOPS_A_BYTE = 130
-# Ops beside the elementwise ones that Inductor computes inside the kernels that read their results, and ops that read
-# such results inside their own kernel.
-INLINED = {
-    "_low_memory_max_pool_offsets_to_indices", "_to_copy", "_unsafe_index", "clone", "constant_pad_nd", "full",
-    "index", "iota", "repeat",
-}  # fmt: skip
-READING = {
-    "_unsafe_index_put", "amax", "amin", "cat", "index_put", "mean", "scatter_add", "sum", "var", "var_mean",
-}  # fmt: skip
 
 
 class Goal(NamedTuple):
-    """Products run a third time in backward until the peak is at most so many bytes, within so much arithmetic.
+    """Compute-intensive ops run a third time in backward until the peak is at most so many bytes, within so much
+    arithmetic.
 
     After that they do where a byte less at the peak costs at most ``price`` of arithmetic.
     """
@@ -50,7 +43,7 @@ class Goal(NamedTuple):
 Over = list[tuple[int, int]]
 
 
-class Step:
+class ScheduledNode:
     """One node in its turn; a node that is computed twice has two steps.
 
     reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
@@ -60,27 +53,32 @@ class Step:
 
     __slots__ = ("first", "made", "nbytes", "node", "over", "reads")
 
-    def __init__(self, node: fx.Node, reads: list["Step"], root: fx.Node, nbytes: int, made: int, over: Over) -> None:
+    def __init__(
+        self, node: fx.Node, reads: list["ScheduledNode"], root: fx.Node, nbytes: int, made: int, over: Over
+    ) -> None:
         self.node, self.reads, self.nbytes, self.made, self.over = node, reads, nbytes, made, over
-        self.first: Step = self if root is node else next(step.first for step in reads if step.first.node is root)
+        self.first: ScheduledNode = (
+            self if root is node else next(step.first for step in reads if step.first.node is root)
+        )
 
-    def call(self) -> "Step":
+    def call(self) -> "ScheduledNode":
         """The step of the call of which this one picks a result, or the step itself."""
         return self.reads[0] if self.node.target is operator.getitem else self
 
 
-class Backward:
-    """A graph of backward: which of its nodes compute values of forward again, and what each needs of memory.
+class BackwardGraph:
+    """A graph of backward: which of its nodes recompute values of forward, and what each needs of memory.
 
     fused: whether Inductor generates the code.  Elementwise ops have no memory of their own then where elementwise ops
-    and sums alone read them, and only products are worth a second run: Inductor would fuse the runs of other ops.
+    and sums alone read them, and only compute-intensive ops are worth a second run: Inductor would fuse the runs of
+    other ops.
     """
 
     def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
         self.graph, self.fused = graph, fused
         self.roots = roots_of(graph)
         calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
-        self.again: set[fx.Node] = {*calls} - following(graph)
+        self.recomputed: set[fx.Node] = {*calls} - following(graph)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -106,22 +104,22 @@ class Backward:
         return 0 if isinstance(value_of(node), (tuple, list)) else self.made(node)
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are computed again, in the best order."""
+        """The inputs that are recomputed, in the best order."""
         if node not in self._inputs:
-            rebuilt = [source for source in node.all_input_nodes if source in self.again]
+            rebuilt = [source for source in node.all_input_nodes if source in self.recomputed]
             self._inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - self.needs[source])
         return self._inputs[node]
 
-    def in_turn(self) -> list[Step]:
+    def in_turn(self) -> list[ScheduledNode]:
         """The nodes, each value of forward right before its first reader."""
-        done: dict[fx.Node, Step] = {}
-        steps: list[Step] = []
+        done: dict[fx.Node, ScheduledNode] = {}
+        steps: list[ScheduledNode] = []
         for node in self.graph.nodes:
-            if node not in self.again:
+            if node not in self.recomputed:
                 self.compute(node, done, steps)
         return steps
 
-    def compute(self, node: fx.Node, done: dict[fx.Node, Step], steps: list[Step]) -> None:
+    def compute(self, node: fx.Node, done: dict[fx.Node, ScheduledNode], steps: list[ScheduledNode]) -> None:
         """Appends a step for a node, after steps for those of its inputs that are not done."""
         stack = [node]
         while stack:
@@ -132,63 +130,63 @@ class Backward:
                 continue
             stack.pop()
             # All results of a call follow it at once, so that those that nobody reads are let go.
-            items = [user for user in now.users if now in self.again and user.target is operator.getitem]
+            items = [user for user in now.users if now in self.recomputed and user.target is operator.getitem]
             for one in (now, *items):
                 if one not in done:
                     done[one] = self.step(one, [done[source] for source in one.all_input_nodes])
                     steps.append(done[one])
 
-    def step(self, node: fx.Node, reads: list[Step]) -> Step:
+    def step(self, node: fx.Node, reads: list[ScheduledNode]) -> ScheduledNode:
         if node not in self._over:
             self._over[node] = self.over(node)
-        return Step(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
+        return ScheduledNode(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
         return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node, self.fused)]
 
-    def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Step]:
+    def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, ScheduledNode]:
         """The steps of nodes in this order."""
-        done: dict[fx.Node, Step] = {}
+        done: dict[fx.Node, ScheduledNode] = {}
         for node in nodes:
             done[node] = self.step(node, [done[source] for source in node.all_input_nodes])
         return done
 
     def node_of(self, node: fx.Node) -> fx.Node:
-        """The node of a graph for a node of ``graph``; another one in ``live.Planned``."""
+        """The node of a graph for a node of ``graph``; another one in ``peak.PlannedBackward``."""
         return node
 
-    def alive(self, steps: list[Step]) -> "Alive":
+    def alive(self, steps: list[ScheduledNode]) -> "Alive":
         return Alive(steps, self._inlined(steps) if self.fused else {})
 
-    def _inlined(self, steps: list[Step]) -> dict[Step, list[Step]]:
+    def _inlined(self, steps: list[ScheduledNode]) -> dict[ScheduledNode, list[ScheduledNode]]:
         """The steps whose result is computed where it is read, and the memory that is read there."""
         own = [step for step in steps if step.first is step]
         fusing = {step for step in own if is_inlined(self.node_of(step.node))}
-        apart = set[Step]()
+        apart = set[ScheduledNode]()
         for step in own:
-            if step not in fusing and name_of(self.node_of(step.node)) not in READING:
+            if step not in fusing and not reads_inside(self.node_of(step.node)):
                 apart |= {read.first for read in step.reads}
-        inlined: dict[Step, list[Step]] = {}
+        inlined: dict[ScheduledNode, list[ScheduledNode]] = {}
         for step in own:
             if step in fusing and step not in apart:
                 inlined[step] = memory_read(step, inlined)
         return inlined
 
-    def flops(self, steps: list[Step]) -> int:
-        """The arithmetic of the products that are computed again."""
+    def flops(self, steps: list[ScheduledNode]) -> int:
+        """The arithmetic of the compute-intensive ops that are recomputed."""
         for step in steps:
-            if step.node in self.again and step.node not in self._flops:
+            if step.node in self.recomputed and step.node not in self._flops:
                 self._flops[step.node] = flops_of(self.node_of(step.node))
-        return sum(self._flops[step.node] for step in steps if step.node in self.again)
+        return sum(self._flops[step.node] for step in steps if step.node in self.recomputed)
 
-    def time(self, steps: list[Step]) -> float:
-        """The time in which values are computed again, in bytes that a GPU moves in it."""
-        calls = (step for step in steps if step.node in self.again and step.first is step and step.call() is step)
+    def time(self, steps: list[ScheduledNode]) -> float:
+        """The time in which values are recomputed, in bytes that a GPU moves in it."""
+        calls = (step for step in steps if step.node in self.recomputed and step.first is step and step.call() is step)
         moved = sum(step.made + sum(read.nbytes for read in {read.first for read in step.reads}) for step in calls)
         return moved + self.flops(steps) / FLOPS_A_BYTE
 
-    def least_peak(self, goal: Goal | None) -> list[Step]:
+    def least_peak(self, goal: Goal | None) -> list[ScheduledNode]:
         """The nodes in turn, with those computed once more that lower the peak."""
         steps = self.in_turn()
         if goal is None:
@@ -201,12 +199,12 @@ class Backward:
 
     def _at_price(
         self,
-        steps: list[Step],
+        steps: list[ScheduledNode],
         most: float,
         price: float,
-        spent: Callable[[list[Step]], float],
+        spent: Callable[[list[ScheduledNode]], float],
         sharing: bool = False,
-    ) -> list[Step]:
+    ) -> list[ScheduledNode]:
         """Values are computed once more, as far as a byte that the peak loses is worth ``price`` of what is spent.
 
         One alone may lower nothing, where several places peak as high.
@@ -222,7 +220,7 @@ class Backward:
             steps, now = found, self.alive(found)
         return best
 
-    def _parted_often(self, steps: list[Step], most: float, enough: float) -> list[Step]:
+    def _parted_often(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
         for _ in range(TRIALS):
             now = self.alive(steps)
@@ -232,7 +230,9 @@ class Backward:
             steps = found
         return steps
 
-    def parted(self, steps: list[Step], now: "Alive", most: float, sharing: bool = False) -> list[Step] | None:
+    def parted(
+        self, steps: list[ScheduledNode], now: "Alive", most: float, sharing: bool = False
+    ) -> list[ScheduledNode] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None.
 
         sharing: a later run of what that needs takes place now, where the peak falls all the same.  Otherwise the
@@ -243,7 +243,7 @@ class Backward:
         crossing = [
             step
             for step in steps[:top]
-            if step.node in self.again and step.nbytes and now.last[step] > top and step not in read
+            if step.node in self.recomputed and step.nbytes and now.last[step] > top and step not in read
             if not self.fused or self.flops([step.call()])
         ]
         # Those first whose own arithmetic is the least for each byte.
@@ -254,18 +254,20 @@ class Backward:
                     return found
         return None
 
-    def _twice(self, steps: list[Step], old: Step, top: int, now: "Alive", shared: bool) -> list[Step]:
-        """The steps with ``old`` computed again for its readers after the place ``top``."""
+    def _twice(
+        self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: "Alive", shared: bool
+    ) -> list[ScheduledNode]:
+        """The steps with ``old`` recomputed for its readers after the place ``top``."""
         found = steps[: top + 1]
-        made: dict[Step, Step] = {}
+        made: dict[ScheduledNode, ScheduledNode] = {}
         for place, step in enumerate(steps[top + 1 :], top + 1):
-            if shared and step not in made and step.node in self.again:
+            if shared and step not in made and step.node in self.recomputed:
                 # Another step of the same node has run by now.
-                again = next((new for new in made.values() if new.node is step.node and new is not step), None)
-                made |= {} if again is None else {step: again}
+                recomputed = next((new for new in made.values() if new.node is step.node and new is not step), None)
+                made |= {} if recomputed is None else {step: recomputed}
             if step in made:
                 continue
-            reads = [self._again(read, old, place, now, made, found) for read in step.reads]
+            reads = [self._recompute(read, old, place, now, made, found) for read in step.reads]
             if reads == step.reads:
                 found.append(step)
             else:
@@ -273,26 +275,32 @@ class Backward:
                 found.append(made[step])
         return self._read(found) if shared else found
 
-    def _read(self, steps: list[Step]) -> list[Step]:
+    def _read(self, steps: list[ScheduledNode]) -> list[ScheduledNode]:
         """The steps without those that computed a value again which nobody reads any more."""
-        read: set[Step] = set()
+        read: set[ScheduledNode] = set()
         for step in reversed(steps):
-            if step.node not in self.again or step in read:
+            if step.node not in self.recomputed or step in read:
                 read |= {step, *step.reads}
         return [step for step in steps if step in read or (step.call() is not step and step.call() in read)]
 
-    def _again(
-        self, read: Step, old: Step, place: int, now: "Alive", made: dict[Step, Step], found: list[Step]
-    ) -> Step:
+    def _recompute(
+        self,
+        read: ScheduledNode,
+        old: ScheduledNode,
+        place: int,
+        now: "Alive",
+        made: dict[ScheduledNode, ScheduledNode],
+        found: list[ScheduledNode],
+    ) -> ScheduledNode:
         """What a reader at ``place`` reads in place of ``read``, if ``old`` is gone by then."""
         if read in made:
             return made[read]
         # All results of a call are computed at once, and so are all gone.
         gone = read.first.call() is old.call() or now.last[read.first] < place
         inlined = read in now.inlined
-        if not (gone or inlined) or read.node not in self.again or now.places[read] > place:
+        if not (gone or inlined) or read.node not in self.recomputed or now.places[read] > place:
             return read
-        reads = [self._again(r, old, place, now, made, found) for r in read.reads]
+        reads = [self._recompute(r, old, place, now, made, found) for r in read.reads]
         if inlined and reads == read.reads:
             made[read] = read
         else:
@@ -311,7 +319,7 @@ class Alive:
         inlined: the steps without memory of their own, and the memory that is read in place of theirs.
     """
 
-    def __init__(self, steps: list[Step], inlined: dict[Step, list[Step]]) -> None:
+    def __init__(self, steps: list[ScheduledNode], inlined: dict[ScheduledNode, list[ScheduledNode]]) -> None:
         self.inlined = inlined
         self.places = {step: place for place, step in enumerate(steps)}
         self.last = dict(self.places)
@@ -320,7 +328,7 @@ class Alive:
                 self.last[read.first] = place
             for read in memory_read(step, inlined):
                 self.last[read] = place
-        gone: list[list[Step]] = [[] for _ in steps]
+        gone: list[list[ScheduledNode]] = [[] for _ in steps]
         for step in steps:
             if step.first is step:
                 gone[self.last[step]].append(step)
@@ -337,7 +345,7 @@ class Alive:
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))
 
-    def _written_over(self, step: Step, place: int) -> int:
+    def _written_over(self, step: ScheduledNode, place: int) -> int:
         """The bytes of an input that the result is written over."""
         memory = [read.first for read in step.reads]
         for at, nbytes in step.over:
@@ -348,38 +356,45 @@ class Alive:
         return 0
 
 
-def memory_read(step: Step, inlined: dict[Step, list[Step]]) -> list[Step]:
+def memory_read(step: ScheduledNode, inlined: dict[ScheduledNode, list[ScheduledNode]]) -> list[ScheduledNode]:
     """The steps whose memory a step reads."""
     return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
 
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
-    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or name_of(node) in INLINED)
+    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or row_of(node).inductor == INSIDE)
+
+
+def reads_inside(node: fx.Node) -> bool:
+    """Whether Inductor computes elementwise inputs of a node inside the node's own kernel."""
+    return row_of(node).inductor == READS
 
 
 def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
-    backward = Backward(module.graph, fused)
+    backward = BackwardGraph(module.graph, fused)
     steps = backward.least_peak(goal)
     if fused:
-        steps = sums_after_products(steps)
+        steps = sums_after_compute_intensive_ops(steps)
     module.graph = _written(steps)
     module.recompile()
 
 
-def sums_after_products(steps: list[Step]) -> list[Step]:
-    """Sums of an elementwise value after the first product that reads it, if nobody reads the sum before that.
+def sums_after_compute_intensive_ops(steps: list[ScheduledNode]) -> list[ScheduledNode]:
+    """Sums of an elementwise value after the first compute-intensive op that reads it.
 
-    A product needs the value in memory, and a sum after it reads that memory.  For a sum before it Inductor computes
-    the value once more from its inputs, which then live on beside it: in backward of an attention three tensors of the
-    size of its scores in place of two.
+    A sum that somebody reads before that op stays where it is.
+
+    The op needs the value in memory, and a sum after it reads that memory.  For a sum before it Inductor computes the
+    value once more from its inputs, which then live on beside it: in backward of an attention three tensors of the size
+    of its scores in place of two.
     """
-    for added in [step for step in steps if name_of(step.node) in READING]:
+    for added in [step for step in steps if reads_inside(step.node)]:
         start = steps.index(added)
         values = {read.first for read in added.reads if is_inlined(read.first.node)}
-        end = next((place for place in range(start, len(steps)) if _is_product_of(values, steps[place])), start)
-        first: list[Step] = []
+        end = next((place for place in range(start, len(steps)) if _reads_from_memory(values, steps[place])), start)
+        first: list[ScheduledNode] = []
         later = [added]
         for step in steps[start + 1 : end + 1]:
             (first if set(step.reads).isdisjoint(later) else later).append(step)
@@ -388,15 +403,15 @@ def sums_after_products(steps: list[Step]) -> list[Step]:
     return steps
 
 
-def _is_product_of(values: set[Step], step: Step) -> bool:
+def _reads_from_memory(values: set[ScheduledNode], step: ScheduledNode) -> bool:
     """Whether a step reads one of these values from memory."""
-    inside = is_inlined(step.node) or name_of(step.node) in READING
+    inside = is_inlined(step.node) or reads_inside(step.node)
     return not inside and is_op(step.node) and step.first is step and any(read.first in values for read in step.reads)
 
 
-def _written(steps: list[Step]) -> fx.Graph:
+def _written(steps: list[ScheduledNode]) -> fx.Graph:
     graph = fx.Graph()
-    made: dict[Step, fx.Node] = {}
+    made: dict[ScheduledNode, fx.Node] = {}
     for step in steps:
         swapped = {source: made[read] for source, read in zip(step.node.all_input_nodes, step.reads, strict=True)}
         made[step] = graph.node_copy(step.node, swapped.__getitem__)

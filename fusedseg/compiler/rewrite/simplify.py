@@ -9,10 +9,8 @@ import operator
 
 from torch import fx
 
-from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, value_of
+from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
 
-# Ops that return their input.
-NOTHING = ("detach", "alias", "view")
 # What a checkpoint in the model writes into the nodes of its calls.
 LABELS = ("recompute", "ac_graph_id")
 
@@ -25,10 +23,11 @@ def rewrite(graph: fx.Graph) -> int:
     count, roots, end = 0, roots_of(graph), graph.output_node()
     returned = {roots[node] for node in end.all_input_nodes}
     for node in list(graph.nodes):
+        returns_input = row_of(node).returns_input
         source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif name_of(node) in ("clone", *NOTHING):
+        elif returns_input or name_of(node) == "clone":
             source = node.args[0]
         if not is_tensor(source) or not has_same_form(value_of(source), value_of(node)):
             continue
@@ -38,7 +37,7 @@ def rewrite(graph: fx.Graph) -> int:
                 continue
             returned |= {root} if roots[node] in returned else set()
         # What is returned stays a view.
-        node.replace_all_uses_with(source, lambda user, node=node: user is not end or name_of(node) not in NOTHING)
+        node.replace_all_uses_with(source, lambda user, stays=returns_input: user is not end or not stays)
         if not node.users:
             graph.erase_node(node)
             count += 1

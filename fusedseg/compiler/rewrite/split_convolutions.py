@@ -70,7 +70,7 @@ def _is_slice(node: fx.Node) -> bool:
     return name_of(node) == "slice" and node.args[1:2] == (1,) and len(node.args) == 4
 
 
-class Source(NamedTuple):
+class ConvolutionSource(NamedTuple):
     """An input of a convolution, or one of those that are concatenated to it.
 
     begin: its first channel.
@@ -96,14 +96,14 @@ class Source(NamedTuple):
         return [(k, min(k + step, self.width)) for k in range(0, self.width, step)] if count > 1 else []
 
 
-def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
+def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
     """The sources of a convolution of ``x`` whose gradient is ``dx``."""
     nodes = nodes_at(x, 0) if name_of(x) == "cat" else [x]
     widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
     if len(widths) < len(nodes):
         return []
     if name_of(x) != "cat":
-        return [Source(x, 0, widths[0], dx, True)]
+        return [ConvolutionSource(x, 0, widths[0], dx, True)]
     channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
     if channels != 1 or len(set(nodes)) < len(nodes):
         return []
@@ -120,7 +120,7 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[Source]:
         owns.append((node, begin, width, own[0] if len(own) == 1 else None))
         begin += width
     divisible = dx is not None and set(dx.users) == {gradient for *_, gradient in owns if gradient is not None}
-    return [Source(*own, divisible) for own in owns]
+    return [ConvolutionSource(*own, divisible) for own in owns]
 
 
 class Part(NamedTuple):
@@ -129,7 +129,7 @@ class Part(NamedTuple):
     gradient: the gradient of the source, or of a range of its channels before it was enlarged.
     """
 
-    source: Source
+    source: ConvolutionSource
     begin: int
     node: fx.Node
     gradient: fx.Node
@@ -147,7 +147,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
     def item(part: fx.Node, place: int) -> fx.Node:
         return call(graph, operator.getitem, part, place, before=node)
 
-    def convolve(source: Source, begin: int, end: int, of: fx.Node, small: fx.Node | None = None) -> None:
+    def convolve(source: ConvolutionSource, begin: int, end: int, of: fx.Node, small: fx.Node | None = None) -> None:
         piece = call(graph, aten.slice.Tensor, weight, 1, source.begin + begin, source.begin + end, before=node)
         flags = [True, True, bool(mask[2]) and not parts]
         made = call(graph, op_of(node), dy, of, piece, *geometry[:7], flags, before=node)
@@ -159,7 +159,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
             gradient = call(graph, ITS_BACKWARD, gradient, size, shape, *how, before=node)
         parts.append(Part(source, source.begin + begin, made, gradient))
 
-    # First what needs the most memory on the way, and leaves the least; then the largest, which may be computed again.
+    # First what needs the most memory on the way, and leaves the least; then the largest, which may be recomputed.
     for source in sorted(sources, key=lambda source: (not source.ranges(), -nbytes_of(source.node))):
         if not source.ranges():
             convolve(source, 0, source.width, source.node)
@@ -182,7 +182,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _give_gradients(
-    graph: fx.Graph, node: fx.Node, sources: list[Source], parts: list[Part], items: dict[int, fx.Node]
+    graph: fx.Graph, node: fx.Node, sources: list[ConvolutionSource], parts: list[Part], items: dict[int, fx.Node]
 ) -> None:
     """The readers of the gradient of a source get it from its parts."""
     whole: list[fx.Node] = []

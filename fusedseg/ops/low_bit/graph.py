@@ -2,7 +2,7 @@
 
     key = rounding_key(seed)                              a number that differs from step to step; a tensor on the CPU
     codes, lowest, highest = low_bit_round(t, bits, key, place, kink, stride)
-    kink = norm_kink(x, mean, rstd, weight, bias)         for a norm whose sign must be exact
+    kink = norm_kink(x, mean, rstd, weight, bias, of_samples)     for a norm whose sign must be exact
     t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)     every sign is exact; right on average
     packed = bits_pack(t, bits, stride)                   the lowest bits of masks, and of small integers of one byte
     t = bits_unpack(packed, bits, dtype, size, stride)
@@ -127,21 +127,22 @@ def _(codes, lowest, highest, kink, bits, size, stride):
 @torch.library.custom_op(
     "fusedseg::norm_kink",
     mutates_args=(),
-    schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias) -> Tensor",
+    schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool of_samples) -> Tensor",
 )
-def norm_kink(x, mean, rstd, weight, bias):
+def norm_kink(x, mean, rstd, weight, bias, of_samples):
     """The kinks of a norm of ``x``, (N, C, *spatial).
 
     Args:
-        mean, rstd: (C,) or (N C,), one value for each channel, or for each channel of each sample; or (N, groups).
+        mean, rstd: (C,); or those of samples, one value for each of their groups, of which a channel may be one.
         weight, bias: (C,), or None.
+        of_samples: whether the statistics are those of samples.
 
     Returns:
         (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
         bias.
     """
     wide = wide_dtype(mean.dtype)
-    channels = x.shape[0] * x.shape[1] if mean.dim() == 2 else mean.shape[0]
+    channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     # This makes new memory, which the result of an op needs.
     mean, rstd = (v.flatten().to(wide).repeat_interleave(channels // v.numel()) for v in (mean, rstd))
     if bias is None:
@@ -155,8 +156,8 @@ def norm_kink(x, mean, rstd, weight, bias):
 
 
 @norm_kink.register_fake
-def _(x, mean, rstd, weight, bias):
-    count = x.shape[0] * x.shape[1] if mean.dim() == 2 else mean.shape[0]
+def _(x, mean, rstd, weight, bias, of_samples):
+    count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
 
 

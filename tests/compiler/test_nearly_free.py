@@ -1,4 +1,4 @@
-"""Products whose second run is nearly free."""
+"""Compute-intensive ops whose second run is nearly free."""
 
 import copy
 
