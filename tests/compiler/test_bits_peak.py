@@ -129,8 +129,8 @@ def check(name, codegen, most, higher=1.001):
 def test_aten(name):
     """A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of
     its values was kept, and the values that the questions compare lived until the end of forward."""
-    # Packing on a CPU needs memory of its own, which is counted as for the largest tensor.  Measured: 1.0042, with 0.23 of
-    # exact mode's bytes kept.
+    # What packing on a CPU needs besides is counted as for the largest tensor.  Measured: 1.0042, with 0.23 of exact
+    # mode's bytes kept.
     check(name, "aten", NETWORKS[name][1], 1.005 if name == "group norms" else 1.001)
 
 
