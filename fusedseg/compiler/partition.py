@@ -150,7 +150,9 @@ def _exact_choices(graph: fx.Graph, outputs: Outputs, settings: Settings, stock:
         # The last bits may differ from those of the graph as it is.
         split_convolutions.rewrite(graph)
     graph.eliminate_dead_code()
-    return choose.Choices(Joint(graph, outputs), stock, settings.codegen == "inductor")
+    # Who asks for bits has too little memory.
+    goal = None if settings.bits is None else schedule.LOWEST
+    return choose.Choices(Joint(graph, outputs), stock, settings.codegen == "inductor", goal)
 
 
 def _splits(graph: fx.Graph, settings: Settings) -> bool:

@@ -15,6 +15,7 @@ from ..plan.choose import Choices, Cost, cost_of
 from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import Live
+from ..plan.schedule import LOWEST
 from .choose_bits import Rounded, bits_of, settled
 
 aten = torch.ops.aten
@@ -87,7 +88,7 @@ class RoundedChoices(Choices):
     """
 
     def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
-        super().__init__(joint, eager, fused)
+        super().__init__(joint, eager, fused, LOWEST)
         self._bits = bits
 
     def nbytes(self, node: fx.Node) -> int:
@@ -95,7 +96,9 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> keep.Decision:
-        return keep.decide(self.joint, nearly_free.scores)
+        decided = keep.decide(self.joint, nearly_free.scores)
+        decided.goal = self.goal
+        return decided
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

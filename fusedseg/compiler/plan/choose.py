@@ -59,10 +59,13 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``."""
+    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``.
 
-    def __init__(self, joint: Joint, eager: int, fused: bool) -> None:
-        self.joint, self.eager, self.fused = joint, eager, fused
+    goal: that of the decision without a budget.
+    """
+
+    def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
+        self.joint, self.eager, self.fused, self.goal = joint, eager, fused, goal
         self.live = Live(joint, fused)
         self.flops = {node: flops_of(node) for node in joint.forward}
         self.total = sum(self.flops.values())
@@ -76,7 +79,9 @@ class Choices:
 
     def first(self) -> keep.Decision:
         """The decision without a budget."""
-        return keep.decide(self.joint)
+        decided = keep.decide(self.joint)
+        decided.goal = self.goal
+        return decided
 
     def cut(self) -> Cut:
         return Cut(self.joint, self.nbytes, self._price)

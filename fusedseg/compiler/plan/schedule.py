@@ -40,6 +40,10 @@ class Goal(NamedTuple):
     price: float = 0
 
 
+# The least peak, whatever is repeated for it.
+LOWEST = Goal(-inf, inf)
+
+
 Over = list[tuple[int, int]]
 
 
