@@ -54,11 +54,10 @@ class Budget:
         fraction: the share of the bytes that the step keeps without fusedseg, above 0 and at most 1; or None.
         nbytes: the bytes that may be kept; or None.
         peak: the bytes at the peak of the step, with the arguments of the graph; or None.
-        most_flops: the arithmetic that may run twice, as a share of the arithmetic of all calls that may run twice, in
-            forward.
+        most_flops: the arithmetic that may run twice, as a share of forward's.
 
     A limit of bytes asks for as little repeated arithmetic as the bytes allow.  Without one, as few bytes are kept as
-    ``most_flops`` buys.  Beside ``fraction`` or ``nbytes`` the peak counts less than the two limits.
+    ``most_flops`` buys.  A choice that peaks higher than one before it is refused.
     """
 
     fraction: float | None = None

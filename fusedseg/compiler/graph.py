@@ -1,8 +1,8 @@
 """A joint graph of forward and backward, as AOTAutograd traces it: what its nodes are, and new nodes in it.
 
 A cheap node may be recomputed: it gives the same result, without much arithmetic.  A compute-intensive op is a
-convolution, a matrix product or attention.  It is kept, as is the result of an op of another package, and what is cheap
-follows from it.
+convolution, a matrix product or attention.  It is kept, unless a second run is nearly free, as is the result of an op
+of another package, and what is cheap follows from it.
 """
 
 import math

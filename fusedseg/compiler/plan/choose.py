@@ -3,7 +3,8 @@
 ``min_cut.py`` gives the values that are recomputed, for falling prices of arithmetic.  Each of these choices has a
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
 The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
-So a smaller budget never has a higher peak.  Without a budget the last choice counts: none may peak above the first.
+So a smaller budget has no higher peak, but for ``SAME``.  With ``extra_flops`` alone the last choice counts: none may
+peak above the first.
 Arithmetic that is left at the end, too little for the next choice, buys single compute-intensive ops.
 They run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """

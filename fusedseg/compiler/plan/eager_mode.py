@@ -37,7 +37,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _activated(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
-    """The results of norms with an activation, and what eager mode keeps for it (``NormAct.keeps``)."""
+    """The results of norms with an activation, and what eager mode keeps for it (``KEEPING``)."""
     trained = {node_at(node, 1) for node in graph.nodes if name_of(node) == "norm_act_backward"}
     for node in graph.nodes:
         if name_of(node) == "norm_act" and node.args[0] in trained and 0 in items_of(node):

@@ -64,7 +64,7 @@ class Decision:
         reading: the nodes of backward, which read nodes of forward.
         instead: nodes that backward reads in place of others, with the same value.
         goal: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
-            without a budget.
+            without a budget and bits.
     """
 
     kept: set[fx.Node] = field(default_factory=set)

@@ -195,7 +195,9 @@ class BackwardGraph:
         steps = self.in_turn()
         if goal is None:
             return self._at_price(steps, inf, WORTH, self.time, sharing=True)
-        steps = self._parted_often(steps, self.flops(steps), -inf)
+        if goal.flops < inf:
+            # What repeats no arithmetic comes first.
+            steps = self._parted_often(steps, self.flops(steps), -inf)
         steps = self._parted_often(steps, goal.flops, goal.peak)
         if not goal.price or self.alive(steps).peak[0] > goal.peak:
             return steps

@@ -7,7 +7,7 @@ the backward of ``ops/norm/op.py``, which computes dy from z and dz, and then ``
 In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
 y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.  Compiled code runs the stock
 convolution with its bias, and the norm of ``ops/norm/op.py``; there this gradient is zero up to rounding, unless the
-backend "fusedseg" leaves the bias out (``compiler/dead_bias.py``).
+backend "fusedseg" leaves the bias out (``compiler/capture/dead_bias.py``).
 
 All functions below take the same objects: ``call`` describes the convolution, ``given`` and ``norm`` describe the norm
 after it.  ``given.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
