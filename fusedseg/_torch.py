@@ -338,6 +338,13 @@ def known(answer: object) -> bool:
     return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
 
 
+def changes_grad_mode(node: torch.fx.Node) -> bool:
+    """Whether a call of a captured graph switches gradients on or off for what follows."""
+    target = node.target
+    name = getattr(target, "__name__", "") if node.op == "call_function" else ""
+    return name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
 def is_traced_in_backward(node: torch.fx.Node) -> bool:
     """Whether AOTAutograd has traced a node of a joint graph in backward; False where the note is missing."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

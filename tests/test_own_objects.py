@@ -28,7 +28,6 @@ ALLOWED = {
         "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS,
     },
     "fusedseg/cli/models.py": {"found": USERS},
-    "fusedseg/compiler/capture/memory_format.py": {"node.target": GRAPH},
     "fusedseg/compiler/codegen/aten.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
     "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED, "packet": NAMED},
     "fusedseg/compiler/estimate.py": {"error": VERSIONS},

@@ -74,6 +74,16 @@ def nodes_at(node: fx.Node, place: int) -> list[fx.Node]:
     return [source for source in argument if isinstance(source, fx.Node)]
 
 
+def in_one_grad_mode(first: fx.Node, last: fx.Node) -> bool:
+    """Whether no call between two calls of a captured graph switches gradients on or off."""
+    node = first
+    while node is not last:
+        node = node.next
+        if _torch.changes_grad_mode(node):
+            return False
+    return True
+
+
 def is_gradient(node: fx.Node) -> bool:
     """Whether a node is a gradient that backward is given."""
     return node.op == "placeholder" and "tangents" in str(node.target)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from .. import _backend
-from ..ops.layout import FORMATS
+from ..ops.layout import check_format
 from .budget import Budget
 
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
-KEEP = "keep"
 
 
 @functools.cache
@@ -35,8 +34,8 @@ class Settings:
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
         cudagraphs: whether a GPU's kernels are recorded as CUDA graphs and replayed.
-        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which the images of a graph lie; "keep"
-            leaves every tensor as it is; None does so but for convolutions in half precision on a GPU.
+        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which the images of a graph lie; None
+            leaves every tensor as it is.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
@@ -46,7 +45,7 @@ class Settings:
     bits: int | None = None
     seed: int = 0
     cudagraphs: bool = False
-    memory_format: torch.memory_format | str | None = None
+    memory_format: torch.memory_format | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,11 +57,7 @@ class Settings:
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
         if not isinstance(self.cudagraphs, bool):
             raise TypeError(f"{OP}: option cudagraphs must be True or False, got {self.cudagraphs!r}")
-        if self.memory_format not in (None, KEEP, *FORMATS.values()):
-            raise ValueError(
-                f'{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d, "keep" or None, '
-                f"got {self.memory_format!r}"
-            )
+        check_format(f"{OP}: option memory_format", self.memory_format)
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":

@@ -289,6 +289,40 @@ def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
+def frozen_norm(x, weight, bias, residual):
+    with torch.no_grad():
+        y = F.batch_norm(x, None, None, weight, bias, True)
+    return y + residual
+
+
+def frozen_activation(x, weight, bias, residual):
+    y = F.batch_norm(x, None, None, weight, bias, True)
+    with torch.no_grad():
+        z = F.relu(y)
+    return z + residual
+
+
+def frozen_convolution(x, weight, bias, residual):
+    with torch.no_grad():
+        y = F.conv2d(x, weight.view(4, 1, 1, 1), bias, groups=4)
+    return F.batch_norm(y, None, None, None, None, True) + residual
+
+
+@pytest.mark.parametrize("function", [frozen_norm, frozen_activation, frozen_convolution])
+def test_gradients_that_are_switched_off_between_calls(function):
+    """The norm and the sum after it became one op, and frozen norms were trained."""
+    found = []
+    for run in (function, torch.compile(function, backend="fusedseg", options={"codegen": "aten"})):
+        torch.manual_seed(0)
+        inputs = [torch.randn(2, 4, 6, 6), torch.rand(4) + 0.5, torch.randn(4), torch.randn(2, 4, 6, 6)]
+        inputs = [t.requires_grad_() for t in inputs]
+        run(*inputs).square().sum().backward()
+        found.append([t.grad for t in inputs])
+    eager, ours = found
+    assert [g is None for g in ours] == [g is None for g in eager]
+    torch.testing.assert_close(*([g for g in grads if g is not None] for grads in found))
+
+
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
 def test_opcheck(kind, fmt):

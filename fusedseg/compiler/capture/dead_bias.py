@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ... import _torch
 from ...ops.norm import op as norms
-from ..graph import items_of
+from ..graph import in_one_grad_mode, items_of
 from ..op_table import OF_NAME
 from ..settings import Settings
 
@@ -153,7 +153,7 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
     for norm in graph.nodes:
         given = NORMS[norm.target](norm) if norm.op == "call_function" and norm.target in NORMS else None
         conv = None if given is None else _convolution_of(given.x, norm)
-        if given is None or conv is None:
+        if given is None or conv is None or not in_one_grad_mode(conv, norm):
             continue
         bias, y = argument(conv, 2, "bias"), _value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.

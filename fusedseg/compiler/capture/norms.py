@@ -26,7 +26,7 @@ from ...ops.norm import stock
 from ...ops.norm.call import Norm, stats_dtype
 from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
 from .. import op_table
-from ..graph import is_alike
+from ..graph import in_one_grad_mode, is_alike
 from ..settings import Settings
 from .dead_bias import move_op
 
@@ -53,9 +53,9 @@ class How:
 HOW = len(fields(How))
 
 
-def wanted_by(settings: Settings, in_rows: bool) -> How:
-    """What the backend wants of norms with these options, and of a graph that computes in channels_last or not."""
-    return How(settings.codegen == "inductor", in_rows, settings.bits is None)
+def wanted_by(settings: Settings) -> How:
+    """What the backend wants of norms with these options."""
+    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
 
 
 class Tensors(NamedTuple):
@@ -338,7 +338,9 @@ def _after(node: fx.Node, norm: dict[str, Any]) -> _Found:
     is_act = act is not None and act.args[:1] == (last,) and activation_of(act) is not None
     if not is_act or not is_alike(_value(node), _value(act)):
         act = None
-    return _Found(node, None if residual is None else last, residual, act)
+    found = _Found(node, None if residual is None else last, residual, act)
+    # A norm without gradients, of a frozen part, must not take what follows with gradients, nor the reverse.
+    return found if in_one_grad_mode(node, found.last) else _Found(node, None, None, None)
 
 
 def _value(node: object) -> Tensor | None:

@@ -43,10 +43,11 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     fuses = settings.codegen == "inductor"
     # Before other passes replace the norms.
     dead_bias.rewrite(module, settings)
+    if settings.memory_format is not None:
+        memory_format.rewrite(module, settings.memory_format)
     unfold(module)
     convolve_first.rewrite(module, everywhere=fuses)
-    in_rows = memory_format.rewrite(module, settings)
-    norms.rewrite(module.graph, norms.wanted_by(settings, in_rows))
+    norms.rewrite(module.graph, norms.wanted_by(settings))
     if fuses:
         pools_and_upsampling.rewrite_for_inductor(module)
     else:
