@@ -74,6 +74,12 @@ def nodes_at(node: fx.Node, place: int) -> list[fx.Node]:
     return [source for source in argument if isinstance(source, fx.Node)]
 
 
+def captured_value_of(node: object) -> Any:
+    """The tensor without values that Dynamo has computed for a node of a captured graph; None for other results."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
 def in_one_grad_mode(first: fx.Node, last: fx.Node) -> bool:
     """Whether no call between two calls of a captured graph switches gradients on or off."""
     node = first

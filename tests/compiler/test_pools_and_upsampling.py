@@ -14,14 +14,8 @@ from tests.compiler.test_passes import names
 MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("nearest", 3)]
 
 
-@pytest.mark.parametrize(("mode", "dims"), [*MODES, ("trilinear", 3)])
-def test_gradient_of_an_interpolation_is_one_call(mode, dims):
-    """The compiler's own gradient is an ``index_put`` for each corner, which adds value by value."""
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return F.interpolate(x, scale_factor=2, mode=mode).sin()
-
+def seeing_backend():
+    """A backend that rewrites interpolations as for Inductor, and the list of the graphs that it compiles."""
     graphs = []
 
     def seen(module, inputs):
@@ -31,9 +25,20 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
     def backend(module, inputs):
         pools_and_upsampling.rewrite_for_inductor(module)
         parts = _torch.compiler_parts()
-        compiler = parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)
-        return compiler(module, inputs)
+        return parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)(module, inputs)
 
+    return backend, graphs
+
+
+@pytest.mark.parametrize(("mode", "dims"), [*MODES, ("trilinear", 3)])
+def test_gradient_of_an_interpolation_is_one_call(mode, dims):
+    """The compiler's own gradient is an ``index_put`` for each corner, which adds value by value."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=2, mode=mode).sin()
+
+    backend, graphs = seeing_backend()
     net = Net()
     x = torch.randn(2, 3, *(5,) * dims, dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(torch.compile(net, backend=backend)(x).sum(), x)
@@ -47,16 +52,7 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
 def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
     """Where Triton serves a tensor, a linear interpolation is the op of this package, in forward too."""
     monkeypatch.setattr(fusedseg, "backend", "triton")
-    graphs = []
-
-    def seen(module, inputs):
-        graphs.append(module)
-        return emit(module, inputs)
-
-    def backend(module, inputs):
-        pools_and_upsampling.rewrite_for_inductor(module)
-        parts = _torch.compiler_parts()
-        return parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)(module, inputs)
+    backend, graphs = seeing_backend()
 
     def net(x):
         return F.interpolate(x, scale_factor=2, mode="bilinear").sin()

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ... import _backend
 from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
+from ..graph import captured_value_of
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 # The arguments of a convolution after its weight, and their values where it looks at one position.
@@ -57,19 +58,13 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip(NAMES, node.args, strict=False)) | node.kwargs
 
 
-def _value(node: object) -> Tensor | None:
-    """The tensor without values that a node of Dynamo stands for."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
-
-
 def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     """The convolution and the interpolation that nobody else reads."""
     made = _arguments(node).get("input")
     if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
         return None
     given = getcallargs(F.interpolate, *made.args, **made.kwargs)
-    small, value = given["input"], _value(made)
+    small, value = given["input"], captured_value_of(made)
     if value is None or given["antialias"] or (given["mode"], value.dim() - 2) not in BACKWARD:
         return None
     return InterpolatedConvolution(node, made, small) if isinstance(small, fx.Node) else None
@@ -78,7 +73,7 @@ def _pair(node: fx.Node) -> InterpolatedConvolution | None:
 def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
     """Whether the pair commutes, and moves fewer bytes the other way round."""
     named = _arguments(pair.convolution)
-    x, large, weight, y = map(_value, (pair.small, pair.interpolation, named["weight"], pair.convolution))
+    x, large, weight, y = map(captured_value_of, (pair.small, pair.interpolation, named["weight"], pair.convolution))
     if x is None or large is None or weight is None or y is None or x.dim() != weight.dim():
         return False
     if any(not isinstance(n, int) for t in (x, large, weight) for n in t.shape):
@@ -114,7 +109,7 @@ def _may_wait(pair: InterpolatedConvolution) -> bool:
     # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.
     if any(_tensors(node) == [] or not node.users for node in nodes):
         return False
-    value = _value(pair.small)
+    value = captured_value_of(pair.small)
     return value is not None and not value.is_inference() and value._version == 0
 
 
@@ -126,7 +121,7 @@ def _tensors(node: fx.Node) -> Sequence[object]:
 
 def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:
     node, made, x = pair
-    value, convolution = _value(node), node.target
+    value, convolution = captured_value_of(node), node.target
     assert value is not None
     assert callable(convolution)
 
@@ -139,7 +134,7 @@ def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:
     with graph.inserting_before(node):
         small = graph.call_function(convolution, *reading(node, x))
         large = graph.call_function(F.interpolate, *reading(made, small))
-    x_value = _value(x)
+    x_value = captured_value_of(x)
     assert x_value is not None
     small.meta = {**node.meta, "example_value": value.new_empty((*value.shape[:2], *x_value.shape[2:]))}
     large.meta = {**made.meta, "example_value": value}

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ... import _torch
 from ...ops.norm import op as norms
-from ..graph import in_one_grad_mode, items_of
+from ..graph import captured_value_of, in_one_grad_mode, items_of
 from ..op_table import OF_NAME
 from ..settings import Settings
 
@@ -60,7 +60,7 @@ def _instance_norm(node: fx.Node) -> _Given | None:
 def _group_norm(node: fx.Node) -> _Given | None:
     given = _arguments_of(node)
     x = given["input"]
-    alone = isinstance(x, fx.Node) and _value_of(x).shape[1] == given["num_groups"]
+    alone = isinstance(x, fx.Node) and captured_value_of(x).shape[1] == given["num_groups"]
     return _Given(x) if alone else None
 
 
@@ -144,20 +144,15 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> int:
     return len(alone)
 
 
-def _value_of(node: fx.Node) -> Any:
-    """What Dynamo has computed for a node, on tensors without values."""
-    return node.meta.get("example_value")
-
-
 def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
     for norm in graph.nodes:
         given = NORMS[norm.target](norm) if norm.op == "call_function" and norm.target in NORMS else None
         conv = None if given is None else _convolution_of(given.x, norm)
         if given is None or conv is None or not in_one_grad_mode(conv, norm):
             continue
-        bias, y = argument(conv, 2, "bias"), _value_of(conv)
+        bias, y = _argument(conv, 2, "bias"), captured_value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
-        is_batch = y.dim() == _value_of(argument(conv, 1, "weight")).dim()
+        is_batch = y.dim() == captured_value_of(_argument(conv, 1, "weight")).dim()
         if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
             continue
         if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
@@ -174,7 +169,7 @@ def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
     return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
 
 
-def argument(conv: fx.Node, place: int, name: str) -> Any:
+def _argument(conv: fx.Node, place: int, name: str) -> Any:
     """An argument of a convolution, which is given by its place or by its name."""
     return conv.args[place] if len(conv.args) > place else conv.kwargs.get(name)
 

@@ -6,11 +6,12 @@ so are norms of samples, by ``norms.py``.
 """
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.nn import functional as F
 
 from ...ops.avg_pool import avg_pool3d
 from ...ops.layout import FORMATS
+from ..graph import captured_value_of
 
 
 def rewrite(module: fx.GraphModule, memory_format: torch.memory_format) -> None:
@@ -19,8 +20,8 @@ def rewrite(module: fx.GraphModule, memory_format: torch.memory_format) -> None:
     dims = next(dims for dims, known in FORMATS.items() if known == memory_format)
     places = graph.find_nodes(op="placeholder")
     for node in places:
-        value = node.meta.get("example_value")
-        image = isinstance(value, Tensor) and value.dim() == dims and value.is_floating_point()
+        value = captured_value_of(node)
+        image = value is not None and value.dim() == dims and value.is_floating_point()
         if image and not value.is_contiguous(memory_format=memory_format):
             with graph.inserting_after(places[-1]):
                 rows = graph.call_method("contiguous", (node,), {"memory_format": memory_format})

@@ -26,7 +26,7 @@ from ...ops.norm import stock
 from ...ops.norm.call import Norm, stats_dtype
 from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
 from .. import op_table
-from ..graph import in_one_grad_mode, is_alike
+from ..graph import captured_value_of, in_one_grad_mode, is_alike
 from ..settings import Settings
 from .dead_bias import move_op
 
@@ -293,14 +293,14 @@ def rewrite(graph: fx.Graph, how: How) -> int:
 
 
 def _may_be_served(node: fx.Node, how: How) -> bool:
-    value = _value(node)
+    value = captured_value_of(node)
     return how.keeps_rows or (how.whole and value is not None and _backend.takes_triton(value.device))
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     stock: Any = node.target
     norm = getcallargs(stock, *node.args, **node.kwargs)
-    value, x = _value(node), _source_value(norm["input"])
+    value, x = captured_value_of(node), _source_value(norm["input"])
     numbers = (norm[name] for name in NUMBERS if name in norm)
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
@@ -336,24 +336,18 @@ def _after(node: fx.Node, norm: dict[str, Any]) -> _Found:
     assert last is not None
     act = _only_reader(last)
     is_act = act is not None and act.args[:1] == (last,) and activation_of(act) is not None
-    if not is_act or not is_alike(_value(node), _value(act)):
+    if not is_act or not is_alike(captured_value_of(node), captured_value_of(act)):
         act = None
     found = _Found(node, None if residual is None else last, residual, act)
     # A norm without gradients, of a frozen part, must not take what follows with gradients, nor the reverse.
     return found if in_one_grad_mode(node, found.last) else _Found(node, None, None, None)
 
 
-def _value(node: object) -> Tensor | None:
-    """The result of a node of a captured graph, without values."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
-
-
 def _source_value(node: object) -> Tensor | None:
     """The result of a node, or what it is computed from, where a pass has written the node without its result."""
-    while isinstance(node, fx.Node) and _value(node) is None and node.args:
+    while isinstance(node, fx.Node) and captured_value_of(node) is None and node.args:
         node = node.args[0]
-    return _value(node)
+    return captured_value_of(node)
 
 
 def _moves(running_mean: object) -> list[fx.Node]:
@@ -375,7 +369,7 @@ def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
         return None
     if y.target in SUMS_OVER and y.args[0] is not node:
         return None
-    return other if is_alike(_value(node), _value(other)) else None
+    return other if is_alike(captured_value_of(node), captured_value_of(other)) else None
 
 
 def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
@@ -384,8 +378,8 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     Nothing between may write to a tensor that the norm reads; a call that writes over a tensor returns it, or nothing.
     And nothing else may read the running statistics, which the norm moves.
     """
-    running = _memory(_value(norm.running_mean), _value(norm.running_var))
-    memory = _memory(*map(_value, norm))
+    running = _memory(captured_value_of(norm.running_mean), captured_value_of(norm.running_var))
+    memory = _memory(*map(captured_value_of, norm))
     node = start.next
     if node in _moves(norm.running_mean):
         # It goes where the norm goes.
@@ -393,7 +387,7 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     while node is not end:
         results = node.meta.get("example_value")
         written = _memory(*(results if isinstance(results, (tuple, list)) else [results]))
-        read = _memory(*map(_value, node.all_input_nodes))
+        read = _memory(*map(captured_value_of, node.all_input_nodes))
         if not memory.isdisjoint(written or read) or not running.isdisjoint(read):
             return False
         node = node.next

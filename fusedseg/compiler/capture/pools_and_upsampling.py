@@ -22,6 +22,7 @@ from ... import _torch
 from ...ops import upsample
 from ...ops.check import HALF
 from ...ops.max_pool import op as pools
+from ..graph import captured_value_of
 
 
 class _Interpolation(torch.autograd.Function):
@@ -76,8 +77,8 @@ def _arguments_of(node: fx.Node) -> tuple[Argument, ...] | None:
     """The arguments of an interpolation of a captured graph as those of the op; None if it has no place for them."""
     stock: Any = F.interpolate
     given = getcallargs(stock, *node.args, **node.kwargs)
-    value, size, factors = node.meta.get("example_value"), given["size"], given["scale_factor"]
-    if not isinstance(value, Tensor) or isinstance(factors, fx.Node):
+    value, size, factors = captured_value_of(node), given["size"], given["scale_factor"]
+    if value is None or isinstance(factors, fx.Node):
         return None
     dims = value.dim() - 2
     if isinstance(size, (int, fx.Node)):
