@@ -239,7 +239,7 @@ _BACKEND = {
     "config": "torch._functorch.config",
     "op_list": "torch._functorch.partitioners.get_default_op_list",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
-    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "stock_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 _FOR_INDUCTOR = (
     "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",

@@ -33,7 +33,7 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
-    settings = chosen(parse(options))
+    settings = with_codegen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
@@ -47,7 +47,7 @@ def backend(
     return run
 
 
-def chosen(settings: Settings) -> Settings:
+def with_codegen(settings: Settings) -> Settings:
     """The settings with a codegen: what was asked for, or the one that works here."""
     if settings.codegen == "aten":
         return settings

@@ -39,7 +39,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
             _parts.config.patch(activation_memory_budget=1.0, cse=False),
             codes_returned(module.graph, num_fwd_outputs) as all_outputs,
         ):
-            forward, backward = _parts.min_cut(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
+            forward, backward = _parts.stock_partition(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
         forget_outputs(forward, num_fwd_outputs, all_outputs)
         fused_code = self.settings.codegen == "inductor"
         schedule.rewrite(backward, decision.goal, fused_code)
@@ -121,7 +121,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     outputs = Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
     limits, stock = settings.limits, 0
     if limits is not None:
-        stock = eager_mode.bytes_of(Joint(module.graph, outputs))
+        stock = eager_mode.kept_bytes(Joint(module.graph, outputs))
     if _parts.config.cse:
         module.graph = _parts.fx_graph_cse(module.graph)
         simplify.part(module.graph)
@@ -134,7 +134,7 @@ def prepare(module: fx.GraphModule, forward_outputs: int, settings: Settings) ->
     simplify.forget_running(graph)
     if settings.bits is None:
         choices = _exact_choices(graph, outputs, settings, stock)
-        decided = keep.decide(choices.joint) if limits is None else choose.chosen(choices, limits).decision
+        decided = keep.decide(choices.joint) if limits is None else choose.met_or_nearest(choices, limits).decision
         keep.apply(choices.joint, decided)
     else:
         decided = _rounded(module, outputs, settings, stock)

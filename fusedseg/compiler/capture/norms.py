@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ... import _backend, _torch
-from ...activation import TABLE, Activation
+from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
 from ...ops.norm import op as module_norms
@@ -29,8 +29,6 @@ from .. import op_table
 from ..graph import captured_value_of, in_one_grad_mode, is_alike
 from ..settings import Settings
 from .dead_bias import move_op
-
-IDENTITY = Activation("identity", 0.0)
 
 
 @dataclass(frozen=True)

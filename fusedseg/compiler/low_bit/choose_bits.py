@@ -62,7 +62,7 @@ from .branches import (
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
 # A value is rounded only if this saves so many times the bytes of the answers that it needs.
-WORTH = 2
+LEAST_GAIN = 2
 
 
 @dataclass
@@ -335,7 +335,7 @@ class _Choice:
             vertices[root] = flow.vertex()
             flow.edge(0, vertices[root], nbytes_of(root) - self._kept_bytes(root))
         for answer, roots in self.answers.items():
-            cost = WORTH * self._kept_bytes(answer) if answer in self.found.kept else 0
+            cost = LEAST_GAIN * self._kept_bytes(answer) if answer in self.found.kept else 0
             own = flow.vertex()
             flow.edge(own, 1, cost)
             for root in roots & vertices.keys():
@@ -452,7 +452,7 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return x if isinstance(slope, (int, float)) and slope > 0 else node
 
 
-def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
+def _choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
     """In how many bits each kept node is kept; ``found`` is changed where something must be exact.
 
     A value whose rounding is too dear becomes a known one, and what follows from it alone is as without bits.
@@ -486,7 +486,7 @@ def settled(
             decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
         exact = len(known.exact)
-        found = choose(joint, decided, bits, known)
+        found = _choose(joint, decided, bits, known)
         if not found.branching and len(known.exact) == exact:
             return joint, decided, found
         known.stuck.update(node for node in found.branching if not write_pointwise_chain(graph, node))

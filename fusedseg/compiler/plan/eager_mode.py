@@ -66,7 +66,7 @@ def note_changeable(graph: fx.Graph) -> None:
     end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]
 
 
-def bytes_of(joint: Joint) -> int:
+def kept_bytes(joint: Joint) -> int:
     """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
     roots = roots_of(joint.graph)
     # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.

@@ -153,7 +153,7 @@ class Dropout(NamedTuple):
 Form = BatchNorm | NormActForm | LayerNorm | Dropout | MaxPool
 
 
-def sources_of(form: Form) -> list[fx.Node]:
+def read_by(form: Form) -> list[fx.Node]:
     """The nodes that the form reads."""
     return [source for source in form if isinstance(source, fx.Node)]
 

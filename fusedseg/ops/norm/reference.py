@@ -38,9 +38,12 @@ from .call import (
 )
 from .kept import Kept, finite_inverse
 
-# A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between LEAST and
-# TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches counts.
-LEAST, TILE, TILE_GPU = 2**12, 2**16, 2**24
+# A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between
+# TILE_LEAST and TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches
+# counts.
+TILE_LEAST = 2**12
+TILE = 2**16
+TILE_GPU = 2**24
 # The type checker cannot count the arguments of starred lists.
 _native_batch_norm: Any = torch.native_batch_norm
 # A range of samples, of channels and of positions.
@@ -321,7 +324,7 @@ def _tiles(x: Tensor) -> list[Tile]:
     """
     fake = isinstance(x, FakeTensor)
     most = TILE_GPU if _backend.off_cpu(x) and not fake else TILE
-    left, steps = min(most, max(LEAST, x.numel() // 16)), {}
+    left, steps = min(most, max(TILE_LEAST, x.numel() // 16)), {}
     for d in sorted(range(3), key=x.stride):
         steps[d] = min(x.shape[d], max(1, left))
         left //= steps[d]

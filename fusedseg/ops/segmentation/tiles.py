@@ -180,10 +180,11 @@ class Interpolation(NamedTuple):
     def of(cls, conv: Conv, size: tuple[int, ...]) -> "Interpolation":
         axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
         planes, rows, columns = axes
-        matrices = (axis.matrix(wide_dtype(conv.features), conv.features.device) for axis in axes)
         K, tile = conv.weight.shape[0], tile_size(conv.features, CONV_DEVICE_TILE)
         depth = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
-        return cls(planes, rows, *matrices, depth, max(1, tile // (K * depth * columns.large)))
+        height = max(1, tile // (K * depth * columns.large))
+        of_planes, of_rows, of_columns = (axis.matrix(wide_dtype(conv.features), conv.features.device) for axis in axes)
+        return cls(planes, rows, of_planes, of_rows, of_columns, depth, height)
 
     @property
     def has_planes(self) -> bool:
