@@ -155,7 +155,9 @@ class _Choice:
             elif self._follows(node):
                 followed = self._followed(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                if node in self.joint.backward and not _mixes(node) and not reads_size_alone(node):
+                # Where a result mixes values of many places, the rounding of one value hardly counts.
+                mixes = row_of(node).compute_intensive
+                if node in self.joint.backward and not mixes and not reads_size_alone(node):
                     self.near[node] = self._near(node, followed, roots)
         return {node: of for node, of in roots.items() if of}
 
@@ -398,11 +400,6 @@ def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
         for others, near_others in factors[:place]:
             found |= (roots & others) | (near & others) | (roots & near_others)
     return found
-
-
-def _mixes(node: fx.Node) -> bool:
-    """Whether a result mixes values of many places, so that the rounding of one value hardly counts there."""
-    return row_of(node).compute_intensive
 
 
 def _asked_for_its_sign(node: fx.Node) -> fx.Node | None:
