@@ -98,7 +98,8 @@ def _aten(
 def _inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
-    from .partition import NoteChangeable, Partition, WeightsAsTheyAre
+    from .codegen.inductor import NoteChangeable, WeightsAsTheyAre
+    from .partition import Partition
 
     parts = _torch.compiler_parts()
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
