@@ -531,7 +531,7 @@ def convert(model: Model, *unnamed: object, **gone: object) -> Model:
     tensors.  It runs without grad mode too, where there is nothing to keep.
 
     Values are those of the stock model up to rounding; on aten, without a GPU, outputs have the same bits.  An instance
-    or group norm of an input in channels_last returns channels_last, where PyTorch's may copy it to contiguous planes.
+    or group norm of an input in channels_last returns channels_last, where PyTorch's may copy it to contiguous.
 
     Args:
         model: any module; a part of a model may be converted by itself.  A second call does nothing new.

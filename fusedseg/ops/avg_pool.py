@@ -1,4 +1,4 @@
-"""The average pool of volumes that keeps channels_last: PyTorch's copies its input to contiguous planes.
+"""The average pool of volumes that keeps channels_last: PyTorch's copies its input to contiguous.
 
 It pools the planes of each slice, and then the slices, by PyTorch's 2D pool, which keeps the format.
 """

@@ -19,14 +19,14 @@ def check_format(name: str, memory_format: object) -> None:
 
 
 class Layout(NamedTuple):
-    """A dense tensor as rows or planes, and the groups of values over which a normalisation takes its statistics.
+    """A tensor that is contiguous or channels_last, and the groups of values of which a norm takes its statistics.
 
     With ``rows`` the channels are adjacent in memory (channels_last, or N x C): N counts samples times positions, and S
-    is 1.  Without ``rows`` the tensor is planes, whose positions are adjacent: element (n, c, s) lies at
+    is 1.  Without ``rows`` the tensor is contiguous, and positions are adjacent: element (n, c, s) lies at
     (n C + c) S + s.
 
     By default a statistic covers one channel of the whole tensor.  ``by_sample`` makes a layout of I tensors that lie
-    one after the other, one for each sample.  Then N is 1 (planes) or counts positions (rows), and a statistic covers D
+    one after the other, one for each sample.  Then N is 1 or, with ``rows``, counts positions, and a statistic covers D
     adjacent channels of one sample.
     """
 
@@ -130,7 +130,7 @@ def _pitch(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
 
 
 def dense(x: Tensor) -> tuple[Tensor, Layout]:
-    """``x`` and its layout; a contiguous copy of ``x`` if it is neither rows nor planes."""
+    """``x`` and its layout; a contiguous copy of ``x`` if it is neither contiguous nor channels_last."""
     layout = layout_of(x)
     if layout is None:
         x = x.contiguous()

@@ -151,7 +151,7 @@ def suggested(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _readable(t: Tensor, result: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
-    """``t`` in the format of the result, and the distances of positions in memory of both, or None for planes."""
+    """``t`` in the format of the result, and the distances of positions in memory of both; None if contiguous."""
     if result.is_contiguous():
         return t.contiguous(), None
     pitch = pitch_of(t)

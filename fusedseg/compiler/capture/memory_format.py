@@ -1,7 +1,7 @@
 """The option ``memory_format``: a captured graph whose images lie in channels_last from its inputs to its outputs.
 
 Inputs and parameters with the dimensions of an image that lie otherwise are copied where the graph begins, and PyTorch
-passes the format on from there.  Average pools of volumes, which would copy to contiguous planes, are replaced here;
+passes the format on from there.  Average pools of volumes, which would copy to contiguous, are replaced here;
 so are norms of samples, by ``norms.py``.
 """
 
@@ -24,8 +24,8 @@ def rewrite(module: fx.GraphModule, memory_format: torch.memory_format) -> None:
         image = value is not None and value.dim() == dims and value.is_floating_point()
         if image and not value.is_contiguous(memory_format=memory_format):
             with graph.inserting_after(places[-1]):
-                rows = graph.call_method("contiguous", (node,), {"memory_format": memory_format})
-            node.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
+                laid_out = graph.call_method("contiguous", (node,), {"memory_format": memory_format})
+            node.replace_all_uses_with(laid_out, delete_user_cb=lambda user, own=laid_out: user is not own)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is F.avg_pool3d:
             node.target = avg_pool3d

@@ -37,13 +37,13 @@ class How:
 
     fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
         kernel serves them, and where they would be in the op alone.
-    keeps_rows: norms of samples keep channels_last, although PyTorch's would copy to contiguous planes.
+    keeps_channels_last: norms of samples keep channels_last, although PyTorch's would copy it to contiguous.
     whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
         y > 0 is answered in forward.
     """
 
     fuses: bool = False
-    keeps_rows: bool = False
+    keeps_channels_last: bool = False
     whole: bool = True
 
 
@@ -209,17 +209,17 @@ def _tensors_of(norm: dict[str, Any]) -> Tensors:
 def _laid_out(x: Tensor, spec: Norm, how: How) -> Tensor:
     """x as PyTorch's norms of samples take it, which copy from channels_last; its group norm on a CPU does not."""
     copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
-    return x.contiguous() if copies and not how.keeps_rows and is_rows(x) else x
+    return x.contiguous() if copies and not how.keeps_channels_last and is_rows(x) else x
 
 
 def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     """Whether the op computes the norm: what PyTorch's does, on a CPU with the same bits."""
     x, *vectors = tensors
     kernels = _backend.takes_triton(x.device)
-    copied = how.keeps_rows and spec.kind != "batch" and is_rows(x)
+    copied = how.keeps_channels_last and spec.kind != "batch" and is_rows(x)
     if how.fuses and not (kernels and how.whole) and not copied:
         return False
-    if x.dtype not in ACTIVATION_DTYPES or not is_planes_or_rows(x) or x.dim() < 2:
+    if x.dtype not in ACTIVATION_DTYPES or not is_in_a_dense_format(x) or x.dim() < 2:
         return False
     if any(n == 0 for n in x.shape if isinstance(n, int)):
         return False
@@ -228,7 +228,7 @@ def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     return all(v is None or (v.device == x.device and wide in (None, v.dtype)) for v in vectors)
 
 
-def is_planes_or_rows(x: Tensor) -> bool:
+def is_in_a_dense_format(x: Tensor) -> bool:
     """Whether a tensor is contiguous, or in channels_last, without gaps."""
     return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
 
@@ -277,7 +277,7 @@ def rewrite(graph: fx.Graph, how: How) -> int:
 
 def _may_be_served(node: fx.Node, how: How) -> bool:
     value = captured_value_of(node)
-    return how.keeps_rows or (how.whole and value is not None and _backend.takes_triton(value.device))
+    return how.keeps_channels_last or (how.whole and value is not None and _backend.takes_triton(value.device))
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:

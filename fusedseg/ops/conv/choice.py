@@ -111,8 +111,8 @@ def could_win(x: Tensor, w: Tensor, geometry: Geometry) -> bool:
     """The rule for shapes in which Triton's kernel can be faster.
 
     The kernel needs tensor cores, no groups, and enough channels for the tensor cores.  x must load in wide vectors:
-    rows of channels always do, and planes do if the kernel has one tap.  With several taps there must be few channels,
-    because otherwise memory takes too small a share of the time.
+    in channels_last it always does, and if contiguous for a kernel of one tap.  With several taps there must be few
+    channels, because otherwise memory takes too small a share of the time.
     """
     layout = layout_of(x)
     if layout is None:

@@ -27,7 +27,7 @@ PART_BYTES = 2**21
 
 
 def _parts(rows: bool, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same samples of each tensor.  In planes (not ``rows``) each channel counts as a sample."""
+    """Views of the same samples of each tensor.  If contiguous (not ``rows``), each channel counts as a sample."""
     if _backend.off_cpu(tensors[0]):
         yield tensors
         return

@@ -140,7 +140,7 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
 
 
 def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm) -> Tensor:
-    """xhat of the kept channels, from their x in ``lost``: flat, with planes or rows as z has them."""
+    """xhat of the kept channels, from their x in ``lost``: flat, in the memory format of z."""
     assert stats.mean is not None
     view, index = _view(z, norm), kept.index.to(z.device)
     mean, rstd = (_each_channel(v, view, norm)[:, index] for v in (stats.mean, stats.rstd))
@@ -301,7 +301,7 @@ class _Sums(NamedTuple):
 
 
 def _view(x: Tensor, norm: Norm) -> Tensor:
-    """A dense tensor as (N, C, S).  For statistics of the batch, rows (channels_last) are those of one sample."""
+    """A dense tensor as (N, C, S).  For statistics of the batch, channels_last is one sample."""
     N, C = x.shape[:2]
     S = x.numel() // (N * C)
     if x.is_contiguous() and (S > 1 or norm.kind != "batch"):
@@ -312,7 +312,7 @@ def _view(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _kept_view(xhat: Tensor, like: Tensor, count: int) -> Tensor:
-    """The flat buffer of the kept channels as (N, count, S), with planes or rows as ``like`` has them."""
+    """The flat buffer of the kept channels as (N, count, S), in the memory format of ``like``."""
     N, _, S = like.shape
     return xhat.as_strided((N, count, S), (count * S, S, 1) if like.stride(2) == 1 else (count * S, 1, count))
 
