@@ -323,6 +323,29 @@ def test_gradients_that_are_switched_off_between_calls(function):
     torch.testing.assert_close(*([g for g in grads if g is not None] for grads in found))
 
 
+class Doubled(nn.Module):
+    """A norm whose input is added to its output, and is not kept for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first, self.norm = nn.Conv2d(4, 4, 3), nn.LayerNorm(8), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.first(self.conv(x))
+        return (self.norm(y) + y).square()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_norm_whose_input_is_its_residual(training):
+    """z was written over x, and the residual that was added then was no longer x."""
+    torch.manual_seed(0)
+    net = Doubled().double().train(training)
+    twin, x = copy.deepcopy(net), [torch.randn(2, 4, 10, 10, dtype=torch.float64)]
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(net)(*x), twin(*x))
+
+
 class TeacherFirst(nn.Module):
     """A norm by running statistics, and the same norm in training, which moves them before backward."""
 
