@@ -58,12 +58,12 @@ def _raise(path: str, feature: str) -> NoReturn:
     )
 
 
-def _needed(path: str, feature: str) -> Any:
-    """A class or function; if it is missing, a class that raises an error when it is called."""
+def _needed(path: str) -> Any:
+    """A class or function of the estimates; if it is missing, a class that raises an error when it is called."""
 
     class Missing:
         def __init__(self, *args: object, **kwargs: object) -> None:
-            _raise(path, feature)
+            _raise(path, "looking at a model or its memory")
 
     return _or(path, Missing)
 
@@ -177,7 +177,6 @@ is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler
 # Tensors without values, dispatch modes and trees of tensors: the estimates of memory.
 _FAKE = "torch._subclasses.fake_tensor"
 _TREE = "torch.utils._pytree"
-_FLOW = "looking at a model or its memory"
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -188,15 +187,15 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
 else:
-    FakeTensor = _needed(f"{_FAKE}.FakeTensor", _FLOW)
-    FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode", _FLOW)
+    FakeTensor = _needed(f"{_FAKE}.FakeTensor")
+    FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode")
     unset_fake_temporarily = _or(f"{_FAKE}.unset_fake_temporarily", nullcontext)
     # Errors that nothing raises then.
     DataDependentOutputException = _or(f"{_FAKE}.DataDependentOutputException", type("Missing", (Exception,), {}))
     UnsupportedFakeTensorException = _or(f"{_FAKE}.UnsupportedFakeTensorException", type("Missing", (Exception,), {}))
-    TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", _FLOW)
-    tree_leaves = _needed(f"{_TREE}.tree_leaves", _FLOW)
-    tree_map = _needed(f"{_TREE}.tree_map", _FLOW)
+    TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode")
+    tree_leaves = _needed(f"{_TREE}.tree_leaves")
+    tree_map = _needed(f"{_TREE}.tree_map")
 
 
 def resolve_process_group(name: str) -> Any:
@@ -239,7 +238,7 @@ _BACKEND = {
     "config": "torch._functorch.config",
     "op_list": "torch._functorch.partitioners.get_default_op_list",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
-    "min_cut": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "stock_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
 _FOR_INDUCTOR = (
     "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",

@@ -27,7 +27,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from . import _torch
 from ._module_hooks import has_global_hooks
 from ._torch import FakeTensor, FakeTensorMode
-from .activation import OF_MODULE, TABLE, Activation, is_invertible, parse_activation
+from .activation import IDENTITY, OF_MODULE, TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
 from .ops.max_pool import op as pools
 from .ops.norm.call import Norm, Operands
@@ -202,9 +202,6 @@ def _takes(norm: Any, x: Tensor) -> bool:
     if x.layout is not torch.strided or x.dim() not in DIMS[type(norm)]:
         return False
     return x.numel() > 0 and x.shape[1] == norm.num_features
-
-
-IDENTITY = Activation("identity", 0.0)
 
 
 def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
@@ -600,7 +597,7 @@ class Conversion(NamedTuple):
 
 
 # A printed line has at most this many names; the attributes have all.
-NAMES = 4
+MOST_NAMES = 4
 
 
 def _grouped(rows: Sequence[Served | Left]) -> dict[str, str]:
@@ -609,7 +606,7 @@ def _grouped(rows: Sequence[Served | Left]) -> dict[str, str]:
     for name, cls, text in rows:
         groups.setdefault(f"{cls}: {text}", []).append(name or "the model itself")
     return {
-        of: ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+        of: ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
         for of, names in groups.items()
     }
 

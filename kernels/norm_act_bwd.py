@@ -271,7 +271,9 @@ def over_samples_plan(rows, C):
 
 
 def over_samples(sums, layout, dtype):
-    """The gradients dweight and dbias, from the sums of g and g * xhat, (2, parts, I C), in one launch."""
+    """dweight and dbias, from the sums of g and g * xhat, (2, parts, I C), in one launch; None if ``dtype`` is None."""
+    if dtype is None:
+        return None, None
     dweight, dbias = (torch.empty(layout.C, dtype=dtype, device=sums.device) for _ in range(2))
     over_samples_plan(sums.numel() // (2 * layout.C), layout.C)((sums, dweight, dbias))
     return dweight, dbias
@@ -340,40 +342,34 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     return few(partial, layout.C)
 
 
+def empty_dparams(rstd, dtype):
+    """Memory for dweight and dbias of a norm of the batch, of which ``rstd`` has the shape (C,)."""
+    # These are two allocations, because outputs of an op must not share memory.  PyTorch takes less time for a
+    # call without a dtype.
+    dweight = torch.empty_like(rstd) if rstd.dtype == dtype else torch.empty_like(rstd, dtype=dtype)
+    return dweight, torch.empty_like(dweight)
+
+
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
-                 mean=None, residual=None, dresidual=None, sums=None, exchange=None):  # fmt: skip
+                 mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
     ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
     ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
     The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
     ``norm_act_bwd_sums`` if it is known already.
-
-    ``exchange`` is None or, in training of a norm of the batch, a function that is called with the sums of g and
-    g * xhat, (C,) each, and returns their sums over several processes; dx is computed from its result.  dweight and
-    dbias are the sums of this process only.
     """
-    if exchange is not None:
-        given, also = (dz, saved, layout, weight, bias, rstd, xhat_kept, kept), {"mean": mean, "residual": residual}
-        s1, s2 = norm_act_bwd_sums(*given, act, **also).sum(1)
-        sums = torch.stack(exchange(s1, s2)).unsqueeze(1)
-        dx, *_ = norm_act_bwd(*given, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
-        return dx, *((None, None) if dparam_dtype is None else (s2.to(dparam_dtype), s1.to(dparam_dtype)))
     batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
     dx = torch.empty_like(dz) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
                                  dresidual)  # fmt: skip
-        return dx, *(over_samples(sums, layout, dparam_dtype) if affine else (None, None))
+        return dx, *over_samples(sums, layout, dparam_dtype)
     slots, K = (None, 0) if kept is None else kept
     keep = "output" if mean is None else "input"
     dweight = dbias = None
     if affine and batch:
-        # These are two allocations, because outputs of an op must not share memory.  rstd has C values here.  PyTorch
-        # takes less time for a call without a dtype.
-        same = rstd.dtype == dparam_dtype
-        dweight = torch.empty_like(rstd) if same else torch.empty_like(rstd, dtype=dparam_dtype)
-        dbias = torch.empty_like(dweight)
+        dweight, dbias = empty_dparams(rstd, dparam_dtype)
     tensors = saved, dz, residual, dx, dresidual
     onchip = onchip_plan(keep, saved.dtype, layout, act, K) if sums is None else None
     if onchip is not None:
@@ -395,6 +391,22 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         partial = merged(sums, layout, weight)
         apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, partial.shape[1])
         apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
-    if affine and not batch:
+    if not batch:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias
+
+
+def norm_act_bwd_of_all_processes(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, dparam_dtype, exchange,
+                                  dx=None, mean=None, residual=None, dresidual=None):  # fmt: skip
+    """``norm_act_bwd`` for a norm of the batch in training whose statistics are those of several processes.
+
+    ``exchange`` is called with this process's sums of g and g * xhat, (C,) each, and returns the sums of all processes,
+    from which dx is computed.  dweight and dbias are the sums of this process only.
+    """
+    tensors, also = (dz, saved, layout, weight, bias, rstd, xhat_kept, kept), {"mean": mean, "residual": residual}
+    dbias, dweight = norm_act_bwd_sums(*tensors, act, **also).sum(1)
+    sums = torch.stack(exchange(dbias, dweight)).unsqueeze(1)
+    dx, *_ = norm_act_bwd(*tensors, True, act, None, dx, sums=sums, dresidual=dresidual, **also)
+    if dparam_dtype is None:
+        return dx, None, None
+    return dx, dweight.to(dparam_dtype), dbias.to(dparam_dtype)

@@ -77,6 +77,7 @@ COMPILER = (
     ("plan", "rewrite"),
     ("codegen", "low_bit"),
     ("counting", "in_eager_mode", "report"),
+    ("decide",),
     ("partition",),
     ("backend", "estimate"),
     ("__init__",),

@@ -2,6 +2,7 @@
 
 from .arguments import (
     EXACT_ONLY,
+    IDENTITY,
     INVERTIBLE,
     NAMES,
     Activation,
@@ -13,6 +14,7 @@ from .table import OF_MODULE, OTHERS, TABLE, ActivationRow, Inverse, is_invertib
 
 __all__ = [
     "EXACT_ONLY",
+    "IDENTITY",
     "INVERTIBLE",
     "NAMES",
     "OF_MODULE",

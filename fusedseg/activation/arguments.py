@@ -31,6 +31,9 @@ class Activation(NamedTuple):
         return self.name if row.parameter is None or row.parameter.choices else f"{self.name}({self.param})"
 
 
+IDENTITY = Activation("identity", 0.0)
+
+
 def _check_name(op: str, name: str, names: tuple[str, ...]) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{op}: activation must be a string, one of {', '.join(names)}, got {name!r}")

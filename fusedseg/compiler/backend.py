@@ -33,7 +33,7 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
-    settings = chosen(parse(options))
+    settings = with_codegen(parse(options))
     compiler = _inductor if settings.codegen == "inductor" else _aten
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
@@ -47,7 +47,7 @@ def backend(
     return run
 
 
-def chosen(settings: Settings) -> Settings:
+def with_codegen(settings: Settings) -> Settings:
     """The settings with a codegen: what was asked for, or the one that works here."""
     if settings.codegen == "aten":
         return settings
@@ -98,7 +98,8 @@ def _aten(
 def _inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
-    from .partition import NoteChangeable, Partition, WeightsAsTheyAre
+    from .codegen.inductor import NoteChangeable, WeightsAsTheyAre
+    from .partition import Partition
 
     parts = _torch.compiler_parts()
     own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}

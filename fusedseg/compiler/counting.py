@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..memory.meter import key_of
+from ..memory.meter import Course, key_of
 from ..memory.workspaces import copies_of
 from .graph import flops_of, following, outputs_of, tensors_of
 from .plan import keep, peak, schedule
@@ -56,10 +56,6 @@ def module_of(node: fx.Node) -> Module:
     return Module(name, kind if isinstance(kind, str) else kind.__name__)
 
 
-# The bytes of tensors alive at each call of forward, and at each call of backward.
-Course = tuple[Sequence[int], Sequence[int]]
-
-
 def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course]:
     """The bytes of forward and backward, and their course.
 
@@ -85,13 +81,13 @@ class _Alive(NamedTuple):
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
     graph = schedule.BackwardGraph(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
-    needed = (workspace(step.node, fused) for step in alive.places)
+    needed = (estimated_workspace(step.node, fused) for step in alive.places)
     most = max(map(operator.add, alive.bytes_at, needed))
     calls = zip(alive.places, alive.bytes_at, strict=True)
     return _Alive(alive.peak[0], most, [nbytes for step, nbytes in calls if step.node.op == "call_function"])
 
 
-def workspace(node: fx.Node, fused: bool) -> int:
+def estimated_workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
     images = peak.images_of(node)
     return copies_of(t for image in images for t in tensors_of(image)) if images else peak.workspace(node, fused)

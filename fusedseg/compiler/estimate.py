@@ -21,7 +21,7 @@ from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, 
 
 OP = "fusedseg.compiler.estimate"
 # Options of the backend; or the ``activation_memory_budget`` of the compiler itself, whose default is 1.
-Way = Mapping[str, Any] | float
+Division = Mapping[str, Any] | float
 # The graphs of a model in one way.
 Found = list[tuple[Graph, Captured]]
 
@@ -62,7 +62,7 @@ def estimate(
 
 
 def estimate_ways(
-    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way], autocast: torch.dtype | None = None
+    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Division], autocast: torch.dtype | None = None
 ) -> list[Report]:
     """A report for each of several ways to divide the graphs of a model, which are captured once.
 
@@ -76,11 +76,11 @@ def estimate_ways(
 
     Raises as ``estimate``.
     """
-    from .backend import chosen
+    from .backend import with_codegen
     from .partition import Partition
 
     parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
-    first = chosen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
+    first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
     fused = first.codegen == "inductor"
     divisions = [
         Partition(replace(way, codegen=first.codegen))
@@ -155,7 +155,7 @@ class _Divisions:
             with noting_on(graph), warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
-                way(twin_of(joint), joint_inputs, **options)
+                way(copy_of(joint), joint_inputs, **options)
         stock = _by_budget(1.0, joint, joint_inputs, **options)
         if self._fused:
             # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
@@ -181,10 +181,10 @@ class _CompilersOwn:
 def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
     parts = compiler_parts()
     with parts.config.patch(activation_memory_budget=budget):
-        return parts.min_cut(joint, joint_inputs, **options)
+        return parts.stock_partition(joint, joint_inputs, **options)
 
 
-def twin_of(module: fx.GraphModule) -> fx.GraphModule:
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph, which has the same constants."""
     parts = (*vars(module).values(), *module.buffers(), *module.parameters())
     constants = {id(part): part for part in parts if isinstance(part, Tensor)}

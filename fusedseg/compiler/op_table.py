@@ -9,7 +9,7 @@ For an op that several rows have, such a row comes first.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ NOT_SECOND = "not second"
 
 # The form of a function that writes over its first argument is the same function with ``inplace=True``.
 FLAG = "inplace"
+
+
+class NormFunction(NamedTuple):
+    """Which statistics a norm uses.
+
+    kind: which values share a mean and a variance, in the words of ``Norm`` (``ops/norm/call.py``).
+    own: the argument that says whether the statistics are those of the input; "" if they always are.
+    """
+
+    kind: str
+    own: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +103,10 @@ class OpRow:
     backward: the op of the gradient.  It has the arguments ``parameter`` and ``fixed`` too.
     parameter: the argument of the op that is the parameter of the activation ``name`` of ``fusedseg.activation``.
     fixed: values that other arguments of the op have in this activation.
+
+    Norms that ``ops/norm`` computes too:
+
+    norm: the statistics that the function uses; None for other functions.
     """
 
     name: str
@@ -120,6 +135,7 @@ class OpRow:
     backward: str = ""
     parameter: str = ""
     fixed: tuple[tuple[str, Any], ...] = ()
+    norm: NormFunction | None = None
 
 
 def _alone(*functions: Function) -> dict[Function, Any]:
@@ -320,12 +336,18 @@ _EXACT = (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
             "_native_batch_norm_legit_functional", "cudnn_batch_norm", "miopen_batch_norm",
         ),
-        _alone(F.batch_norm), statistics=1,
+        _alone(F.batch_norm), statistics=1, norm=NormFunction("batch", "training"),
     ),
     # In eval mode the statistics are constants.
     *_each(LINEAR, "_native_batch_norm_legit_no_training", statistics=1),
-    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1),
-    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1),
+    OpRow(
+        "instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1,
+        norm=NormFunction("instance", "use_input_stats"),
+    ),
+    OpRow(
+        "group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1,
+        norm=NormFunction("group", ""),
+    ),
     OpRow("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm), statistics=1),
     *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
     *_each(EXACT, "fusedseg::max_pool", positions=True, eager_keeps_input=True),
@@ -391,3 +413,5 @@ OF_OP: dict[str, OpRow] = _by_op(ROWS)
 # What is known about all other ops.
 UNKNOWN = OpRow("", EXACT, (), cheap=False)
 OF_NAME: dict[str, OpRow] = {row.name: row for row in ROWS}
+# The norms among PyTorch's functions.
+NORMS: dict[Any, NormFunction] = {call: row.norm for row in ROWS if row.norm is not None for call in row.calls}

@@ -14,14 +14,15 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from .._sizes import change_text, text_of
+from ..memory.meter import Course
 from . import counting
-from .counting import MODEL, Bytes, Course, Module
+from .counting import MODEL, Bytes, Module
 from .graph import value_of
 from .in_eager_mode import Captured
 from .plan import keep
 
 # A row shows at most this many classes of modules, and a report this many modules.
-NAMES = 6
+MOST_NAMES = 6
 MODULES = 8
 
 
@@ -77,8 +78,8 @@ class Graph:
                 yield change_text(label, self.eager[place], self.ours[place]) + stock
         if self.recomputed:
             most = sorted(self.recomputed.items(), key=lambda row: -row[1])
-            names = ", ".join(name if name == MODEL.name else f"{count} {name}" for name, count in most[:NAMES])
-            more = f" and {len(most) - NAMES} other classes" if len(most) > NAMES else ""
+            names = ", ".join(name if name == MODEL.name else f"{count} {name}" for name, count in most[:MOST_NAMES])
+            more = f" and {len(most) - MOST_NAMES} other classes" if len(most) > MOST_NAMES else ""
             share = f"; {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
             yield f"  recomputed         in {names}{more}{share}"
         if self.unpacked:

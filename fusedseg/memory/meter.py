@@ -11,7 +11,7 @@ under a dispatch mode; measure a compiled model with ``SavedBytes`` and ``alloca
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,10 @@ class Footprint:
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+
+
+# The bytes of tensors alive at each call of forward, and at each call of backward.
+Course = tuple[Sequence[int], Sequence[int]]
 
 
 def key_of(tensor: torch.Tensor) -> int:

@@ -1,14 +1,14 @@
 """Draws the bytes that are alive over a training step, a line for each way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..memory.meter import Course
 from ..memory.tables import MEBIBYTE, open_new
 
 COLORS = ("#8b8b8b", "#2a6fdb", "#d97706", "#39a96b")
 PHASES = ("forward", "backward")
-Course = tuple[Sequence[int], Sequence[int]]
 
 
 def draw(path: str | Path, title: str, courses: Mapping[str, Course], before: int, overwrite: bool = False) -> None:

@@ -14,7 +14,7 @@ from ..convert import convert as convert_blocks
 from ..memory.fake import Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
 from ..memory.tables import gib
 from .answer import Option, Plan
-from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, Needs, Way, of_backend
+from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, StepBytes, Way, of_backend
 
 OP = "fusedseg.plan"
 # The budgets of the backend that a plan tries if it looks for the largest batch, and its numbers of bits.
@@ -134,7 +134,7 @@ class _Counted:
         # The bytes that are there before a step of the stock model whatever the batch is, by kind.
         self.before: dict[str, int] = {}
 
-    def eager(self, way: Way, batch: int) -> Needs:
+    def eager(self, way: Way, batch: int) -> StepBytes:
         """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
         self._say(f"{way.label}, batch {batch}")
         inputs = self._inputs(batch)
@@ -142,9 +142,9 @@ class _Counted:
         if not self.before:
             self.before = {kind: nbytes for kind, nbytes in step.before.items() if kind != "inputs"}
         there = sum(step.before.values())
-        return Needs(step.saved, there + step.peak, there + step.with_workspaces)
+        return StepBytes(step.saved, there + step.peak, there + step.with_workspaces)
 
-    def backend(self, ways: Sequence[Way], batch: int) -> list[Needs]:
+    def backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
         """What the backend needs in all, in ways with the same autocast."""
         self._say(f"{ways[0].label}, batch {batch}")
         inputs = self._inputs(batch)
@@ -152,7 +152,7 @@ class _Counted:
         chosen = {} if self._codegen is None else {"codegen": self._codegen}
         asked = [replace(way, options={**chosen, **way.options}) for way in ways]
         found = of_backend(self.models.net(EAGER), inputs, asked)
-        return [Needs(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
+        return [StepBytes(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
 
     def _inputs(self, batch: int) -> list[Tensor]:
         return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
@@ -208,7 +208,7 @@ class _Search:
         room = self._usable - self._counted.before["optimizer state"] - option.workspaces
         return [replace(exact, options={"budget": peak_text(room)})]
 
-    def _try(self, ways: Sequence[Way], needs: Callable[[Sequence[Way], int], Sequence[Needs]]) -> None:
+    def _try(self, ways: Sequence[Way], needs: Callable[[Sequence[Way], int], Sequence[StepBytes]]) -> None:
         """Adds an option for each way: for the wanted batch, or for the largest one that fits."""
         if not ways:
             return
@@ -229,9 +229,9 @@ class _Search:
             at = found or 1
             kept = Line.through({low: small.kept, high: large.kept}).at(at)
             peak = Line.through({low: small.peak, high: large.peak}).at(at)
-            self._add(way, found, at, Needs(kept, peak, line.at(at), large.repeated))
+            self._add(way, found, at, StepBytes(kept, peak, line.at(at), large.repeated))
 
-    def _add(self, way: Way, found: int, at: int, needs: Needs) -> None:
+    def _add(self, way: Way, found: int, at: int, needs: StepBytes) -> None:
         """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
         self.options.append(
             Option(

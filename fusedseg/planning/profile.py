@@ -10,9 +10,10 @@ from torch import nn
 
 from ..convert import convert as convert_blocks
 from ..memory.fake import EagerStep, Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.meter import Course
 from ..memory.tables import mib, table, wrapped
-from .picture import Course, draw
-from .ways import BACKEND, CONVERT, EAGER, Convert, Needs
+from .picture import draw
+from .ways import BACKEND, CONVERT, EAGER, Convert, StepBytes
 
 if TYPE_CHECKING:
     from ..compiler.report import KeptByModule
@@ -40,7 +41,7 @@ class Profile:
     model: str
     parameters: int
     before: Mapping[str, int]
-    ways: Mapping[str, Needs]
+    ways: Mapping[str, StepBytes]
     modules: "Sequence[KeptByModule]" = ()
     bits_unused: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -184,8 +185,8 @@ def profile(
         return found
     stock, (_, ours) = report.stock_step(), report.steps()
     if stock is not None:
-        ways[COMPILER] = Needs(*stock)
-    ways[BACKEND] = Needs(*ours, report.repeated)
+        ways[COMPILER] = StepBytes(*stock)
+    ways[BACKEND] = StepBytes(*ours, report.repeated)
     return replace(
         found,
         modules=report.modules(),
@@ -194,8 +195,8 @@ def profile(
     )
 
 
-def _needs(step: EagerStep) -> Needs:
-    return Needs(step.saved, step.peak, step.with_workspaces)
+def _needs(step: EagerStep) -> StepBytes:
+    return StepBytes(step.saved, step.peak, step.with_workspaces)
 
 
 def _count(net: nn.Module) -> int:

@@ -61,7 +61,7 @@ class Way:
         return self.measures < other.measures and kind and options and self.amp <= other.amp
 
 
-class Needs(NamedTuple):
+class StepBytes(NamedTuple):
     """What a step needs.
 
     kept: bytes kept for backward at the end of forward.
@@ -76,13 +76,13 @@ class Needs(NamedTuple):
     repeated: float = 0.0
 
 
-def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) -> list[Needs]:
+def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) -> list[StepBytes]:
     """What the backend needs in each of several ways with the same autocast; raises ``compiler.NotCompiled``."""
     # Importing the compiler takes seconds.
     from ..compiler.estimate import estimate_ways
 
     reports = estimate_ways(model, inputs, [way.options for way in ways], ways[0].autocast)
-    return [Needs(*report.steps()[1], report.repeated) for report in reports]
+    return [StepBytes(*report.steps()[1], report.repeated) for report in reports]
 
 
 class Line(NamedTuple):

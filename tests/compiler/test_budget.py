@@ -80,7 +80,7 @@ def counted(monkeypatch):
 def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
     # The temporaries of a norm are small beside its tensors, also in networks as small as these.
-    monkeypatch.setattr(reference, "LEAST", 2**6)
+    monkeypatch.setattr(reference, "TILE_LEAST", 2**6)
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks = results(twin, twin, inputs), []
@@ -269,7 +269,7 @@ def test_peak_with_inductor(name, monkeypatch):
 
 def test_arithmetic_is_used_up(monkeypatch):
     """A choice that is too dear is tried without one of its products, and then there is one product more each."""
-    found, choosing = [], choose.chosen
+    found, choosing = [], choose.met_or_nearest
 
     def filled(choices, wanted):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
@@ -281,7 +281,7 @@ def test_arithmetic_is_used_up(monkeypatch):
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
         return choosing(choices, wanted)
 
-    monkeypatch.setattr(choose, "chosen", filled)
+    monkeypatch.setattr(choose, "met_or_nearest", filled)
     net, inputs = make("nnU-Net")
     budgeted(net, 0.9)(*inputs)
     assert found
@@ -338,7 +338,7 @@ def least_arithmetic(choices, nbytes):
 def test_beside_the_optimum(name, monkeypatch):
     """Each choice repeats little more than the least arithmetic that its kept bytes need."""
     found = []
-    choosing = choose.chosen
+    choosing = choose.met_or_nearest
 
     def compared(choices, wanted):
         for choice in choices.on_the_way_down(0.35 * choices.total):
@@ -349,7 +349,7 @@ def test_beside_the_optimum(name, monkeypatch):
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted)
 
-    monkeypatch.setattr(choose, "chosen", compared)
+    monkeypatch.setattr(choose, "met_or_nearest", compared)
     net, inputs = make(name)
     budgeted(net, None, extra_flops=0.35)(*inputs)
     print(name, [round(more, 3) for more in found])

@@ -228,8 +228,8 @@ def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
     """A norm keeps one tensor of a block where eager mode keeps two, and the share of a budget is one of eager's."""
     from fusedseg.compiler.plan import eager_mode
 
-    seen, original = [], eager_mode.bytes_of
-    monkeypatch.setattr(eager_mode, "bytes_of", lambda joint: seen.append(original(joint)) or seen[-1])
+    seen, original = [], eager_mode.kept_bytes
+    monkeypatch.setattr(eager_mode, "kept_bytes", lambda joint: seen.append(original(joint)) or seen[-1])
     for act in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True)):
         torch._dynamo.reset()
         torch.manual_seed(0)

@@ -269,6 +269,7 @@ def test_backward_calls_the_op_of_the_gradient(row):
 # Columns that speak of a function with its arguments; rows may differ in them about an op that they share.
 OF_FUNCTIONS = {
     "name", "ops", "calls", "arguments", "kinks", "keeps_sign", "pieces", "backward", "parameter", "fixed",
+    "norm",
 }  # fmt: skip
 
 

@@ -273,19 +273,18 @@ def forward_outputs(net, x):
     """(names of what is kept, names that backward computes) of a network's joint graph."""
     from fusedseg.compiler import partition
 
-    seen = {}
-    original = partition.prepare
+    seen, original = [], partition.decide
 
-    def noted(module, outputs, rounds):
-        seen["decision"] = original(module, outputs, rounds)
-        return seen["decision"]
+    def noted(*given):
+        seen.append(original(*given))
+        return seen[-1]
 
-    partition.prepare = noted
+    partition.decide = noted
     try:
         compiled(net)(x)
     finally:
-        partition.prepare = original
-    decision = seen["decision"]
+        partition.decide = original
+    (decision,) = seen
     kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.kept)
     return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.recomputed)
 

@@ -75,7 +75,7 @@ def test_the_input_that_needs_the_most_memory_comes_first():
 
 def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
     """Each of them ran the norm once more, because each of them lies at the peak."""
-    monkeypatch.setattr(schedule, "WORTH", 1000)
+    monkeypatch.setattr(schedule, "MOST_TRAFFIC", 1000)
 
     def run(kept, tangents):
         results = aten.native_group_norm(kept, None, None, 2, 4, 9, 4, 1e-5)

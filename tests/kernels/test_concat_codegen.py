@@ -4,16 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import TARGETS, VENDORS, check_spills
+from tests.tools.codegen import check_spills, suites
 
-SUITES = [pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest.mark.slow]) for target in VENDORS]
-SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
-suites = pytest.mark.parametrize(("cases", "target"), SUITES)
-
-
-@pytest.fixture
-def launches(compiled, cases, target):
-    return compiled("tests.kernels.concat_launches", cases, (target,) if cases == "FEW" else TARGETS)[target]
+MODULE = "tests.kernels.concat_launches"
 
 
 @suites

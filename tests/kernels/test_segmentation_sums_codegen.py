@@ -4,17 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import TARGETS, VENDORS, check_spills
+from tests.tools.codegen import check_spills, suites
 
 MODULE = "tests.kernels.segmentation_sums_launches"
-SUITES = [pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest.mark.slow]) for target in VENDORS]
-SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS]
-suites = pytest.mark.parametrize(("cases", "target"), SUITES)
-
-
-@pytest.fixture
-def launches(compiled, cases, target):
-    return compiled(MODULE, cases, (target,) if cases == "FEW" else TARGETS)[target]
 
 
 @suites

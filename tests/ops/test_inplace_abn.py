@@ -96,7 +96,7 @@ def test_empty_batch(backend, device):
 
 def test_double_backward(backend, device):
     x = torch.randn(2, 3, 4, 5, device=device, requires_grad=True)
-    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.flat(Norm("output", ACT)))[0]  # noqa: E731
+    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.fields_of(Norm("output", ACT)))[0]  # noqa: E731
     for f in (lambda x: inplace_abn(x * 1, None, None, training=True), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
         assert torch.isfinite(dx).all()

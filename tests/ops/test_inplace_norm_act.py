@@ -280,11 +280,11 @@ def test_opcheck(backend, device, groups, fmt, kept):
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
     spec = Norm("output", Activation("leaky_relu", 0.01), kind=kind, groups=groups or 0)
-    opcheck(op.norm_op, (x, weight, bias, r, None, None, None, slots, int(kept), *op.flat(spec)), backend)
+    opcheck(op.norm_op, (x, weight, bias, r, None, None, None, slots, int(kept), *op.fields_of(spec)), backend)
     if kind == "batch":
         given = torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)
         spec = spec._replace(own=False)
-        opcheck(op.norm_op, (x, weight, bias, None, None, *given, slots, int(kept), *op.flat(spec)), backend)
+        opcheck(op.norm_op, (x, weight, bias, None, None, *given, slots, int(kept), *op.fields_of(spec)), backend)
 
 
 def tensor(*shape, **options):

@@ -100,7 +100,7 @@ def test_opcheck(shape, keep, name, with_residual):
     given = x, weight, bias, residual if with_residual else None, slope if name == "prelu" else None
     slots = (None, 0) if kept is None else (kept.slots, kept.count)
     spec = Norm(keep, act, EPS, process_group="group")
-    torch.library.opcheck(op.norm_op, (*given, None, None, *slots, *op.flat(spec)))
+    torch.library.opcheck(op.norm_op, (*given, None, None, *slots, *op.fields_of(spec)))
 
 
 @BY_KEPT

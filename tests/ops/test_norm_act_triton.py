@@ -85,4 +85,4 @@ def test_rebuilt_on_triton(norm, device):
 def test_opcheck_on_triton(device):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
     spec = Norm("input", Activation("relu", 0.0), kind="instance")
-    torch.library.opcheck(op.norm_op, (x, weight, bias, residual, *(None,) * 4, 0, *op.flat(spec)))
+    torch.library.opcheck(op.norm_op, (x, weight, bias, residual, *(None,) * 4, 0, *op.fields_of(spec)))

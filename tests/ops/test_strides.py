@@ -48,7 +48,7 @@ def norm_arguments(keep, device, way=None):
     if way is not None:
         x, r = with_strides(x, way), with_strides(r, way)
         vectors = [with_strides(v, "expanded" if way == "expanded" else "sliced") for v in vectors]
-    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.flat(Norm(keep, ACT, own=False))
+    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.fields_of(Norm(keep, ACT, own=False))
 
 
 def dense(arguments):
@@ -73,12 +73,12 @@ def check(op, arguments):
 def test_norm(backend, device, way, keep, own):
     arguments = norm_arguments(keep, device, way)
     if own:
-        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.flat(Norm(keep, ACT)))
+        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.fields_of(Norm(keep, ACT)))
     z, stats, _ = check(norm.norm_op, arguments)
     dz = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
     x, weight, bias, r, *_ = arguments
     source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else x
-    spec = norm.flat(Norm(keep, ACT, own=own))
+    spec = norm.fields_of(Norm(keep, ACT, own=own))
     check(norm.norm_backward_op, (dz, source, weight, bias, r, None, stats, None, None, 0, True, True, *spec))
 
 

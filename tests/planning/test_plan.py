@@ -12,7 +12,7 @@ from fusedseg import plan
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import NotCompiled
 from fusedseg.planning.answer import Option, Plan
-from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, Needs, Way
+from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, StepBytes, Way
 from tests.nnunet import PlainConvUNet
 
 MIB = 2**20
@@ -85,7 +85,7 @@ def test_the_largest_batches_fit_and_one_more_does_not():
 
 
 def test_the_cheapest_way_to_a_batch(backend):
-    backend(lambda n, way: Needs(MIB, 2 * MIB, 2 * MIB))
+    backend(lambda n, way: StepBytes(MIB, 2 * MIB, 2 * MIB))
     ample = step_alone(PLAIN, SHAPE, "1GiB", batch=8, convert=convert)
     needs = {option.label: option.total for option in ample.options}
     # Everything fits, so nothing has to change.
@@ -101,7 +101,7 @@ def test_the_cheapest_way_to_a_batch(backend):
 def test_budgets_buy_larger_batches(backend):
     """Those of the backend, if no batch is wanted."""
     asked = backend(
-        lambda n, way: Needs(n * MIB, 0, n * MIB if "budget" in way.options else 2 * n * MIB, 0.1),
+        lambda n, way: StepBytes(n * MIB, 0, n * MIB if "budget" in way.options else 2 * n * MIB, 0.1),
     )
     found = step_alone(nn.Conv2d(3, 8, 3), (3, 8, 8), 64 * MIB, convert=None)
     options = {option.label: option for option in found.options}
@@ -114,7 +114,7 @@ def test_budgets_buy_larger_batches(backend):
 
 def test_a_wanted_batch_gets_a_peak_of_the_backend(backend):
     """The stock model compiled does not fit, and with a budget it does; the state of the optimizer is not in it."""
-    backend(lambda n, way: Needs(8 * MIB, *[(9 if "budget" in way.options else 19) * MIB] * 2, 0.1))
+    backend(lambda n, way: StepBytes(8 * MIB, *[(9 if "budget" in way.options else 19) * MIB] * 2, 0.1))
     net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 3)))
     found = plan(net, (3, 512, 512), 20 * MIB, batch=2, optimizer=torch.optim.AdamW, reserve=0.0)
     (of,) = (option for option in found.options if option.way.kind == BACKEND and option.fits and not option.way.amp)
@@ -139,14 +139,14 @@ def test_a_model_that_does_not_compile_has_no_rows_of_the_backend(backend):
 
 def test_what_cannot_be_the_answer_is_not_traced(backend):
     """Budgets that are met without one, and autocast of a model in half precision: three minutes for one network."""
-    backend(lambda n, way: Needs(0, MIB * n, MIB * n))
+    backend(lambda n, way: StepBytes(0, MIB * n, MIB * n))
     found = plan(PLAIN, SHAPE, "64MiB", dtype=torch.float16)
     labels = ["eager", "convert", "fusedseg", "fusedseg+bits=8", "fusedseg+bits=4"]
     assert [option.label for option in found.options] == labels
 
 
 def test_progress_names_what_is_estimated(backend):
-    backend(lambda n, way: Needs(MIB, MIB, MIB))
+    backend(lambda n, way: StepBytes(MIB, MIB, MIB))
     said = []
     plan(PLAIN, SHAPE, "1GiB", batch=4, progress=said.append)
     labels = ["eager", "convert", "fusedseg"]
@@ -220,6 +220,6 @@ def test_noisy_ways_come_last():
     ids=["budget", "reserve", "batch"],
 )
 def test_errors(options, message, backend):
-    backend(lambda n, way: Needs(MIB, n * MIB, n * MIB))
+    backend(lambda n, way: StepBytes(MIB, n * MIB, n * MIB))
     with pytest.raises(ValueError, match=message):
         step_alone(PLAIN, (3, 32, 32), **{"budget": "1GiB", **options})

@@ -24,10 +24,10 @@ from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
 from ..graph import captured_value_of
 
-CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+NOT_TRANSPOSED = (torch.conv1d, torch.conv2d, torch.conv3d)
 # The arguments of a convolution after its weight, and their values where it looks at one position.
-NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-UNIT: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+AT_ONE_POSITION: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
 class InterpolatedConvolution(NamedTuple):
@@ -45,7 +45,7 @@ def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
     """
     graph, count = module.graph, 0
     for node in list(graph.nodes):
-        pair = _pair(node) if node.target in CONVOLUTIONS else None
+        pair = _pair(node) if node.target in NOT_TRANSPOSED else None
         if pair is not None and _is_shorter(pair, everywhere) and _may_wait(pair):
             _swap(graph, pair)
             count += 1
@@ -55,7 +55,7 @@ def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    return dict(zip(NAMES, node.args, strict=False)) | node.kwargs
+    return dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
 
 
 def _pair(node: fx.Node) -> InterpolatedConvolution | None:
@@ -79,7 +79,7 @@ def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
     if any(not isinstance(n, int) for t in (x, large, weight) for n in t.shape):
         # A question about symbolic sizes would become a guard.
         return False
-    if any(named.get(name, unit) not in (unit, (unit,) * (x.dim() - 2)) for name, unit in UNIT.items()):
+    if any(named.get(name, unit) not in (unit, (unit,) * (x.dim() - 2)) for name, unit in AT_ONE_POSITION.items()):
         return False
     fewer = x.shape[2:].numel() < large.shape[2:].numel() and weight.shape[0] <= weight.shape[1]
     if not fewer or weight.shape[2:].numel() > 1 or weight.shape[1] != x.shape[1]:

@@ -14,18 +14,17 @@ stays, and so does the bias of a convolution whose output somebody else reads.
 The pass runs on the graph that Dynamo captures, where a norm and a convolution are one call each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import getcallargs
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from ... import _torch
 from ...ops.norm import op as norms
 from ..graph import captured_value_of, in_one_grad_mode, items_of
-from ..op_table import OF_NAME
+from ..op_table import NORMS, OF_NAME
 from ..settings import Settings
 
 # The convolutions, whose second and third arguments are the weight and the bias.
@@ -40,43 +39,23 @@ class _Given(NamedTuple):
     momentum: object = None
 
 
-def _arguments_of(norm: fx.Node) -> dict[str, Any]:
-    """The arguments of a function of PyTorch by their names, with defaults."""
-    function: Any = norm.target
-    return getcallargs(function, *norm.args, **norm.kwargs)
-
-
-def _batch_norm(node: fx.Node) -> _Given | None:
-    given = _arguments_of(node)
-    return _Given(given["input"], given["running_mean"], given["momentum"]) if given["training"] is True else None
-
-
-def _instance_norm(node: fx.Node) -> _Given | None:
-    given = _arguments_of(node)
-    own = given["use_input_stats"] is True
-    return _Given(given["input"], given["running_mean"], given["momentum"]) if own else None
-
-
-def _group_norm(node: fx.Node) -> _Given | None:
-    given = _arguments_of(node)
-    x = given["input"]
-    alone = isinstance(x, fx.Node) and captured_value_of(x).shape[1] == given["num_groups"]
-    return _Given(x) if alone else None
-
-
-def _own_norm(node: fx.Node) -> _Given | None:
-    """The norm of a module of this package; the graph moves its running mean by the statistics that it returns."""
-    norm = norms.norm_of_call(node.args)
-    return _Given(node.args[0]) if norm.own and norm.kind != "group" and norm.process_group is None else None
-
-
-# What each of these functions is given, if it removes a constant that is added to a channel.
-NORMS: dict[Any, Callable[[fx.Node], _Given | None]] = {
-    F.batch_norm: _batch_norm,
-    F.instance_norm: _instance_norm,
-    F.group_norm: _group_norm,
-    norms.norm_op._opoverload: _own_norm,
-}
+def _given(node: fx.Node) -> _Given | None:
+    """What a norm is given, if it removes a constant that is added to a channel; None for all other calls."""
+    if node.target is norms.norm_op._opoverload:
+        norm = norms.norm_of_call(node.args)
+        # The graph moves the running mean by the statistics that this op returns.
+        return _Given(node.args[0]) if norm.own and norm.kind != "group" and norm.process_group is None else None
+    function: Any = node.target
+    stock = NORMS.get(function)
+    if stock is None:
+        return None
+    given = getcallargs(function, *node.args, **node.kwargs)
+    x = captured_value_of(given["input"])
+    if x is None or (stock.own and given[stock.own] is not True):
+        return None
+    if stock.kind == "group" and x.shape[1] != given["num_groups"]:
+        return None
+    return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
 
 
 class _NoEffect(torch.autograd.Function):
@@ -146,7 +125,7 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> int:
 
 def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
     for norm in graph.nodes:
-        given = NORMS[norm.target](norm) if norm.op == "call_function" and norm.target in NORMS else None
+        given = _given(norm) if norm.op == "call_function" else None
         conv = None if given is None else _convolution_of(given.x, norm)
         if given is None or conv is None or not in_one_grad_mode(conv, norm):
             continue

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ... import _backend, _torch
-from ...activation import TABLE, Activation
+from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
 from ...ops.norm import op as module_norms
@@ -29,8 +29,6 @@ from .. import op_table
 from ..graph import captured_value_of, in_one_grad_mode, is_alike
 from ..settings import Settings
 from .dead_bias import move_op
-
-IDENTITY = Activation("identity", 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,29 +66,14 @@ class Tensors(NamedTuple):
     running_var: Any
 
 
-class Stock(NamedTuple):
-    """A function of PyTorch that is a norm.
-
-    kind: the kind of ``Norm``.
-    own: its argument that says whether the statistics are those of x; None if they always are.
-    """
-
-    kind: str
-    own: str | None
-
-    def norm(self, given: dict[str, Any]) -> Norm:
-        """What the function computes with these arguments."""
-        own = self.own is None or bool(given[self.own])
-        momentum, groups = given.get("momentum", 0.0), given.get("num_groups", 0)
-        return Norm("input", IDENTITY, given["eps"], momentum, own, self.kind, groups)
+def norm_with(function: Any, given: dict[str, Any]) -> Norm:
+    """What a norm of PyTorch computes with these arguments."""
+    kind, argument = op_table.NORMS[function]
+    own = not argument or bool(given[argument])
+    return Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, kind, given.get("num_groups", 0))
 
 
-NORMS: dict[Any, Stock] = {
-    F.batch_norm: Stock("batch", "training"),
-    F.instance_norm: Stock("instance", "use_input_stats"),
-    F.group_norm: Stock("group", None),
-}
-# Their arguments that are numbers.
+# The arguments of norms that are numbers.
 NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
 # The sums of two tensors, and those that are written over the first one.
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
@@ -287,7 +270,7 @@ def rewrite(graph: fx.Graph, how: How) -> int:
         if node.target is module_norms.norm_op._opoverload:
             node.target, node.args = of_module_op, (*node.args, *astuple(how))
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
-    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in NORMS]
+    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
     if how.fuses:
         # What stays a function of PyTorch can be found in the compiler's caches.
         norms = [node for node in norms if _may_be_served(node, how)]
@@ -338,7 +321,7 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
         if value.dtype != x.dtype:
             # Autocast runs this norm in another dtype.
             norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
-        spec = NORMS[stock].norm(norm)._replace(act=act)
+        spec = norm_with(stock, norm)._replace(act=act)
         made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *astuple(how)))
     # Reports speak of the module of the norm.
     made.meta = dict(node.meta)

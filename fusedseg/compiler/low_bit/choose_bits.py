@@ -62,7 +62,7 @@ from .branches import (
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
 # A value is rounded only if this saves so many times the bytes of the answers that it needs.
-WORTH = 2
+LEAST_GAIN = 2
 
 
 @dataclass
@@ -152,18 +152,26 @@ class _Choice:
         for node in self.joint.graph.nodes:
             if node in self.rounded.bits:
                 roots[node] = {node}
-            elif (
-                (node in self.found.recomputed or node in self.own)
-                and not is_predicate(node)
-                and not self._is_mean(node)
-            ):
-                followed, sources = self._followed(node), self._sources(node)
+            elif self._follows(node):
+                followed = self._followed(node)
                 roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                if node in self.joint.backward and not _mixes(node) and not reads_size_alone(node):
-                    others = [source for source in sources if source not in followed and row_of(node).sign_of is None]
-                    near = [self.near.get(source, ()) for source in sources]
-                    self.near[node] = set().union(*near, *(roots.get(source, ()) for source in others))
+                # Where a result mixes values of many places, the rounding of one value hardly counts.
+                mixes = row_of(node).compute_intensive
+                if node in self.joint.backward and not mixes and not reads_size_alone(node):
+                    self.near[node] = self._near(node, followed, roots)
         return {node: of for node, of in roots.items() if of}
+
+    def _follows(self, node: fx.Node) -> bool:
+        """Whether backward computes a value that can follow rounded ones."""
+        computed = node in self.found.recomputed or node in self.own
+        return computed and not is_predicate(node) and not self._is_mean(node)
+
+    def _near(self, node: fx.Node, followed: list[fx.Node], roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+        sources = self._sources(node)
+        others = [source for source in sources if source not in followed and row_of(node).sign_of is None]
+        return set().union(
+            *(self.near.get(source, ()) for source in sources), *(roots.get(source, ()) for source in others)
+        )
 
     def _is_mean(self, node: fx.Node) -> bool:
         """Whether a result of backward has the sum or mean of many values, on which one rounding hardly counts."""
@@ -195,45 +203,60 @@ class _Choice:
 
     def settle(self) -> bool:
         """One pass over all that backward reads; whether it has changed the choice."""
-        roots, bits, changed = self._roots(), self.rounded.bits, False
+        roots, changed = self._roots(), False
         for node in list(self.joint.graph.nodes):
-            recomputed = node in self.found.recomputed
-            read = [roots[source] for source in self._sources(node) if source in roots]
-            if not read or not (recomputed or node in self.own) or not tensors_of(node) or reads_size_alone(node):
-                # Sizes are exact.
+            if not self._reads_rounded(node, roots):
                 continue
-            kind, of = self._kind(node, recomputed, roots), set().union(*read)
-            if kind == LINEAR and is_multiplication(node):
-                kind, of = SMOOTH, self._read_twice(node, roots)
-            elif gradients := _gradients(node):
-                # It is linear in the gradient that it is given.
-                others = (roots.get(source, ()) for source in self._sources(node) if source not in gradients)
-                of = self._read_twice(node, roots).union(*others)
+            kind, of = self._demand(node, roots)
             if kind == SMOOTH:
-                few = [root for root in of if bits[root] < SMOOTH_BITS]
-                bits.update(dict.fromkeys(few, SMOOTH_BITS))
-                changed |= bool(few)
-            elif kind == EXACT and recomputed:
+                changed |= self._give_more_bits(of)
+            elif kind == EXACT and node in self.found.recomputed:
                 self._answer(node, of)
                 return True
-            elif not of:
-                continue
-            elif kind == EXACT and node not in self.known.stuck:
+            elif kind == EXACT and of and node not in self.known.stuck:
                 self.rounded.branching.add(node)
-            elif kind == EXACT:
-                for root in of:
-                    del bits[root]
-                    self.rounded.kinks.pop(root, None)
+            elif kind == EXACT and of:
+                self._keep_exact(of)
                 return True
         return changed
+
+    def _reads_rounded(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> bool:
+        """Whether backward computes tensors of a node from rounded values; sizes are exact."""
+        computed = node in self.found.recomputed or node in self.own
+        if not computed or not tensors_of(node) or reads_size_alone(node):
+            return False
+        return any(source in roots for source in self._sources(node))
+
+    def _demand(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> tuple[str, set[fx.Node]]:
+        """How exact a node must be (``branches.py``), and the packed values for which this counts."""
+        kind = self._kind(node, roots)
+        if kind == LINEAR and is_multiplication(node):
+            return SMOOTH, self._read_twice(node, roots)
+        gradients = _gradients(node)
+        of = set().union(*(roots.get(source, ()) for source in self._sources(node) if source not in gradients))
+        # An op is linear in a gradient that it is given.
+        return kind, of | self._read_twice(node, roots) if gradients else of
+
+    def _give_more_bits(self, roots: set[fx.Node]) -> bool:
+        """Smooth functions need ``SMOOTH_BITS``; whether some had fewer."""
+        few = [root for root in roots if self.rounded.bits[root] < SMOOTH_BITS]
+        self.rounded.bits.update(dict.fromkeys(few, SMOOTH_BITS))
+        return bool(few)
+
+    def _keep_exact(self, roots: set[fx.Node]) -> None:
+        """Values that are not rounded after all."""
+        for root in roots:
+            del self.rounded.bits[root]
+            self.rounded.kinks.pop(root, None)
 
     def _read_twice(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
         """The packed values of which more than one argument of a node follows."""
         return _twice([(roots.get(s, set()), self.near.get(s, set())) for s in self._sources(node)])
 
-    def _kind(self, node: fx.Node, recomputed: bool, roots: dict[fx.Node, set[fx.Node]]) -> str:
+    def _kind(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> str:
         if self._has_exact_sign(node):
             return LINEAR
+        recomputed = node in self.found.recomputed
         form = recompute.form_of(node) if recomputed else None
         if isinstance(form, recompute.BatchNorm) or (
             isinstance(form, recompute.NormActForm) and form.own and form.rstd is None
@@ -247,12 +270,9 @@ class _Choice:
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
-        name, place = name_of(node), row_of(node).sign_of
-        if place is None or (name in ("le", "gt") and node.args[1] != 0):
+        source = _asked_for_its_sign(node)
+        if source is None:
             return False
-        if name == "threshold_backward" and node.args[2] != 0:
-            return False
-        source = node_at(node, place)
         if name_of(source) == "relu" and source in self.rounded.bits:
             # 0 is a value of the grid.
             return True
@@ -317,7 +337,7 @@ class _Choice:
             vertices[root] = flow.vertex()
             flow.edge(0, vertices[root], nbytes_of(root) - self._kept_bytes(root))
         for answer, roots in self.answers.items():
-            cost = WORTH * self._kept_bytes(answer) if answer in self.found.kept else 0
+            cost = LEAST_GAIN * self._kept_bytes(answer) if answer in self.found.kept else 0
             own = flow.vertex()
             flow.edge(own, 1, cost)
             for root in roots & vertices.keys():
@@ -382,9 +402,14 @@ def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
     return found
 
 
-def _mixes(node: fx.Node) -> bool:
-    """Whether a result mixes values of many places, so that the rounding of one value hardly counts there."""
-    return row_of(node).compute_intensive
+def _asked_for_its_sign(node: fx.Node) -> fx.Node | None:
+    """The argument whose sign a node asks for; None if there is none, or if it compares with another number than 0."""
+    name, place = name_of(node), row_of(node).sign_of
+    if place is None or (name in ("le", "gt") and node.args[1] != 0):
+        return None
+    if name == "threshold_backward" and node.args[2] != 0:
+        return None
+    return node_at(node, place)
 
 
 def _bent(node: fx.Node) -> fx.Node:
@@ -424,7 +449,7 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return x if isinstance(slope, (int, float)) and slope > 0 else node
 
 
-def choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
+def _choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
     """In how many bits each kept node is kept; ``found`` is changed where something must be exact.
 
     A value whose rounding is too dear becomes a known one, and what follows from it alone is as without bits.
@@ -458,7 +483,7 @@ def settled(
             decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
         exact = len(known.exact)
-        found = choose(joint, decided, bits, known)
+        found = _choose(joint, decided, bits, known)
         if not found.branching and len(known.exact) == exact:
             return joint, decided, found
         known.stuck.update(node for node in found.branching if not write_pointwise_chain(graph, node))

@@ -3,8 +3,8 @@
 ``min_cut.py`` gives the values that are recomputed, for falling prices of arithmetic.  Each of these choices has a
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
 The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
-So a smaller budget has no higher peak, but for ``SAME``.  With ``extra_flops`` alone the last choice counts: none may
-peak above the first.
+So a smaller budget has no higher peak, but for ``PEAK_SLACK``.  With ``extra_flops`` alone the last choice counts:
+none may peak above the first.
 Arithmetic that is left at the end, too little for the next choice, buys single compute-intensive ops.
 They run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
@@ -30,13 +30,13 @@ from .schedule import Goal
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
 CHEAP = 1
 # A choice is left out if it keeps less by so small a share of eager mode's bytes, but for the last one.
-LEAST = 0.004
+LEAST_SAVED = 0.004
 # The search ends after so many choices in a row that peak higher.
 TRIES = 12
 # So many choices that repeat too much are tried without one of their compute-intensive ops.
 NEAREST = 4
 # The share by which the peak may rise, for small tensors such as copies of biases.
-SAME = 1e-3
+PEAK_SLACK = 1e-3
 
 
 class Cost(NamedTuple):
@@ -187,7 +187,7 @@ class WayDown:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
         decision = keep.decision_of(of.joint, tried)
-        enough = best.cost.kept - LEAST * of.eager
+        enough = best.cost.kept - LEAST_SAVED * of.eager
         kept, flops = of.kept(decision), of.flops_of(decision)
         if kept > enough or tried in self.refused:
             return TrialResult.SMALL
@@ -195,7 +195,7 @@ class WayDown:
             return TrialResult.DEAR
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
-        decision.goal = Goal(self._most * (1 + SAME), self.most_flops, price)
+        decision.goal = Goal(self._most * (1 + PEAK_SLACK), self.most_flops, price)
         cost = of.cost(decision)
         if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
             self.refused.add(tried)
@@ -234,7 +234,7 @@ def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -
     return last or found, False
 
 
-def chosen(choices: Choices, budget: Budget) -> Choice:
+def met_or_nearest(choices: Choices, budget: Budget) -> Choice:
     """The choice for a budget, or the nearest one, with a warning."""
     found, met = nearest(choices, budget)
     if not met:

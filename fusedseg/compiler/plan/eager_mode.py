@@ -4,6 +4,7 @@ Its backward reads just what eager mode keeps, but for the ops of this package t
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import fx
 
@@ -11,6 +12,7 @@ from ... import _torch
 from ..capture.norms import kept_by_eager
 from ..graph import (
     Joint,
+    Outputs,
     following,
     items_of,
     name_of,
@@ -25,6 +27,22 @@ from . import keep
 
 # What ``note_changeable`` writes on the output of a graph.
 CHANGEABLE = "fusedseg_changeable"
+
+
+class EagerMode(NamedTuple):
+    """The outputs of forward, with those that eager mode does not keep; and the bytes that it keeps, or 0."""
+
+    outputs: Outputs
+    kept: int
+
+
+def read(graph: fx.Graph, forward_outputs: int, *, counted: bool) -> EagerMode:
+    """What a joint graph says of eager mode before others change it; ``counted`` asks for the bytes."""
+    graph.eliminate_dead_code()
+    note_changeable(graph)
+    changeable = graph.output_node().meta.pop(CHANGEABLE)
+    outputs = Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
+    return EagerMode(outputs, kept_bytes(Joint(graph, outputs)) if counted else 0)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
@@ -66,7 +84,7 @@ def note_changeable(graph: fx.Graph) -> None:
     end.meta[CHANGEABLE] = [k for k, node in returned if isinstance(node, fx.Node) and roots[node] not in kept]
 
 
-def bytes_of(joint: Joint) -> int:
+def kept_bytes(joint: Joint) -> int:
     """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
     roots = roots_of(joint.graph)
     # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.

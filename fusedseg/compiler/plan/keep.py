@@ -99,7 +99,7 @@ def _may_run_again(node: fx.Node) -> bool:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward recomputes a node."""
     form = recompute.form_of(node)
-    return list(call_node(node).all_input_nodes) if form is None else recompute.sources_of(form)
+    return list(call_node(node).all_input_nodes) if form is None else recompute.read_by(form)
 
 
 def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
@@ -148,7 +148,7 @@ def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> li
     return list(found)
 
 
-def decide(joint: Joint, repeats: Repeats = nearly_free.chosen) -> Decision:
+def decide(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
     """What backward reads of forward; those of the kept compute-intensive ops that ``repeats`` names run again."""
     first = _by_rules(joint, set())
     twice_run = repeats(first.kept, joint)

@@ -21,7 +21,9 @@ from .keep import call_node, is_free, is_view
 UNIT = 1 << 10
 ENDLESS = 1 << 80
 # The prices of arithmetic, in bytes: each is this share of the one before it.
-FIRST, NEXT, PRICES = 1 / 4, 0.85, 90
+FIRST_PRICE = 1 / 4
+NEXT_PRICE = 0.85
+PRICES = 90
 
 
 class Flow:
@@ -191,7 +193,7 @@ class Cut:
         found: dict[frozenset[fx.Node], float] = {}
         vertices = [True] * len(flow.edges)
         for step in reversed(range(PRICES)):
-            price, left, paid = UNIT * FIRST * NEXT**step, flow.left.copy(), self._paid.copy()
+            price, left, paid = UNIT * FIRST_PRICE * NEXT_PRICE**step, flow.left.copy(), self._paid.copy()
             later = self._at_price(price, range(len(self._priced)))
             changed = [
                 place

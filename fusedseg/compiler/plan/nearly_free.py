@@ -19,7 +19,7 @@ def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     return {node for node in kept - joint.held if _is_of_scores(node)}
 
 
-def chosen(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
+def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """Those of the kept compute-intensive ops that run again."""
     mine, found = kept - joint.held, scores(kept, joint)
     intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}

@@ -93,7 +93,7 @@ class LayerNorm(NamedTuple):
         rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
         rows = form_in(graph, mean, before)[0]
         flat = make(aten.view.default, x, [1, *rows, -1])
-        recomputed = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
+        recomputed = make(aten.view.default, _normed(graph, flat, rstd, mean, before), list(shape))
         if weight is not None:
             recomputed = make(aten.mul.Tensor, recomputed, weight)
         return recomputed if bias is None else make(aten.add.Tensor, recomputed, bias)
@@ -107,15 +107,12 @@ def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Nod
     return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
 
 
-def _normed(
-    graph: fx.Graph, x: fx.Node, scale: fx.Node, shift: fx.Node | None, mean: fx.Node, before: fx.Node
-) -> fx.Node:
-    """(x - mean) scale + shift for each channel, in one pass: a batch norm in eval mode."""
+def _normed(graph: fx.Graph, x: fx.Node, scale: fx.Node, mean: fx.Node, before: fx.Node) -> fx.Node:
+    """(x - mean) scale for each channel, in one pass: a batch norm in eval mode."""
     scale, mean = _widened(graph, x, scale, before), _widened(graph, x, mean, before)
-    shift = None if shift is None else _widened(graph, x, shift, before)
     # A shape may be symbolic, so a node takes it from the statistics.
     one = call(graph, aten.full_like.default, mean, 1, before=before)
-    given = (x, scale, shift, mean, one, False, 0.0, 0.0)
+    given = (x, scale, None, mean, one, False, 0.0, 0.0)
     return call(
         graph, operator.getitem, call(graph, aten.native_batch_norm.default, *given, before=before), 0, before=before
     )
@@ -153,7 +150,7 @@ class Dropout(NamedTuple):
 Form = BatchNorm | NormActForm | LayerNorm | Dropout | MaxPool
 
 
-def sources_of(form: Form) -> list[fx.Node]:
+def read_by(form: Form) -> list[fx.Node]:
     """The nodes that the form reads."""
     return [source for source in form if isinstance(source, fx.Node)]
 

@@ -22,7 +22,7 @@ from .aliasing import gives_memory
 TRIALS = 200
 # Without a budget a value is computed once more where the peak loses a byte for at most so many bytes that kernels read
 # and write for it.  Rebuilding a norm moves two or three times its result, and a chain of n residual sums n times that.
-WORTH = 12
+MOST_TRAFFIC = 12
 # A compute-intensive op computes so many multiplications and additions in the time in which a GPU moves a byte: 380
 # TFLOP/s and 2.9 TB/s on an H100.
 FLOPS_A_BYTE = 130
@@ -194,7 +194,7 @@ class BackwardGraph:
         """The nodes in turn, with those computed once more that lower the peak."""
         steps = self.in_turn()
         if goal is None:
-            return self._at_price(steps, inf, WORTH, self.time, sharing=True)
+            return self._at_price(steps, inf, MOST_TRAFFIC, self.time, sharing=True)
         if goal.flops < inf:
             # What repeats no arithmetic comes first.
             steps = self._parted_often(steps, self.flops(steps), -inf)

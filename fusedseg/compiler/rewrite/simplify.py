@@ -9,10 +9,21 @@ import operator
 
 from torch import fx
 
+from ... import _torch
 from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
 
 # What a checkpoint in the model writes into the nodes of its calls.
 LABELS = ("recompute", "ac_graph_id")
+
+
+def run(module: fx.GraphModule) -> None:
+    """Simplifies a joint graph."""
+    parts = _torch.compiler_parts()
+    if parts.config.cse:
+        module.graph = parts.fx_graph_cse(module.graph)
+        part(module.graph)
+    rewrite(module.graph)
+    forget_running(module.graph)
 
 
 def rewrite(graph: fx.Graph) -> int:

@@ -13,6 +13,7 @@ is brought back to the small size before the next range.
 """
 
 import operator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -97,30 +98,37 @@ class ConvolutionSource(NamedTuple):
 
 
 def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
-    """The sources of a convolution of ``x`` whose gradient is ``dx``."""
-    nodes = nodes_at(x, 0) if name_of(x) == "cat" else [x]
-    widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
-    if len(widths) < len(nodes):
-        return []
+    """The sources of a convolution of ``x`` whose gradient is ``dx``; none if their channels are not known."""
     if name_of(x) != "cat":
-        return [ConvolutionSource(x, 0, widths[0], dx, True)]
-    channels = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
-    if channels != 1 or len(set(nodes)) < len(nodes):
+        width = number_of(value_of(x).shape[1])
+        return [] if width is None else [ConvolutionSource(x, 0, width, dx, True)]
+    nodes = nodes_at(x, 0)
+    widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
+    axis = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
+    if axis != 1 or len(widths) < len(nodes) or len(set(nodes)) < len(nodes):
         return []
-    slices: dict[tuple[int, int], list[fx.Node]] = {}
-    for user in dx.users if dx is not None else ():
+    ends = list(accumulate(widths))
+    slices = {} if dx is None else _slices_of_channels(dx, ends[-1])
+    gradients = [slices.get((end - width, end)) for width, end in zip(widths, ends, strict=True)]
+    divisible = dx is not None and set(dx.users) == {gradient for gradient in gradients if gradient is not None}
+    return [
+        ConvolutionSource(node, end - width, width, gradient, divisible)
+        for node, width, end, gradient in zip(nodes, widths, ends, gradients, strict=True)
+    ]
+
+
+def _slices_of_channels(dx: fx.Node, width: int) -> dict[tuple[int, int], fx.Node | None]:
+    """The readers of ``dx`` that slice its channels, by first and last channel; None where two have the same ones."""
+    found: dict[tuple[int, int], fx.Node | None] = {}
+    for user in dx.users:
         given: tuple = user.args
-        if name_of(user) == "slice" and given[1] == 1 and len(given) <= 4:
-            first, last = map(number_of, given[2:])
-            if first is not None and last is not None:
-                slices.setdefault((first, min(last, sum(widths))), []).append(user)
-    owns, begin = [], 0
-    for node, width in zip(nodes, widths, strict=True):
-        own = slices.get((begin, begin + width), [])
-        owns.append((node, begin, width, own[0] if len(own) == 1 else None))
-        begin += width
-    divisible = dx is not None and set(dx.users) == {gradient for *_, gradient in owns if gradient is not None}
-    return [ConvolutionSource(*own, divisible) for own in owns]
+        if name_of(user) != "slice" or given[1] != 1 or len(given) > 4:
+            continue
+        first, last = map(number_of, given[2:])
+        if first is not None and last is not None:
+            channels = first, min(last, width)
+            found[channels] = None if channels in found else user
+    return found
 
 
 class Part(NamedTuple):

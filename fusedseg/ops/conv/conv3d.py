@@ -29,7 +29,7 @@ ARCHITECTURE = "sm_90"
 # The channels of the input and of the output.
 LEAST_CHANNELS, MOST_CHANNELS, STEP_CHANNELS = 16, 64, 16
 ONES = (1, 1, 1)
-ROWS = torch.channels_last_3d
+CHANNELS_LAST = torch.channels_last_3d
 
 
 class Kind(NamedTuple):
@@ -82,7 +82,7 @@ def serves(
     """
     return (
         fits(x, weight, stride, padding, dilation, groups)
-        and x.is_contiguous(memory_format=ROWS)
+        and x.is_contiguous(memory_format=CHANNELS_LAST)
         and runs_on(x.device)
         # This comes last, because it may test the kernel.
         and _backend.use_triton(x, FAMILY)
@@ -128,8 +128,8 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, backward: bool) -> Tensor:
     from ...kernels.conv3d import conv3d, ordered_weight
 
-    y = torch.empty((x.shape[0], channels, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=ROWS)
-    if not (weight.is_contiguous() or weight.is_contiguous(memory_format=ROWS)):
+    y = torch.empty((x.shape[0], channels, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=CHANNELS_LAST)
+    if not (weight.is_contiguous() or weight.is_contiguous(memory_format=CHANNELS_LAST)):
         weight = weight.contiguous()
     with _backend.launching(x):
         conv3d(x, ordered_weight(weight, backward), bias, y)
@@ -143,7 +143,7 @@ def reference_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     shape = (dy.shape[0], weight.shape[1], *dy.shape[2:])
     # aten reads the shape and the strides of x alone.
-    x = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=ROWS)
+    x = torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=CHANNELS_LAST)
     return aten.convolution_backward(dy, x, weight, None, *PLAIN, [True, False, False])[0]
 
 
@@ -180,7 +180,7 @@ def convolution_backward(
     """
     *shared, (need_x, *need_others) = given
     served = need_x and Arguments(*shared).served(x, weight)
-    if served and dy.dtype == x.dtype and dy.is_contiguous(memory_format=ROWS):
+    if served and dy.dtype == x.dtype and dy.is_contiguous(memory_format=CHANNELS_LAST):
 
         def run(backend: str) -> Tensor:
             return (input_gradient if backend == "triton" else reference_input_gradient)(dy, weight)

@@ -38,7 +38,7 @@ SLAB_BYTES = 2**25
 # Which gradients of a convolution are wanted: those of x, of the weight and of the bias.
 Wanted = tuple[bool, bool, bool]
 # These gradients; None for one that is not wanted.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+ConvolutionGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def stock_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -58,7 +58,9 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> T
     return y.contiguous(memory_format=output_format(x, w))
 
 
-def convolve_backward(dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: Wanted) -> Gradients:
+def convolve_backward(
+    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: Wanted
+) -> ConvolutionGradients:
     """The gradients of x, w and the bias.
 
     ``inputs`` is a list with x, which is taken off the list.  If the list has the only reference to it, a large x is
@@ -75,7 +77,7 @@ def convolve_backward(dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geo
     return dx, dw, dbias
 
 
-def _at_once(dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: Wanted) -> Gradients:
+def _at_once(dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: Wanted) -> ConvolutionGradients:
     if not any(wanted):
         return None, None, None
     stride, padding, dilation, groups = geometry

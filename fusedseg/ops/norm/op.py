@@ -130,13 +130,13 @@ def normalise_eagerly(given: Operands, norm: Norm, kept: Kept | None = None, don
     return _apply(given, norm, kept, done, x, weight, bias, *more)
 
 
-# The fields of a ``Norm`` in the schemas of both ops, in the order of ``flat``.
+# The fields of a ``Norm`` in the schemas of both ops, in the order of ``fields_of``.
 _SPEC = (
     "str keep, str activation, float activation_param, float eps, bool own, str kind, SymInt groups, str? process_group"
 )
 
 
-def flat(norm: Norm) -> tuple:
+def fields_of(norm: Norm) -> tuple:
     """The fields of a norm as arguments of the ops.
 
     The momentum is left out, because the ops move no running statistics.
@@ -145,7 +145,7 @@ def flat(norm: Norm) -> tuple:
 
 
 def _norm_of(keep, activation, activation_param, eps, own, kind, groups, process_group) -> Norm:
-    """Builds a norm from the arguments that ``flat`` lists."""
+    """Builds a norm from the arguments that ``fields_of`` lists."""
     act = Activation(activation, activation_param)
     return Norm(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
 
@@ -269,7 +269,7 @@ def _op_setup_context(ctx, inputs, output):
 def _op_backward(ctx, dz, *unused):
     needs: Needs = ctx.needs_input_grad[:5]
     affine, residual = needs[1] or needs[2], needs[3] and not ctx.passed_on
-    grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, affine, residual, *flat(ctx.norm))
+    grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, affine, residual, *fields_of(ctx.norm))
     dx, dweight, dbias, dresidual, dslope = Gradients(*grads).wanted(needs)
     if ctx.passed_on and needs[3]:
         dresidual = dz
@@ -314,7 +314,7 @@ def _functional(given: Operands, norm: Norm, kept: Kept | None) -> Tensor:
     x, *more, running_mean, running_var, _ = given
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     running = (None, None) if norm.own else (running_mean, running_var)
-    z, stats, _ = norm_op(x, *more, *running, slots, count, *flat(norm))
+    z, stats, _ = norm_op(x, *more, *running, slots, count, *fields_of(norm))
     if norm.own:
         mean, rstd, *of_all = stats
         values = x.numel() // statistics_count(x, norm) if x.numel() else 0

@@ -16,7 +16,7 @@ small, whatever their dtype.  Sums come first, and a second sweep writes dx.
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,12 @@ from .call import (
 )
 from .kept import Kept, finite_inverse
 
-# A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between LEAST and
-# TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches counts.
-LEAST, TILE, TILE_GPU = 2**12, 2**16, 2**24
+# A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between
+# TILE_LEAST and TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches
+# counts.
+TILE_LEAST = 2**12
+TILE = 2**16
+TILE_GPU = 2**24
 # The type checker cannot count the arguments of starred lists.
 _native_batch_norm: Any = torch.native_batch_norm
 # A range of samples, of channels and of positions.
@@ -166,53 +169,42 @@ def backward(
     exchange: Exchange | None,
 ) -> Gradients:
     """The gradients, in the dtypes of the parameters."""
-    _, need_weight, need_bias, need_residual, _ = needs
-    source = given.x
-    dx = torch.empty_like(source) if into is None else into
-    dresidual = torch.empty_like(source) if need_residual else None
+    dx = torch.empty_like(given.x) if into is None else into
+    dresidual = torch.empty_like(given.x) if needs[3] else None
     dzv, dxv = _view(dz, norm), _view(dx, norm)
     drv = None if dresidual is None else _view(dresidual, norm)
     call = _Call(given, stats, norm, kept)
-    gradient = call.from_output if norm.keep == "output" else call.from_input
-    s1, s2 = call.rstd.new_zeros((2, *call.source.shape[:2], 1))
-    dslope = None if given.slope is None else torch.zeros_like(given.slope, dtype=s1.dtype)
-
-    # Functions, so that the temporaries of a tile are free before the next tile begins.
-    def add_to_sums(tile: Tile) -> None:
-        g, xhat, dslope_of_tile = gradient(dzv[tile], tile)
-        s1[tile[:2]] += g.sum(2, keepdim=True)
-        s2[tile[:2]] += xhat.mul_(g).sum(2, keepdim=True)
-        if dslope is not None and dslope_of_tile is not None:
-            (dslope if len(dslope) == 1 else dslope[tile[1]]).add_(dslope_of_tile)
+    tiles = _tiles(call.source)
+    sums = _Sums.zeros(call)
+    # Calls of ``add`` and of ``write`` hold the temporaries of a tile, so that these are free before the next tile.
+    for tile in tiles:
+        sums.add(tile, *call.gradient(dzv[tile], tile))
+    dbias, dweight = sums.g.sum(0).flatten(), sums.g_xhat.sum(0).flatten()
+    if exchange is None:
+        of_statistic = [_over_statistic(call.weight * s, norm) for s in (sums.g, sums.g_xhat)]
+    else:
+        of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(dbias, dweight)]
+    mean_g, mean_g_xhat = (s / (call.source.numel() // stats.rstd.numel()) for s in of_statistic)
 
     def write(tile: Tile) -> None:
-        g, xhat, _ = gradient(dzv[tile], tile)
+        g, xhat, _ = call.gradient(dzv[tile], tile)
         if drv is not None:
             drv[tile] = g
         nc = tile[:2]
         dx_of_tile = g * call.weight[nc]
         if norm.own:
-            dx_of_tile.sub_(t1[nc]).sub_(xhat.mul_(t2[nc]))
+            dx_of_tile.sub_(mean_g[nc]).sub_(xhat.mul_(mean_g_xhat[nc]))
         dxv[tile] = dx_of_tile.mul_(call.rstd[nc])
 
-    tiles = _tiles(call.source)
-    for tile in tiles:
-        add_to_sums(tile)
-    dbias, dweight = s1.sum(0).flatten(), s2.sum(0).flatten()
-    m = call.source.numel() // stats.rstd.numel()
-    if exchange is None:
-        t1, t2 = (_over_statistic(call.weight * s, norm) / m for s in (s1, s2))
-    else:
-        t1, t2 = (call.weight * s.view(1, -1, 1) / m for s in exchange(dbias, dweight))
     # Backwards, because the last tiles are still in the cache.
     for tile in reversed(tiles):
         write(tile)
     return Gradients(
         dx,
-        cast(dweight, given.weight.dtype) if given.weight is not None and need_weight else None,
-        cast(dbias, given.bias.dtype) if given.bias is not None and need_bias else None,
+        None if given.weight is None else cast(dweight, given.weight.dtype),
+        None if given.bias is None else cast(dbias, given.bias.dtype),
         dresidual,
-        None if given.slope is None else cast(dslope, given.slope.dtype),
+        None if given.slope is None else cast(sums.dslope, given.slope.dtype),
     )
 
 
@@ -231,6 +223,7 @@ class _Call:
         self.source = _view(given.x, norm)
         self.residual = None if given.residual is None else _view(given.residual, norm)
         self.act, self.param, self.kept = TABLE[norm.act.name], norm.act.param, kept
+        self.keeps_output = norm.keep == "output"
         self.acc = stats_dtype(given.x)
         N, C, _ = self.source.shape
         ones = torch.ones(C, dtype=self.acc, device=self.source.device)
@@ -244,7 +237,7 @@ class _Call:
             # So does PyTorch compute y on a CPU, and y has the same bits here: at a kink, z and dz must agree.
             self.scale = self.weight * self.rstd
             self.shift = torch.addcmul(self.bias, self.mean, self.scale, value=-1)
-        if norm.keep == "output":
+        if self.keeps_output:
             inverse = finite_inverse(weight, bias, given.x.dtype, given.residual is not None)
             self.inverse = inverse.view(1, C, 1).expand(N, C, 1)
         if kept is not None:
@@ -261,8 +254,11 @@ class _Call:
         y = torch.addcmul(self.shift[nc], x.to(self.acc), self.scale[nc]).to(x.dtype)
         return y if self.residual is None else y.add_(self.residual[tile])
 
-    def from_input(self, dz: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
-        """g, xhat and the gradient of the slopes, from x."""
+    def gradient(self, dz: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
+        """g, xhat and the gradient of learned slopes, from the gradient ``dz`` of z."""
+        return self._from_output(dz, tile) if self.keeps_output else self._from_input(dz, tile)
+
+    def _from_input(self, dz: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor | None]:
         y, dslope = self.pre_activation(tile).to(self.acc), None
         if self.act.learned:
             g, dslope = self.act.grad(dz.to(self.acc), y, self.slope_of(tile), y)
@@ -271,8 +267,7 @@ class _Call:
         xhat = (self.source[tile].to(self.acc) - self.mean[tile[:2]]).mul_(self.rstd[tile[:2]])
         return g, xhat, dslope
 
-    def from_output(self, dz: Tensor, tile: Tile) -> tuple[Tensor, Tensor, None]:
-        """g and xhat, from z."""
+    def _from_output(self, dz: Tensor, tile: Tile) -> tuple[Tensor, Tensor, None]:
         inverse, z = self.act.inverse, self.source[tile]
         assert inverse is not None
         g = inverse.grad(dz.to(self.acc), z.to(self.acc), self.param, None)
@@ -284,6 +279,25 @@ class _Call:
             index, slots = self.kept.within(tile[1])
             xhat[:, index.to(xhat.device)] = self.xhat[tile[0], slots, tile[2]].to(self.acc)
         return g, xhat, None
+
+
+class _Sums(NamedTuple):
+    """What backward adds up over all positions: g and g * xhat, (N, C, 1) each, and the gradient of learned slopes."""
+
+    g: Tensor
+    g_xhat: Tensor
+    dslope: Tensor | None
+
+    @classmethod
+    def zeros(cls, call: _Call) -> "_Sums":
+        g, g_xhat = call.rstd.new_zeros((2, *call.source.shape[:2], 1))
+        return cls(g, g_xhat, None if call.slope is None else torch.zeros_like(call.slope))
+
+    def add(self, tile: Tile, g: Tensor, xhat: Tensor, dslope: Tensor | None) -> None:
+        self.g[tile[:2]] += g.sum(2, keepdim=True)
+        self.g_xhat[tile[:2]] += xhat.mul_(g).sum(2, keepdim=True)
+        if self.dslope is not None and dslope is not None:
+            (self.dslope if len(self.dslope) == 1 else self.dslope[tile[1]]).add_(dslope)
 
 
 def _view(x: Tensor, norm: Norm) -> Tensor:
@@ -310,7 +324,7 @@ def _tiles(x: Tensor) -> list[Tile]:
     """
     fake = isinstance(x, FakeTensor)
     most = TILE_GPU if _backend.off_cpu(x) and not fake else TILE
-    left, steps = min(most, max(LEAST, x.numel() // 16)), {}
+    left, steps = min(most, max(TILE_LEAST, x.numel() // 16)), {}
     for d in sorted(range(3), key=x.stride):
         steps[d] = min(x.shape[d], max(1, left))
         left //= steps[d]

@@ -96,13 +96,21 @@ def backward(
         writes_g = residual is not None
     dresidual = torch.empty_like(source) if writes_g else None
     parameter = None if not (need_weight or need_bias) else bias if weight is None else weight
+    tensors = dz, source, _layout(source, norm), weight, bias, stats.rstd, stats.xhat
+    options = {
+        "kept": None if kept is None else (kept.slots, kept.count),
+        "act": norm.act,
+        "dparam_dtype": None if parameter is None else parameter.dtype,
+        "dx": into,
+        "mean": stats.mean,
+        "residual": residual,
+        "dresidual": dresidual,
+    }
     with launching(source):
-        dx, dweight, dbias = kernels.norm_act_bwd(
-            dz, source, _layout(source, norm), weight, bias, stats.rstd, stats.xhat,
-            kept=None if kept is None else (kept.slots, kept.count), training=norm.own, act=norm.act,
-            dparam_dtype=None if parameter is None else parameter.dtype, dx=into, mean=stats.mean, residual=residual,
-            dresidual=dresidual, exchange=exchange,
-        )  # fmt: skip
+        if exchange is None:
+            dx, dweight, dbias = kernels.norm_act_bwd(*tensors, training=norm.own, **options)
+        else:
+            dx, dweight, dbias = kernels.norm_act_bwd_of_all_processes(*tensors, exchange=exchange, **options)
     return Gradients(dx, dweight, dbias, dresidual)
 
 

@@ -32,7 +32,7 @@ from .tiles import Grads
 Needs = Sequence[bool]
 
 
-def dense(logits: Tensor) -> tuple[Tensor, Sizes]:
+def dense_logits(logits: Tensor) -> tuple[Tensor, Sizes]:
     """Logits that are contiguous or channels_last, and their sizes."""
     logits, _ = layout.dense(logits)
     sizes = sizes_of(logits)
@@ -55,7 +55,7 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
     if isinstance(given.logits, Conv):
         with no_autocast(x):
             return reference.forward(given, spec)
-    x, sizes = dense(x)
+    x, sizes = dense_logits(x)
     if not _backend.use_triton(x, "sums"):
         return reference.forward(given._replace(logits=x), spec)
     from ...kernels.segmentation_sums import segmentation_sums_fwd
@@ -70,7 +70,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
     if isinstance(given.logits, Conv):
         with no_autocast(dsums):
             return _conv_backward(dsums, given, given.logits, spec, needs)
-    x, sizes = dense(given.logits)
+    x, sizes = dense_logits(given.logits)
     dx = torch.empty_like(x)
     if dx.numel() == 0:
         return dx, None, None

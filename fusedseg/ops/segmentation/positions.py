@@ -15,7 +15,7 @@ from ..check import check_input
 from . import reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
-from .op import dense, no_autocast
+from .op import dense_logits, no_autocast
 from .reference import check_whole
 from .spec import SumsInputs, SumsSpec, wide_dtype
 
@@ -67,7 +67,7 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     if not labels.numel():
         return labels
     if isinstance(logits, Tensor):
-        logits, sizes = dense(logits)
+        logits, sizes = dense_logits(logits)
         if _backend.use_triton(logits, "sums"):
             from ...kernels.segmentation_sums import segmentation_argmax
 
@@ -112,7 +112,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
         x = logits.formed() if isinstance(logits, ConvLogits) else logits
         values = F.cross_entropy(x, labels.reshape(x.shape[0], *x.shape[2:]).long(), reduction="none", **options)
         return values.flatten(1)
-    given: Tensor | Conv = logits.conv if isinstance(logits, ConvLogits) else dense(logits)[0]
+    given: Tensor | Conv = logits.conv if isinstance(logits, ConvLogits) else dense_logits(logits)[0]
     if not logits.numel():
         return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given)))
     check_whole(labels)

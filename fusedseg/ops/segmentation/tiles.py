@@ -161,57 +161,102 @@ def _as_volume(t: Tensor) -> Tensor:
     return t.view(*t.shape[:2], *(1,) * (5 - t.dim()), *t.shape[2:])
 
 
+class Interpolation(NamedTuple):
+    """How logits of small volumes (K, planes, rows, columns) become large ones, a slab of planes after the other.
+
+    of_planes, of_rows, of_columns: the weights of the small positions for each large one, (large, small).
+    depth, height: the most planes of a slab, and the most rows of a tile.
+    """
+
+    planes: upsample.LinearAxis
+    rows: upsample.LinearAxis
+    of_planes: Tensor
+    of_rows: Tensor
+    of_columns: Tensor
+    depth: int
+    height: int
+
+    @classmethod
+    def of(cls, conv: Conv, size: tuple[int, ...]) -> "Interpolation":
+        axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
+        planes, rows, columns = axes
+        K, tile = conv.weight.shape[0], tile_size(conv.features, CONV_DEVICE_TILE)
+        depth = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
+        height = max(1, tile // (K * depth * columns.large))
+        of_planes, of_rows, of_columns = (axis.matrix(wide_dtype(conv.features), conv.features.device) for axis in axes)
+        return cls(planes, rows, of_planes, of_rows, of_columns, depth, height)
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether there are three dimensions: two have one plane before and after."""
+        return self.planes.small > 1 or self.planes.large > 1
+
+    def used(self, slab: slice) -> slice:
+        """The small planes that a slab reads."""
+        return self.planes.inputs(slab.start, slab.stop)
+
+    def last_used(self, slab: slice) -> slice:
+        """Those of the small planes that no later slab reads."""
+        used = self.used(slab)
+        if slab.stop == self.planes.large:
+            return used
+        return slice(used.start, min(self.planes.first(slab.stop), used.stop))
+
+    def along_planes(self, z: Tensor, slab: slice) -> Tensor:
+        """The planes of a slab, from those that it uses; rows and columns stay small."""
+        if not self.has_planes:
+            return z
+        weights = self.of_planes[slab, self.used(slab)]
+        return torch.matmul(weights, z.flatten(2)).view(len(z), -1, *z.shape[2:])
+
+    def along_planes_backward(self, dz: Tensor, slab: slice) -> Tensor:
+        if not self.has_planes:
+            return dz
+        weights = self.of_planes[slab, self.used(slab)]
+        return torch.matmul(weights.mT, dz.flatten(2)).view(len(dz), -1, *dz.shape[2:])
+
+    def in_plane(self, z: Tensor, rows: slice) -> Tensor:
+        """A range of large rows of a slab, with large columns."""
+        near = self.rows.inputs(rows.start, rows.stop)
+        return torch.matmul(self.of_rows[rows, near], torch.matmul(z[:, :, near], self.of_columns.mT))
+
+    def add_in_plane_backward(self, dz: Tensor, rows: slice, dx: Tensor) -> None:
+        """Adds to ``dz`` the gradient ``dx`` of ``in_plane``."""
+        near = self.rows.inputs(rows.start, rows.stop)
+        dz[:, :, near] += torch.matmul(torch.matmul(self.of_rows[rows, near].mT, dx), self.of_columns)
+
+
+def _steps(size: int, step: int, most: int | None) -> list[slice]:
+    """The ranges of at most ``step`` positions, or the first of them."""
+    return [slice(k, min(k + step, size)) for k in range(0, size, step)][:most]
+
+
 def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
-    size = conv.form.size
-    assert size is not None
-    wide = Wide.of(conv)
+    assert conv.form.size is not None
+    wide, interpolation = Wide.of(conv), Interpolation.of(conv, conv.form.size)
     features = _as_volume(conv.features)
-    K = conv.weight.shape[0]
-    tile = tile_size(features, CONV_DEVICE_TILE)
-    axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
-    planes, rows, columns = axes
-    of_planes, of_rows, of_columns = (axis.matrix(wide.weight.dtype, features.device) for axis in axes)
-    # The numbers of planes and rows of a tile.
-    D = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
-    H = max(1, tile // (K * D * columns.large))
-    # Two dimensions have one plane before and after.
-    has_planes = planes.small > 1 or planes.large > 1
+    # Without values, one tile of each of two slabs shows the bytes of all.
+    slabs, tiles_of_slab = (None, None) if has_values(features) else (2, 1)
+    row_ranges = _steps(interpolation.rows.large, interpolation.height, tiles_of_slab)
     for n in range(features.shape[0]):
         later = None
-        for d in range(0, planes.large, D):
-            end = min(d + D, planes.large)
-            used = planes.inputs(d, end)
+        for slab in _steps(interpolation.planes.large, interpolation.depth, slabs):
+            used, done = interpolation.used(slab), interpolation.last_used(slab)
             part = features[n, :, used]
-            shape = (K, *part.shape[1:])
-            z = wide.logits_of(part).view(shape)
-            weights = of_planes[d:end, used]
-            if has_planes:
-                z = torch.matmul(weights, z.flatten(2)).view(K, end - d, *shape[2:])
+            z = interpolation.along_planes(wide.logits_of(part).view(-1, *part.shape[1:]), slab)
             dz = None if grads is None else torch.zeros_like(z)
-            for r in range(0, rows.large, H):
-                stop = min(r + H, rows.large)
-                near = rows.inputs(r, stop)
-                wider = torch.matmul(z[:, :, near], of_columns.mT)
-                x = torch.matmul(of_rows[r:stop, near], wider)
-                del wider
-                flat = x.view(1, K, -1)
-                where = slice(n, n + 1), slice(d, end), slice(r, stop)
-                yield LogitTile(flat, where, None if grads is None else flat)
+            for rows in row_ranges:
+                x = interpolation.in_plane(z, rows)
+                flat = x.view(1, len(x), -1)
+                yield LogitTile(flat, (slice(n, n + 1), slab, rows), None if grads is None else flat)
                 if dz is not None:
-                    dz[:, :, near] += torch.matmul(torch.matmul(of_rows[r:stop, near].mT, x), of_columns)
+                    interpolation.add_in_plane_backward(dz, rows, x)
                 del x, flat
-                if not has_values(features):
-                    break
             if grads is not None and dz is not None:
-                if has_planes:
-                    dz = torch.matmul(weights.mT, dz.flatten(2)).view(shape)
+                dz = interpolation.along_planes_backward(dz, slab)
                 if later is not None:
                     dz[:, : later.shape[1]] += later
-                # The first plane that a later slab adds to.
-                first = used.stop if end == planes.large else min(planes.first(end), used.stop)
-                done = first - used.start
-                later = dz[:, done:]
-                into = None if grads.x is None else _as_volume(grads.x)[n, :, used.start : first]
-                wide.backward_of(dz[:, :done], part[:, :done], grads, into)
-            if not has_values(features) and d > 0:
-                break
+                finished = done.stop - done.start
+                later = dz[:, finished:]
+                into = None if grads.x is None else _as_volume(grads.x)[n, :, done]
+                wide.backward_of(dz[:, :finished], part[:, :finished], grads, into)

@@ -1,0 +1,48 @@
+"""What Inductor runs of this package while it compiles: passes over its graphs, which its caches can name."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from ... import _torch
+from ..graph import outputs_of
+from ..plan import eager_mode
+
+_parts = _torch.compiler_parts()
+# Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
+# table of cheap ops, and the ops that graphs call.
+FILES = tuple(map(str, sorted(Path(__file__).parents[2].rglob("*.py"))))
+# The note of Inductor on the output of a graph: the places of the results whose strides the user sees.
+PLACES = "user_visible_output_idxs"
+
+
+class _Pass(_parts.CustomGraphPass):  # type: ignore[name-defined]
+    """A pass that can be pickled, as the partitioner can."""
+
+    def uuid(self) -> Any:
+        return _parts.get_hash_for_files(FILES)
+
+
+class WeightsAsTheyAre(_Pass):
+    """A pass over the graph of forward, which then keeps weights without a copy.
+
+    Inductor's layout optimization gives each convolution a weight in channels_last.  A weight that backward reads is
+    returned by forward, and of what forward returns Inductor chooses the strides.  So backward would get the copy,
+    which lives from forward to backward beside the parameter.  Here forward returns arguments in the strides that they
+    have.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        end = graph.output_node()
+        if PLACES in end.meta:
+            results = enumerate(outputs_of(graph))
+            given = {place for place, node in results if isinstance(node, fx.Node) and node.op == "placeholder"}
+            end.meta[PLACES] = sorted({*end.meta[PLACES], *given})
+
+
+class NoteChangeable(_Pass):
+    """The first pass over the joint graph: it notes what eager mode keeps, before other passes change the graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        eager_mode.note_changeable(graph)
