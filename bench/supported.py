@@ -27,13 +27,8 @@ MODELS = {**NETWORKS, **MORE}
 BUDGET = 0.3
 # The columns, and the options of the backend.
 WAYS: dict[str, dict[str, Any]] = {"exact": {}, "budget": {"budget": BUDGET}, "8": {"bits": 8}, "4": {"bits": 4}}
-# The most that the exact backend should keep, as a share of eager mode's bytes.
-GOAL = 0.5
 # Steps of training whose losses are compared with those of a run in float64.
 STEPS = 20
-GOALS = {"diffusion U-Net": 0.35, "VAE decoder": 0.35}
-# Above this share little is gained.
-LITTLE = 0.85
 FILE = Path(__file__).with_name("supported.json")
 PAGE = Path(__file__).parents[1] / "docs" / "supported.md"
 START, END = "<!-- table -->\n", "<!-- end of the table -->\n"
@@ -120,12 +115,8 @@ def exports(network: Network) -> bool:
 def table() -> str:
     """The tables of the page, one figure a cell, and the sentences that name the exceptions."""
     rows = json.loads(FILE.read_text())
-    exact = [
-        [title(name, found), *shares(found["exact"]), again(found["exact"])]
-        + [f"{found['losses'][way]:.0e}" for way in ("ours", "eager")]
-        for name, found in rows.items()
-    ]
-    parts = [lines_of(["model, input", "kept", "peak", "repeated", "loss error", "eager's"], exact)]
+    exact = [[title(name, found), *shares(found["exact"]), again(found["exact"])] for name, found in rows.items()]
+    parts = [lines_of(["model, input", "kept", "peak", "repeated"], exact)]
     options = [
         [name, *shares(found["budget"]), again(found["budget"]), *shares(found["8"]), *shares(found["4"])]
         for name, found in rows.items()
@@ -159,21 +150,12 @@ def lines_of(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def remarks(rows: dict[str, Any]) -> Iterable[str]:
-    """A sentence for each model that is no single graph, is not exported, or misses a goal."""
+    """A sentence for each model that is no single graph, or is not exported."""
     for name, found in rows.items():
         if found["graphs"] != 1:
             yield f"{name} is {found['graphs']} graphs; the others are one."
         if not found["exports"]:
             yield f"`torch.export` does not take the stock {name}."
-        exact, goal = found["exact"], GOALS.get(name, GOAL)
-        if exact[0] > goal:
-            yield f"{name} keeps {exact[0]:.3f} without options; the goal is {goal}."
-        if found["budget"][0] > BUDGET:
-            yield f"{name} keeps {found['budget'][0]:.3f} with a budget of {BUDGET}."
-        if found["4"][0] > LITTLE * exact[0]:
-            yield f"{name} keeps {found['4'][0]:.3f} with 4 bits, which is hardly less than without."
-        if exact[1] > LITTLE:
-            yield f"{name} peaks at {exact[1]:.3f} without options, so that little is gained."
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""Each layer imports only the layers and packages that the table "Layers" in docs/design.md allows, in no circle."""
+"""Each layer imports only what ``ALLOWED`` names, in no circle; "Layers" in docs/design.md says what a layer holds."""
 
 import ast
 import functools

@@ -323,6 +323,66 @@ def test_gradients_that_are_switched_off_between_calls(function):
     torch.testing.assert_close(*([g for g in grads if g is not None] for grads in found))
 
 
+class Doubled(nn.Module):
+    """A norm whose input is added to its output, and is not kept for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first, self.norm = nn.Conv2d(4, 4, 3), nn.LayerNorm(8), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.first(self.conv(x))
+        return (self.norm(y) + y).square()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_norm_whose_input_is_its_residual(training):
+    """z was written over x, and the residual that was added then was no longer x."""
+    torch.manual_seed(0)
+    net = Doubled().double().train(training)
+    twin, x = copy.deepcopy(net), [torch.randn(2, 4, 10, 10, dtype=torch.float64)]
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(net)(*x), twin(*x))
+
+
+class TeacherFirst(nn.Module):
+    """A norm by running statistics, and the same norm in training, which moves them before backward."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.conv, self.norm, self.copies = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), copies
+
+    def forward(self, x):
+        mean, var, weight, bias = (t for t in (*self.norm.buffers(), *self.norm.parameters()) if t.dim())
+        if self.copies:
+            mean, var = mean.clone(), var.clone()
+        teacher = F.hardswish(F.batch_norm(self.conv(x), mean, var, weight, bias))
+        return teacher + self.norm(self.conv(x))
+
+
+def test_statistics_that_move_before_backward():
+    """Autograd said that they were modified; in eager mode backward reads the moved ones, and its gradient is wrong."""
+    torch.manual_seed(0)
+    net = TeacherFirst(copies=False).double()
+    twin, x = TeacherFirst(copies=True).double(), [torch.randn(3, 4, 8, 8, dtype=torch.float64)]
+    twin.load_state_dict(net.state_dict())
+    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+
+
+def test_statistics_that_autograd_has_saved():
+    """Autograd said that the moved mean was modified; PyTorch's norms move it without its knowledge."""
+
+    class Weighted(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x * self.running_var.view(1, 4, 1, 1))
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), Weighted(4))
+    twin, x = copy.deepcopy(net), [torch.randn(3, 4, 8, 8)]
+    assert as_eager(net, results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+
+
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
 def test_opcheck(kind, fmt):

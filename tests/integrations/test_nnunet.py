@@ -143,8 +143,13 @@ def test_options_that_the_backend_refuses_raise_before_training(monkeypatch):
         trainer.initialize()
 
 
-def test_the_final_validation_runs_no_compiled_code():
-    """A replay would write over the prediction that nnU-Net holds while the network runs on the mirrored window."""
+def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypatch):
+    """A replay would write over the prediction that nnU-Net holds while the network runs on the mirrored window.
+
+    The CUDA graphs of training held their memory, so the validation could run out of memory on a card that fits a step.
+    """
+    released = []
+    monkeypatch.setattr(fusedseg.compiler.backend, "reset", lambda: released.append(gradients_of(trainer.network)))
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.initialize()
     trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
@@ -152,6 +157,12 @@ def test_the_final_validation_runs_no_compiled_code():
     assert trainer.prediction.shape == (1, 2, 14, 14)
     # That of the training step alone.
     assert len(fusedseg.compiler.report(trainer.network).graphs) == 1
+    # The gradients lie in the memory of the graphs, so they go first.
+    assert released == [[]]
+
+
+def gradients_of(network):
+    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.gpu

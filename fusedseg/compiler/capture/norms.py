@@ -8,7 +8,7 @@ AOTAutograd runs it on tensors without values: the op, or else the functions tha
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from inspect import getcallargs
 from typing import Any, NamedTuple
@@ -240,7 +240,9 @@ def normalised(tensors: Tensors, spec: Norm, residual: Tensor | None) -> tuple[T
     if spec.own:
         for buffer, value in zip(running, moved, strict=True):
             if buffer is not None:
-                buffer.copy_(value)
+                # PyTorch's norms move it without a new version, and autograd may have saved it before.
+                with torch.no_grad(), _torch.preserve_version_counter(buffer):
+                    buffer.copy_(value)
     return z, mean, rstd
 
 
@@ -272,7 +274,32 @@ def rewrite(graph: fx.Graph, how: How) -> int:
     if how.fuses:
         # What stays a function of PyTorch can be found in the compiler's caches.
         norms = [node for node in norms if _may_be_served(node, how)]
+    _copy_what_moves(graph, norms)
     return sum(_write(graph, node, how) for node in reversed(norms))
+
+
+def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
+    """A norm of running statistics reads copies of those that another norm of the graph moves.
+
+    Its backward reads them again, and would find them moved.
+    """
+    moving: set[fx.Node] = set()
+    reading: list[tuple[fx.Node, fx.Node]] = []
+    for node in norms:
+        stock: Any = node.target
+        given = getcallargs(stock, *node.args, **node.kwargs)
+        buffers = [given.get(name) for name in ("running_mean", "running_var")]
+        found = [buffer for buffer in buffers if isinstance(buffer, fx.Node)]
+        if NORMS[stock].norm(given).own:
+            moving.update(found)
+        else:
+            reading += [(node, buffer) for buffer in found]
+    for node, buffer in reading:
+        if buffer in moving:
+            with graph.inserting_before(node):
+                copy = graph.call_method("clone", (buffer,))
+            copy.meta["example_value"] = torch.empty_like(captured_value_of(buffer))
+            node.replace_input_with(buffer, copy)
 
 
 def _may_be_served(node: fx.Node, how: How) -> bool:

@@ -78,7 +78,11 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     if result is None:
         # Nobody reads the first result.
         return []
-    return [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+    found = [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+    if result is node:
+        return found
+    # A norm of several passes reads its residual after it has written to x.
+    return [x for x in found if node.args.count(x) == 1]
 
 
 def first_result(node: fx.Node) -> Any:

@@ -154,11 +154,14 @@ class Fused(_Trainer):
         return {"loss": loss.detach().cpu().numpy(), "tp_hard": tp, "fp_hard": fp, "fn_hard": fn}
 
     def perform_actual_validation(self, save_probabilities: bool = False) -> None:
-        """Runs the network as it is, without compiled code.
+        """Runs the network as it is, without compiled code, in the memory that training has released.
 
         nnU-Net adds the predictions of mirrored windows: it holds one while the network runs again, and then a replay
         of CUDA graphs would write over it.
         """
+        # The gradients of the last step lie in the memory of the CUDA graphs, which can go when no tensor lies in it.
+        self.network.zero_grad(set_to_none=True)
+        torch.compiler.reset()
         with torch.compiler.set_stance("force_eager"):
             super().perform_actual_validation(save_probabilities)
 
