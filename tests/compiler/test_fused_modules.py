@@ -1,13 +1,11 @@
 """Converted models, and models that use the modules of this package, through the backend."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import fusedseg
-from tests.compiler.networks import CODEGENS, NETWORKS, kept, make, results
+from tests.compiler.networks import CODEGENS, kept, results
 
 # For each module of this package the stock modules that compute the same.
 MODULES = {
@@ -40,23 +38,6 @@ def through(net, codegen):
     # Inductor would keep copies of small weights in another layout.
     inductor = {"inductor": {"layout_optimization": False}} if codegen == "inductor" else {}
     return torch.compile(net, backend="fusedseg", options={"codegen": codegen, **inductor})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "mixed"])
-def test_a_converted_model_compiles_as_the_stock_model(name, codegen):
-    """Values are those of the stock model in eager mode; dropout would draw other numbers."""
-    net, inputs = make(name)
-    net, inputs = net.double(), [x.double() for x in inputs]
-    eager, converted = copy.deepcopy(net), copy.deepcopy(net)
-    fusedseg.convert(converted)
-    bytes_of = kept(net, through(net, codegen), inputs), kept(converted, through(converted, codegen), inputs)
-    assert bytes_of[1] == bytes_of[0]
-    run = through(converted, codegen)
-    for model in (converted, eager):
-        model.load_state_dict({name: t.clone() for name, t in net.state_dict().items()})
-    close(results(converted, run, inputs, 1), results(eager, eager, inputs, 1))
 
 
 @pytest.mark.parametrize("codegen", CODEGENS)

@@ -135,7 +135,9 @@ def test_activations(backend, device, groups, activation, affine):
 def test_chunked(monkeypatch, chunking, groups, fmt, activation):
     monkeypatch.setattr(fusedseg, "backend", "aten")
     options = {} if activation == "selu" else {"activation_param": 0.9}
-    check(groups, inputs((2, 4, 3, 5), fmt, "cpu"), activation=activation, **options)
+    for shape in ((2, 4, 3, 5), *SHAPES.values()):
+        check(groups, inputs(shape, fmt, "cpu"), activation=activation, **options)
+        check(groups, inputs(shape, fmt, "cpu", residual=False), activation=activation, **options)
     check(groups, inputs((2, 4, 3, 5), fmt, "cpu", affine=False, residual=False))
 
 
