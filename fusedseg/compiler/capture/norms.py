@@ -290,7 +290,7 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
         given = getcallargs(stock, *node.args, **node.kwargs)
         buffers = [given.get(name) for name in ("running_mean", "running_var")]
         found = [buffer for buffer in buffers if isinstance(buffer, fx.Node)]
-        if NORMS[stock].norm(given).own:
+        if norm_with(stock, given).own:
             moving.update(found)
         else:
             reading += [(node, buffer) for buffer in found]
