@@ -342,14 +342,6 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     return few(partial, layout.C)
 
 
-def empty_dparams(rstd, dtype):
-    """Memory for dweight and dbias of a norm of the batch, of which ``rstd`` has the shape (C,)."""
-    # These are two allocations, because outputs of an op must not share memory.  PyTorch takes less time for a
-    # call without a dtype.
-    dweight = torch.empty_like(rstd) if rstd.dtype == dtype else torch.empty_like(rstd, dtype=dtype)
-    return dweight, torch.empty_like(dweight)
-
-
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
                  mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
@@ -359,7 +351,8 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
     ``norm_act_bwd_sums`` if it is known already.
     """
-    batch, affine = layout.I * layout.D == 1, dparam_dtype is not None
+    affine = dparam_dtype is not None
+    of_samples = affine and layout.I * layout.D > 1
     dx = torch.empty_like(dz) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
@@ -368,12 +361,16 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
     slots, K = (None, 0) if kept is None else kept
     keep = "output" if mean is None else "input"
     dweight = dbias = None
-    if affine and batch:
-        dweight, dbias = empty_dparams(rstd, dparam_dtype)
+    if affine and not of_samples:
+        # These are two allocations, because outputs of an op must not share memory.  rstd has C values here.  PyTorch
+        # takes less time for a call without a dtype.
+        same = rstd.dtype == dparam_dtype
+        dweight = torch.empty_like(rstd) if same else torch.empty_like(rstd, dtype=dparam_dtype)
+        dbias = torch.empty_like(dweight)
     tensors = saved, dz, residual, dx, dresidual
     onchip = onchip_plan(keep, saved.dtype, layout, act, K) if sums is None else None
     if onchip is not None:
-        if affine and not batch:
+        if of_samples:
             wide = torch.promote_types(saved.dtype, torch.float32)
             sums = torch.empty(2, layout.I * layout.C, dtype=wide, device=dz.device)
             dbias, dweight = sums
@@ -391,7 +388,7 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         partial = merged(sums, layout, weight)
         apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, partial.shape[1])
         apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
-    if not batch:
+    if of_samples:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)
     return dx, dweight, dbias
 
