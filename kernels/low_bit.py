@@ -5,6 +5,7 @@ the same order.  ``8 // BITS`` codes of adjacent values share a byte, the first 
 
     pack      reads the tensor, and writes codes and two numbers for each group; a second read finds the tile in L1
     unpack    reads these, and writes the tensor once
+    kink      computes the kinks of a norm: mean - shift / rstd, where shift is bias / weight, but at most FARTHEST
 
 A program has BLOCK_G whole groups, and walks over their positions, BLOCK_P at a step.  The tile of a step is (groups,
 positions) of planes, or (positions, channels) of rows (channels_last).  AXIS is the axis of the positions; numbers of
@@ -42,6 +43,7 @@ SHORTER: tl.constexpr = tl.constexpr(1.0 - 2.0**-21)
 MARGIN: tl.constexpr = tl.constexpr(2.0**-20)
 SMALLEST_HALF: tl.constexpr = tl.constexpr(2.0**-24)
 FRACTION_BITS: tl.constexpr = tl.constexpr(7)
+FARTHEST: tl.constexpr = tl.constexpr(64.0)
 UNIT: tl.constexpr = tl.constexpr(128.0)
 GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B1)
 MULTIPLIER: tl.constexpr = tl.constexpr(0x846CA68B)
@@ -353,6 +355,29 @@ def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I
         tl.store(x_ptr + begin + offs, v.to(DTYPE), mask=mask)
 
 
+@triton.jit
+def low_bit_kink_kernel(mean_ptr, rstd_ptr, weight_ptr, bias_ptr, kink_ptr, count, C, D, BLOCK: tl.constexpr):
+    u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = u < count
+    c = u % C
+    ACC: tl.constexpr = kink_ptr.dtype.element_ty
+    kink = tl.load(mean_ptr + u // D, mask=mask, other=0.0).to(ACC)
+    if bias_ptr is not None:
+        weight = tl.full(c.shape, 1.0, ACC)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + c, mask=mask, other=1.0).to(ACC)
+        shift = divide(tl.load(bias_ptr + c, mask=mask, other=0.0).to(ACC), weight)
+        # 0 / 0 of a channel without weight and bias is NaN.
+        shift = tl.minimum(tl.maximum(tl.where(shift == shift, shift, 0.0), -FARTHEST), FARTHEST)
+        kink = kink - divide(shift, tl.load(rstd_ptr + u // D, mask=mask, other=1.0).to(ACC))
+    tl.store(kink_ptr + u, kink, mask=mask)
+
+
+@plan
+def kink_plan(count, C, D):
+    return Launcher(low_bit_kink_kernel, (triton.cdiv(count, 256),), (count, C, D), {"BLOCK": 256, "num_warps": 4})
+
+
 @plan
 def launcher(kernel, lines, dtype, bits, kinks):
     I, S, C = lines
@@ -399,3 +424,10 @@ def low_bit_unpack(codes, lowest, highest, kink, lines, bits, flat):
     """Writes the values into ``flat``."""
     launch = launcher(low_bit_unpack_kernel, lines, flat.dtype, bits, 0 if kink is None else kink.numel())
     launch((flat, codes, lowest, highest, kink))
+
+
+def low_bit_kink(mean, rstd, weight, bias, kink):
+    """Writes ``kink``, one number for each channel, or each channel of each sample.  ``mean`` and ``rstd`` have one for
+    each group of these."""
+    C = kink.numel() if bias is None else bias.numel()
+    kink_plan(kink.numel(), C, kink.numel() // mean.numel())((mean, rstd, weight, bias, kink))

@@ -34,6 +34,7 @@ from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import BITS, Settings
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
+from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.norm import graph as norms
 
 from ..data import DTYPES
@@ -130,6 +131,10 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     elif target is concatenation.put_enlarged:
         large = nbytes(node) // value_of(node).shape[1] * value_of(node.args[1]).shape[1]
         yield Moved("upsampling", nbytes(node.args[1]), large)
+    elif target is norm_kink._opoverload:
+        # Of x it reads the shape.
+        vectors = [source for source in node.all_input_nodes if source is not node.args[0]]
+        yield Moved("kink", nbytes(*vectors), nbytes(node))
     elif target is concatenation.dense:
         yield Moved("copy", nbytes(node), nbytes(node))
     else:

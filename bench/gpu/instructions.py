@@ -71,7 +71,7 @@ def of_packing(names: Sequence[str]) -> list[Issued]:
             for bits in BITS:
                 with dry_run(DEVICE.arch) as launches:
                     launch(DTYPES[name], rows, bits, True)
-                found += [issued(of, rows, DTYPES[name], bits, prod(SHAPE)) for of in launches]
+                found += [issued(of, rows, DTYPES[name], bits, prod(SHAPE)) for of in launches[-2:]]
     return found
 
 

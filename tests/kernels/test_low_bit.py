@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import fusedseg
 from fusedseg.ops.low_bit import reference
+from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.low_bit.spec import GROUP, lines_of
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
@@ -77,6 +79,26 @@ def test_the_bits_of_aten_with_positions_of_64_bits(rows, device, monkeypatch):
     monkeypatch.setattr(low_bit, "FEW_VALUES", 0)
     launch(tensor((2, 5, 13, 23), torch.float16, rows, device), 4, torch.randn(10, device=device))
     launcher.forget_plans()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of", ["batch", "instance", "group"])
+def test_kinks_in_one_launch(dtype, of, device, monkeypatch):
+    """A norm's kinks took ten launches; their values are the same."""
+    wide = torch.promote_types(dtype, torch.float32)
+    x, count = torch.empty(2, 300, 3, 3, dtype=dtype, device=device), {"batch": 300, "instance": 600, "group": 20}[of]
+    mean, rstd = torch.randn(count, dtype=wide, device=device), torch.rand(count, dtype=wide, device=device) + 0.1
+    weight, bias = torch.randn(2, 300, dtype=dtype, device=device)
+    # A far kink on both sides, one of a channel without weight, and one that nothing determines.
+    weight[:4], bias[3] = torch.tensor([1e-4, -1e-4, 0.0, 0.0]), 0.0
+    for affine in ((weight, bias), (None, bias), (None, None)):
+        given, found = (x, mean, rstd, *affine, of != "batch"), []
+        for backend in ("triton", "aten"):
+            monkeypatch.setattr(fusedseg, "backend", backend)
+            found.append(norm_kink(*given))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert found[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("poison")
