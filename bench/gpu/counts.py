@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.capture import passes
-from fusedseg.compiler.codegen import concatenation, convolution_backward
+from fusedseg.compiler.codegen import concatenation, convolution_backward, shorter
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
 from fusedseg.compiler.partition import Partition
@@ -47,10 +47,13 @@ RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100-80gb-hbm3" / "ste
 KINDS = {
     "convolution": "convolution", "cat": "concatenation", "put": "concatenation", "put_enlarged": "upsampling",
     "interpolate": "upsampling", "interpolate_backward": "upsampling", "max_pool": "pool", "max_pool_backward": "pool",
-    "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "_to_copy": "copy", "dense": "copy",
+    "max_pool_pick": "pool", "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "dense": "copy",
+    "_to_copy": "copy",
     "native_batch_norm": "norm", "_native_batch_norm_legit": "norm", "mm": "convolution", "addmm": "convolution",
     "low_bit_round": "pack", "low_bit_unpack": "unpack", "bits_pack": "pack masks", "bits_unpack": "unpack masks",
 }  # fmt: skip
+# What generated code calls for the gradient of a convolution that no kernel of this package computes; it has no name.
+BARE_CONVOLUTION_BACKWARD = shorter.CONVOLUTIONS[torch.ops.aten.convolution_backward.default].function
 # Calls that move no bytes.
 NOTHING = {"empty", "view", "detach", "_unsafe_view", "getitem", "without_views", "sym_size", "alias", "t"}
 
@@ -119,7 +122,7 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     norm = _norm(*(norms.prepared(target, node.args) or (target, node.args)))
     if norm is not None:
         yield norm
-    elif name == "convolution_backward":
+    elif name == "convolution_backward" or target is BARE_CONVOLUTION_BACKWARD:
         yield from _convolution_backward(node)
     elif name == "convolution":
         x, w, bias = node.args[:3]
@@ -224,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
     given = parser.parse_args(argv)
     case = next(case for case in CASES if str(case) == given.case)
-    settings = Settings(codegen="aten", bits=given.bits)
+    settings = Settings(codegen="aten", bits=given.bits, memory_format=case.option())
     found = counted(graphs_of(case, settings, given.tiny))
     print(case)
     print(f"{'kind':20s} {'read GB':>8s} {'written GB':>10s} {'launches':>8s} {'ms, predicted':>13s}")
