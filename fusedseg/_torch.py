@@ -101,6 +101,8 @@ preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter"
 are_functorch_transforms_active = _or(
     "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
 )
+# A tensor inside of a transform of torch.func.  PyTorch's own error follows where one is not recognised.
+is_functorch_wrapped_tensor = _or("torch._C._functorch.is_functorch_wrapped_tensor", lambda t: False)
 # Batches of gradients.  A batch that is not recognised raises an error where its memory is read or written.
 is_batchedtensor = _or("torch._C._functorch.is_batchedtensor", lambda t: False)
 is_legacy_batchedtensor = _or("torch._C._functorch.is_legacy_batchedtensor", lambda t: False)

@@ -3,7 +3,7 @@
 No GPU is needed: tensors have no values, a CPU stands for the GPU, and the rules for GPUs decide::
 
     python -m bench.gpu.counts "ResNet-50, 128x3x224x224 bf16 nhwc"
-    python -m bench.gpu.counts --keep "ResidualEncoderUNet, 2x1x128x128x128 fp16 nchw"
+    python -m bench.gpu.counts --bits 4 "PlainConvUNet, 2x1x128x128x128 fp16 nhwc"
 
 The times at the end are predicted: bytes at the bandwidth of ``BANDWIDTH``, and convolutions as they were measured.
 Parameters are in half precision, so that the casts of autocast are missing.
@@ -27,13 +27,14 @@ from torch import Tensor, fx, nn
 import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.capture import passes
-from fusedseg.compiler.codegen import concatenation, convolution_backward
+from fusedseg.compiler.codegen import concatenation, convolution_backward, shorter
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
 from fusedseg.compiler.partition import Partition
-from fusedseg.compiler.settings import KEEP, Settings
+from fusedseg.compiler.settings import BITS, Settings
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
+from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.norm import graph as norms
 
 from ..data import DTYPES
@@ -42,15 +43,17 @@ from .steps import CASES, Case
 # Bytes a second of a copy on an H100.
 BANDWIDTH = 2.9e12
 RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100-80gb-hbm3" / "steps.json"
-FORWARD = {norms.norm_act, *norms.OVER.values(), norms.forward_moving} - {norms.backward_over}
-BACKWARD = {norms.norm_act_backward, norms.backward_over}
 # Kinds by a part of the name of the called function.
 KINDS = {
     "convolution": "convolution", "cat": "concatenation", "put": "concatenation", "put_enlarged": "upsampling",
     "interpolate": "upsampling", "interpolate_backward": "upsampling", "max_pool": "pool", "max_pool_backward": "pool",
-    "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "_to_copy": "copy", "dense": "copy",
+    "max_pool_pick": "pool", "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "dense": "copy",
+    "_to_copy": "copy",
     "native_batch_norm": "norm", "_native_batch_norm_legit": "norm", "mm": "convolution", "addmm": "convolution",
+    "low_bit_round": "pack", "low_bit_unpack": "unpack", "bits_pack": "pack masks", "bits_unpack": "unpack masks",
 }  # fmt: skip
+# What generated code calls for the gradient of a convolution that no kernel of this package computes; it has no name.
+BARE_CONVOLUTION_BACKWARD = shorter.CONVOLUTIONS[torch.ops.aten.convolution_backward.default].function
 # Calls that move no bytes.
 NOTHING = {"empty", "view", "detach", "_unsafe_view", "getitem", "without_views", "sym_size", "alias", "t"}
 
@@ -76,18 +79,21 @@ def nbytes(*values: object) -> int:
     return total
 
 
-def _norm_forward(node: fx.Node) -> Moved:
-    """Statistics read x once, and the output is a second pass."""
-    x, residual, mean, own = node.args[0], node.args[3], node.args[6], node.args[12]
-    passes = 2 if own and mean is None else 1
-    kind = "norm" if mean is None else "norm, once more"
-    return Moved(kind, passes * nbytes(x) + nbytes(residual), nbytes(x), passes)
-
-
-def _norm_backward(node: fx.Node) -> Moved:
-    """Sums over the gradient and x are the first pass."""
-    dz, x, residual, of_residual = node.args[0], node.args[1], node.args[4], node.args[-1]
-    return Moved("norm", 2 * nbytes(dz, x, residual), nbytes(x) + (nbytes(x) if of_residual else 0), 2)
+def _norm(function: Any, args: tuple[Any, ...]) -> Moved | None:
+    """What a norm in generated code moves; None for other functions."""
+    if isinstance(function, norms.Forward):
+        # Statistics read x once, and the output is a second pass.
+        x, residual, mean = args[0], args[3], args[6]
+        passes = 2 if function.norm.own and mean is None else 1
+        kind = "norm" if mean is None else "norm, once more"
+        return Moved(kind, passes * nbytes(x) + nbytes(residual), nbytes(x), passes)
+    if isinstance(function, norms.Backward):
+        # Sums over the gradient and x are the first pass.
+        dz, x, residual = args[0], args[1], args[4]
+        return Moved("norm", 2 * nbytes(dz, x, residual), nbytes(x) * (2 if function.of_residual else 1), 2)
+    if function in (norms.statistics, norms.statistics_moving):
+        return Moved("norm", nbytes(args[0]), 0)
+    return None
 
 
 def _convolution_backward(node: fx.Node) -> Iterator[Moved]:
@@ -113,11 +119,10 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     name = name_of(node) or str(getattr(target, "__name__", target)).rpartition("::")[2].partition(".")[0]
     if calls_view(node) or name in NOTHING:
         return
-    if target in FORWARD:
-        yield _norm_forward(node)
-    elif target in BACKWARD:
-        yield _norm_backward(node)
-    elif name == "convolution_backward":
+    norm = _norm(*(norms.prepared(target, node.args) or (target, node.args)))
+    if norm is not None:
+        yield norm
+    elif name == "convolution_backward" or target is BARE_CONVOLUTION_BACKWARD:
         yield from _convolution_backward(node)
     elif name == "convolution":
         x, w, bias = node.args[:3]
@@ -129,6 +134,10 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     elif target is concatenation.put_enlarged:
         large = nbytes(node) // value_of(node).shape[1] * value_of(node.args[1]).shape[1]
         yield Moved("upsampling", nbytes(node.args[1]), large)
+    elif target is norm_kink._opoverload:
+        # Of x it reads the shape.
+        vectors = [source for source in node.all_input_nodes if source is not node.args[0]]
+        yield Moved("kink", nbytes(*vectors), nbytes(node))
     elif target is concatenation.dense:
         yield Moved("copy", nbytes(node), nbytes(node))
     else:
@@ -214,11 +223,11 @@ def convolutions_of(case: Case) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.gpu.counts", description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=[str(case) for case in CASES])
-    parser.add_argument("--keep", action="store_true", help="leave planes to convolutions that are given planes")
+    parser.add_argument("--bits", type=int, choices=BITS, help="the option of the backend")
     parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
     given = parser.parse_args(argv)
     case = next(case for case in CASES if str(case) == given.case)
-    settings = Settings(codegen="aten", memory_format=KEEP if given.keep else None)
+    settings = Settings(codegen="aten", bits=given.bits, memory_format=case.option())
     found = counted(graphs_of(case, settings, given.tiny))
     print(case)
     print(f"{'kind':20s} {'read GB':>8s} {'written GB':>10s} {'launches':>8s} {'ms, predicted':>13s}")

@@ -119,6 +119,10 @@ class Case(NamedTuple):
     def memory_format(self) -> torch.memory_format:
         return memory_format_of(len(self.shapes[False]), self.channels_last)
 
+    def option(self) -> torch.memory_format | None:
+        """The option ``memory_format`` of the backend: norms of volumes would copy to contiguous planes without it."""
+        return torch.channels_last_3d if self.memory_format() == torch.channels_last_3d else None
+
     def network(self, tiny: bool, device: torch.device, fused: bool = False) -> nn.Module:
         """The network with the same parameters in every process."""
         torch.manual_seed(0)
@@ -198,7 +202,7 @@ def budget(share: float) -> Callable[[nn.Module, Case], nn.Module]:
 
 def backend(codegen: str, **options: Any) -> Callable[[nn.Module, Case], nn.Module]:
     def make(net: nn.Module, case: Case) -> nn.Module:
-        rows = {"memory_format": case.memory_format()} if case.memory_format() == torch.channels_last_3d else {}
+        rows = {} if case.option() is None else {"memory_format": case.option()}
         return with_backend(codegen, **options, **rows)(net, torch.empty(0))
 
     return make

@@ -294,3 +294,14 @@ def test_an_image_without_a_batch_keeps_its_bias(codegen, counts):
     x = torch.randn(2, 9, 8)
     close(results(net, compiled(net, codegen), [x]), results(twin, twin, [x.double()]))
     assert counts == [0]
+
+
+@pytest.mark.parametrize("codegen", ["aten"], indirect=True)
+def test_an_empty_batch_moves_no_mean(codegen, counts):
+    """The mean moved by the part of the bias, although there were no values."""
+    net, twin = shifted(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
+    x = torch.randn(0, 2, 6, 6)
+    found = compiled(net, codegen)(x)
+    assert found.shape == twin(x.double()).shape
+    torch.testing.assert_close([b.double() for b in net.buffers()], [b.double() for b in twin.buffers()])
+    assert counts == [0]

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg.compiler.codegen import activations
+from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler.networks import compiled, kept, results
 from tests.tools.traffic import traffic
 
@@ -165,7 +167,8 @@ def test_bits_keep_the_inputs_of_norms():
     # A result of a convolution in fp32, and the numbers of its groups.  The first norm has a kink for each group.
     nbytes, groups = 4 * 2 * 4 * 32 * 32, 2 * 4 * 4
     assert moved.launches.count("low_bit_pack_kernel") == 2
-    assert moved.loaded("low_bit_pack_kernel") == 2 * nbytes + 4 * groups
+    # The second read of a tile is from L1.
+    assert moved.loaded("low_bit_pack_kernel") == 2 * (2 * nbytes) + 4 * groups
     assert moved.stored("low_bit_pack_kernel") == 2 * (nbytes // 8 + 8 * groups)
     # A value at the peak is unpacked twice.
     assert moved.stored("low_bit_unpack_kernel") == nbytes * moved.launches.count("low_bit_unpack_kernel")
@@ -185,6 +188,58 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
     assert calls(sources).count("backward") == 2
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3
+
+
+class Skip(nn.Module):
+    """The first activation has two readers, and the second norm's result has two as well."""
+
+    def __init__(self, norm, act):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, 4, 3, padding=1) for c in (2, 4, 8))
+        self.norms, self.act = nn.ModuleList(norm() for _ in self.convs), act
+
+    def forward(self, x):
+        first = self.act(self.norms[0](self.convs[0](x)))
+        second = self.norms[1](self.convs[1](first))
+        return self.act(self.norms[2](self.convs[2](torch.cat([first, self.act(second)], 1)))) + second
+
+
+# Norms, activations, and how many calls of activations and gates go.  Out of place, two of the second norm stay.
+JOINED = {
+    "batch": (batch, nn.ReLU(), 8), "instance": (instance, nn.LeakyReLU(0.2, True), 10),
+    "group": (lambda: nn.GroupNorm(2, 4), nn.ReLU(), 8), "elu": (batch, nn.ELU(), 0),
+    # What the gate of such a slope reads does not tell the side.
+    "falling": (batch, nn.LeakyReLU(-0.2), 0),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+@pytest.mark.parametrize("name", JOINED)
+def test_bits_put_activations_into_norms(name, rows, sources, monkeypatch):
+    """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes.
+
+    The same codes give the same gradients as with the gates apart.
+    """
+    norm, act, joined = JOINED[name]
+    torch.manual_seed(0)
+    net, x, found, called = Skip(norm, act), torch.randn(2, 2, 35, 33), [], []
+    if rows:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(activations, "rewrite", lambda graph: 0)
+        # The same step of the same seed, compiled anew.
+        low_bit._steps.clear()
+        torch._dynamo.reset()
+        sources.clear()
+        model = copy.deepcopy(net)
+        found.append(results(model, compiled(model, bits=4), [x], 1))
+        called.append(calls(sources))
+    close(*found)
+    of_activations = [sum("elu" in call or "threshold" in call for call in of) for of in called]
+    assert of_activations[1] - of_activations[0] == joined
+    assert [of.count("backward") for of in called] == [3, 3]
 
 
 class Late(nn.Module):

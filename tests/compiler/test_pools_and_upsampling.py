@@ -49,6 +49,22 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
     assert sum("upsample" in name for name in called) == 1
 
 
+@pytest.mark.parametrize(("mode", "dims"), [*MODES, ("trilinear", 3)])
+def test_sizes_that_change(mode, dims):
+    """Inductor's code raised an error of PyTorch's with the first other size, because its kernels take no symbols."""
+
+    def net(x):
+        return F.interpolate(x, scale_factor=2.0, mode=mode).sin()
+
+    backend, _ = seeing_backend()
+    run = torch.compile(net, backend=backend, dynamic=True)
+    for size in (5, 7):
+        x = torch.randn(2, 3, *(size,) * dims, dtype=torch.float64, requires_grad=True)
+        (found,) = torch.autograd.grad(run(x).sum(), x)
+        (wanted,) = torch.autograd.grad(net(x).sum(), x)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
     """Where Triton serves a tensor, a linear interpolation is the op of this package, in forward too."""
     monkeypatch.setattr(fusedseg, "backend", "triton")

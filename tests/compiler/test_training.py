@@ -322,3 +322,33 @@ def test_hooks_that_are_registered_after_compilation(x, codegen):
         net.a[0].register_forward_hook(lambda module, args, out: out * 0.5)
         found.append(results(net, run, [x], 1))
     assert alike(*found)
+
+
+class OfFunc(nn.Module):
+    """A norm and a sum after it, an interpolation, and a pool: all that is looked for in a captured graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = torch.relu(self.norm(x) + x.sin())
+        large = nn.functional.interpolate(nn.functional.max_pool2d(x, 2), scale_factor=2.0, mode="bilinear")
+        return self.last(large)
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["", "of each sample"])
+def test_transforms_of_torch_func(x, samples):
+    """Tensors inside of a transform have no memory to look at, and PyTorch's error for them came out of the backend."""
+    net, _ = pair(OfFunc)
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(net, parameters, (x.view(-1, 3, 14, 14),)).square().mean()
+
+    transform = torch.func.grad(loss)
+    if samples:
+        transform = torch.func.vmap(transform, (None, 0))
+    run = torch.compile(transform, backend="fusedseg", options={"codegen": "aten"})
+    torch.testing.assert_close(run(parameters, x), transform(parameters, x))

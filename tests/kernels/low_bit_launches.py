@@ -4,7 +4,7 @@ import itertools
 from functools import partial
 
 import torch
-from fusedseg.kernels.low_bit import low_bit_pack, low_bit_unpack
+from fusedseg.kernels.low_bit import low_bit_kink, low_bit_pack, low_bit_unpack
 
 from fusedseg.ops.low_bit.spec import lines_of
 
@@ -16,6 +16,8 @@ def launch(dtype, rows, bits, has_kink):
     t = torch.empty(SHAPE, dtype=dtype, memory_format=torch.channels_last if rows else torch.contiguous_format)
     kink = torch.empty(SHAPE[1], dtype=torch.promote_types(dtype, torch.float32)) if has_kink else None
     lines, flat = lines_of(t, SHAPE[1] if has_kink else 0), t.as_strided((t.numel(),), (1,))
+    if kink is not None:
+        low_bit_kink(kink, kink, kink, kink, torch.empty_like(kink))
     packed = low_bit_pack(flat, lines, bits, 1, kink)
     low_bit_unpack(*packed, kink, lines, bits, flat)
 

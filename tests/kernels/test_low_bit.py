@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import fusedseg
 from fusedseg.ops.low_bit import reference
+from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.low_bit.spec import GROUP, lines_of
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
@@ -68,6 +70,37 @@ def test_the_bits_of_aten_with_a_kink(dtype, rows, of, device):
     launch(tensor((2, 5, 3, 5), dtype, rows, device), 8, kink)
 
 
+@FORMATS
+def test_the_bits_of_aten_with_positions_of_64_bits(rows, device, monkeypatch):
+    """As in tensors of 2**30 values and more."""
+    from fusedseg.kernels import launcher, low_bit
+
+    launcher.forget_plans()
+    monkeypatch.setattr(low_bit, "FEW_VALUES", 0)
+    launch(tensor((2, 5, 13, 23), torch.float16, rows, device), 4, torch.randn(10, device=device))
+    launcher.forget_plans()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of", ["batch", "instance", "group"])
+def test_kinks_in_one_launch(dtype, of, device, monkeypatch):
+    """A norm's kinks took ten launches; their values are the same."""
+    wide = torch.promote_types(dtype, torch.float32)
+    x, count = torch.empty(2, 300, 3, 3, dtype=dtype, device=device), {"batch": 300, "instance": 600, "group": 20}[of]
+    mean, rstd = torch.randn(count, dtype=wide, device=device), torch.rand(count, dtype=wide, device=device) + 0.1
+    weight, bias = torch.randn(2, 300, dtype=dtype, device=device)
+    # A far kink on both sides, one of a channel without weight, and one that nothing determines.
+    weight[:4], bias[3] = torch.tensor([1e-4, -1e-4, 0.0, 0.0]), 0.0
+    for affine in ((weight, bias), (None, bias), (None, None)):
+        given, found = (x, mean, rstd, *affine, of != "batch"), []
+        for backend in ("triton", "aten"):
+            monkeypatch.setattr(fusedseg, "backend", backend)
+            found.append(norm_kink(*given))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert found[0].isfinite().all()
+
+
 @pytest.mark.usefixtures("poison")
 def test_values_that_are_not_finite(device):
     """The minimum of a GPU leaves out NaN, so that the group would look finite."""
@@ -83,14 +116,17 @@ def test_values_that_are_not_finite(device):
 @FORMATS
 @pytest.mark.parametrize("bits", [8, 4])
 def test_each_tensor_is_moved_once(rows, bits, device, request):
-    """8 bits of fp16: 1 + 0.51 passes to pack; 4 bits: 1 + 0.26 passes."""
+    """8 bits of fp16: 1 + 0.51 passes to pack; 4 bits: 1 + 0.26 passes.
+
+    A program that packs reads its tile of up to 32 KiB a second time, right after the first.
+    """
     if device.type != "cpu" or request.config.getoption("--ptx"):
         pytest.skip("counts in the interpreter; in compiled code every lane loads the numbers of its group")
     t = tensor((1, 8, 32, 64), torch.float16, rows, device)
     packed, _, moved = launch(t, bits)
     small = sum(part.nbytes for part in packed)
     assert small == t.numel() * bits // 8 + 2 * t.nbytes // GROUP
-    assert moved.loaded("low_bit_pack_kernel") == t.nbytes
+    assert moved.loaded("low_bit_pack_kernel") == 2 * t.nbytes
     assert moved.stored("low_bit_pack_kernel") == small
     assert moved.loaded("low_bit_unpack_kernel") == small
     assert moved.stored("low_bit_unpack_kernel") == t.nbytes

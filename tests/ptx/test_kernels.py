@@ -59,6 +59,7 @@ PART = [
     *cases("test_segmentation_sums.py::test_classes_in_several_tiles_of_fp32", "planes", "rows"),
     # Packed copies.
     *cases("test_low_bit.py::test_the_bits_of_aten_with_a_kink", "channel-planes-torch.float16"),
+    *cases("test_low_bit.py::test_kinks_in_one_launch", "group-torch.float16"),
 ]
 
 

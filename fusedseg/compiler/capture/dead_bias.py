@@ -134,6 +134,9 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
         is_batch = y.dim() == captured_value_of(_argument(conv, 1, "weight")).dim()
         if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
             continue
+        if 0 in [n for n in y.shape if isinstance(n, int)]:
+            # PyTorch's norm of an empty batch does not move the running mean.
+            continue
         if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
             continue
         yield _Dead(norm, conv, bias, given)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from ..graph import node_at
+from ... import _torch
+from ..graph import captured_value_of, node_at
 from ..settings import Settings
 from . import convolve_first, dead_bias, memory_format, norms, pools_and_upsampling
 
@@ -40,6 +41,10 @@ def unfold(module: fx.GraphModule) -> None:
 
 def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     """Rewrites a captured graph for the codegen of the settings."""
+    values = [value for node in module.graph.nodes if (value := captured_value_of(node)) is not None]
+    if any(map(_torch.is_functorch_wrapped_tensor, values)):
+        # A transform of torch.func differentiates or maps each call.  The ops that are put in here are no part of that.
+        return module
     fuses = settings.codegen == "inductor"
     # Before other passes replace the norms.
     dead_bias.rewrite(module, settings)

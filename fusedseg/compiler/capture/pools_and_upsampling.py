@@ -38,7 +38,11 @@ class _Interpolation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return upsample.backward(dy, *ctx.how), None, None, None, None
+        large, small, *_ = ctx.how
+        # PyTorch traces the kernels of most modes with numbers alone.  The op takes symbols, and calls the kernel.
+        numbers = all(isinstance(n, int) for n in (*large, *small))
+        function: Any = upsample.backward if numbers else upsample.interpolate_backward_op
+        return function(dy, *ctx.how), None, None, None, None
 
 
 def _interpolate(*args: Any, **kwargs: Any) -> Tensor:

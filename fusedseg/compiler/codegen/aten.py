@@ -18,7 +18,7 @@ from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
-from . import concatenation, convolution_backward, in_place, norms, shorter
+from . import activations, concatenation, convolution_backward, in_place, norms, shorter
 
 aten = torch.ops.aten
 SAME = (
@@ -155,6 +155,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
+    activations.rewrite(module.graph)
     if not gradients:
         norms.divide(module.graph)
     has_kernels = _has_kernels(module.graph)

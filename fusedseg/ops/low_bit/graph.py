@@ -143,6 +143,14 @@ def norm_kink(x, mean, rstd, weight, bias, of_samples):
     """
     wide = wide_dtype(mean.dtype)
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
+    if channels and _backend.use_triton(mean, "low_bit"):
+        from ...kernels.low_bit import low_bit_kink
+
+        kink = mean.new_empty(channels, dtype=wide)
+        given = (None if v is None else v.contiguous() for v in (mean, rstd, weight, bias))
+        with _backend.launching(mean):
+            low_bit_kink(*given, kink)
+        return kink
     # This makes new memory, which the result of an op needs.
     mean, rstd = (v.flatten().to(wide).repeat_interleave(channels // v.numel()) for v in (mean, rstd))
     if bias is None:
