@@ -86,6 +86,9 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
 else:
     OpOverload = _or("torch._ops.OpOverload", SimpleNamespace)
+# The classes of an op whose overload is not chosen yet, and of calls of graphs.
+OpOverloadPacket: Any = _or("torch._ops.OpOverloadPacket", SimpleNamespace)
+HigherOrderOperator: Any = _or("torch._ops.HigherOrderOperator", SimpleNamespace)
 # Attributes of tensors and storages, which callers read from the object.
 for _path in ("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view", "torch.UntypedStorage._cdata"):
     _or(_path, None)

@@ -104,6 +104,18 @@ def test_a_result_with_two_readers_stays():
     assert left == [F.relu]
 
 
+@torch.library.custom_op("test_norms::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> torch.Tensor:
+    """Writes to its argument, and returns another tensor."""
+    x.mul_(2)
+    return x.new_zeros(())
+
+
+@double_.register_fake
+def _(x):
+    return x.new_empty(())
+
+
 class Disturbed(nn.Module):
     """Something between a norm and the sum after it changes what the op would read there."""
 
@@ -122,6 +134,7 @@ DISTURBED = {
     "view of the input": lambda net, x, y, other: (x[:1].mul_(2), y + other)[1] + x,
     "residual": lambda net, x, y, other: (other.mul_(2), y + other)[1],
     "residual in place": lambda net, x, y, other: other.add_(y) + other,
+    "op": lambda net, x, y, other: (double_(x), y + other)[1] + x,
     "assigned": lambda net, x, y, other: (other.__setitem__(0, 1.0), y + other)[1],
     "weight": lambda net, x, y, other: y + other * net.norm.weight.detach().mul_(1.5).sum(),
     "shared norm": lambda net, x, y, other: y + net.conv(torch.relu(net.norm(other))),
@@ -136,7 +149,7 @@ def test_what_is_written_between(name):
     torch.manual_seed(0)
     net = Disturbed(DISTURBED[name]).double()
     twin, x = copy.deepcopy(net), torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    if name in ("input", "view of the input", "weight"):
+    if name in ("input", "view of the input", "weight", "op"):
         # Autograd does not let backward follow.
         with torch.no_grad():
             assert torch.equal(compiled(net)(x), twin(x))

@@ -385,7 +385,8 @@ def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
 def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     """Whether a norm gives the same where ``end`` stands as at ``start``.
 
-    Nothing between may write to a tensor that the norm reads; a call that writes over a tensor returns it, or nothing.
+    Nothing between may write to a tensor that the norm reads; a function of PyTorch that writes over a tensor returns
+    it, or nothing.
     And nothing else may read the running statistics, which the norm moves.
     """
     running = _memory(captured_value_of(norm.running_mean), captured_value_of(norm.running_var))
@@ -396,12 +397,24 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
         node = node.next
     while node is not end:
         results = node.meta.get("example_value")
-        written = _memory(*(results if isinstance(results, (tuple, list)) else [results]))
         read = _memory(*map(captured_value_of, node.all_input_nodes))
+        returned = results if isinstance(results, (tuple, list)) else [results]
+        written = set() if _may_write_unseen(node) else _memory(*returned)
         if not memory.isdisjoint(written or read) or not running.isdisjoint(read):
             return False
         node = node.next
     return True
+
+
+def _may_write_unseen(node: fx.Node) -> bool:
+    """Whether a call may write to an argument and return another tensor.
+
+    That is an op of another package that says so, or a call of a graph.
+    """
+    target = node.target
+    if isinstance(target, _torch.OpOverload):
+        return target.namespace != "fusedseg" and bool(target._schema.is_mutable)
+    return isinstance(target, (_torch.OpOverloadPacket, _torch.HigherOrderOperator))
 
 
 def _memory(*values: object) -> set[int]:
