@@ -1,7 +1,4 @@
-"""The noise of the option "bits" over networks, norms and activations: gradients are right on average.
-
-`.ci/run` measures no coverage here, because `test_bits.py` has the same lines.
-"""
+"""The noise of the option "bits" over networks, norms and activations: gradients are right on average."""
 
 import pytest
 import torch

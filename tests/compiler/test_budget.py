@@ -24,8 +24,6 @@ from tests.compiler.test_bits import error_of
 from tests.tools.threads import threads
 
 BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
-# Coverage doubles the time of the compiler, and the tests without this mark run the same lines.
-covered_by_others = pytest.mark.no_cover
 # The share of forward's arithmetic by which a choice may be above the optimum.
 FAR = 0.05
 
@@ -75,7 +73,6 @@ def counted(monkeypatch):
     return live
 
 
-@covered_by_others
 @pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
 def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
@@ -104,7 +101,6 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
 
 
-@covered_by_others
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
 # attention has 8 bits too.  The batch norms of a ResNet have a budget above, and bits in test_bits.py.
 @pytest.mark.parametrize(
@@ -140,7 +136,6 @@ def test_with_bits(name, bits, chosen):
     assert not found.size or found.bias < MOST
 
 
-@covered_by_others
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
 def test_allocator_peak():
     """The allocator's peak does not rise either.  Another order of equal parts let it rise by up to 1.4 %."""
@@ -155,7 +150,6 @@ def test_allocator_peak():
     assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
 
 
-@covered_by_others
 def test_equal_graphs_have_equal_choices(chosen):
     """The order of sets decided between equal parts, so each budget had choices of its own, and peaks could rise."""
     net, inputs = make("ResNet")
@@ -250,7 +244,6 @@ def test_inductor(chosen):
     assert chosen[-1][1].kept <= 0.4 * chosen[-1][0]
 
 
-@covered_by_others
 @pytest.mark.parametrize("name", ["U-Net", "two encoders"])
 def test_peak_with_inductor(name, monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""

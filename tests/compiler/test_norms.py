@@ -1,7 +1,6 @@
 """Norms are found in captured graphs, with their residuals and activations, and become one op."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from fusedseg.activation import TABLE, Activation
 from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
 from fusedseg.compiler.capture.norms import How
 from fusedseg.compiler.codegen.aten import emit
-from fusedseg.compiler.graph import following
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import Backward, flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
 from tests.compiler.networks import as_eager, compiled, kept, results
 
 
@@ -423,65 +421,3 @@ def test_gradcheck(act):
     param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
     spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
     assert torch.autograd.gradcheck(lambda *t: norm_act(*t, None, None, None, None, *flat(spec))[0], given)
-
-
-def basic_blocks():
-    from tests.resnet import ResNet18
-
-    return ResNet18(10, width=4), torch.randn(2, 3, 32, 32), 8
-
-
-def bottlenecks():
-    from tests.resnet import ResNet50
-
-    return ResNet50(10, width=4), torch.randn(2, 3, 32, 32), 16
-
-
-def residual_encoder():
-    unet = pytest.importorskip("dynamic_network_architectures.architectures.unet")
-    net = unet.ResidualEncoderUNet(
-        1, 2, (4, 8), nn.Conv3d, 3, (1, 2), (1, 2), 2, (1,), conv_bias=True, norm_op=nn.InstanceNorm3d,
-        norm_op_kwargs={"affine": True}, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True},
-    )  # fmt: skip
-    return net, torch.randn(1, 1, 8, 8, 8), 3
-
-
-def swin_unetr():
-    nets = pytest.importorskip("monai.networks.nets")
-    # Of ten residual blocks four add a permuted map, which lies otherwise than the result of the norm.
-    return nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12), torch.randn(1, 1, 64, 32, 32), 6
-
-
-RESIDUAL = {
-    "ResNet-18": basic_blocks, "ResNet-50": bottlenecks, "ResidualEncoderUNet": residual_encoder,
-    "SwinUNETR": swin_unetr,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fmt", ["planes", "rows"])
-@pytest.mark.parametrize("name", RESIDUAL)
-def test_residual_norms_of_networks(name, fmt, monkeypatch):
-    """Each is one op, in planes too; its backward gives the shortcut's gradient, and sums of gradients are in place."""
-    torch.manual_seed(0)
-    net, x, wanted = RESIDUAL[name]()
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
-    if fmt == "rows":
-        net, x = net.to(memory_format=last), x.contiguous(memory_format=last)
-    home, backward = sys.modules["fusedseg.compiler.codegen.aten"], []
-    original = home.emit
-
-    def emitting(module, inputs):
-        run = original(module, inputs)
-        if any("tangents" in node.name for node in module.graph.find_nodes(op="placeholder")):
-            backward.extend(module.graph.nodes)
-        return run
-
-    monkeypatch.setattr(home, "emit", emitting)
-    options = {} if fmt == "planes" else {"memory_format": last}
-    compiled(net, **options)(x).square().mean().backward()
-    norms_of = [node.target for node in backward if isinstance(node.target, Backward)]
-    assert sum(norm.of_residual for norm in norms_of) == wanted
-    large = x.numel() // 8
-    gradients = following(backward[0].graph)
-    sums = [node for node in gradients if node.target is torch.ops.aten.add.Tensor]
-    assert not [node for node in sums if node.meta["val"].numel() >= large]
