@@ -221,7 +221,7 @@ def stretch(byte, BITS: tl.constexpr):
 
 @triton.jit
 def groups_of(I, S, C, row_bytes, kinks, ROWS: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr,
-              BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+              BLOCK_G: tl.constexpr):  # fmt: skip
     """The groups of a program: their numbers, which exist, the places of their kinks, and where their memory begins.
 
     The latter are the first position, and the offsets of its value and of its byte of codes.  INDEX is the dtype of the
@@ -300,8 +300,7 @@ def low_bit_pack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, key
                         WHOLE: tl.constexpr):  # fmt: skip
     AXIS: tl.constexpr = 0 if ROWS else 1
     DTYPE: tl.constexpr = lowest_ptr.dtype.element_ty
-    group, exists, at, first, begin, byte = groups_of(I, S, C, row_bytes, kinks, ROWS, INDEX, BITS, BLOCK_G,
-                                                      BLOCK_P)  # fmt: skip
+    group, exists, at, first, begin, byte = groups_of(I, S, C, row_bytes, kinks, ROWS, INDEX, BITS, BLOCK_G)
     low = tl.full((BLOCK_P, BLOCK_G) if ROWS else (BLOCK_G, BLOCK_P), float("inf"), ACC)
     high = tl.full((BLOCK_P, BLOCK_G) if ROWS else (BLOCK_G, BLOCK_P), float("-inf"), ACC)
     for step in tl.range(STEPS):
@@ -341,8 +340,7 @@ def low_bit_unpack_kernel(x_ptr, codes_ptr, lowest_ptr, highest_ptr, kink_ptr, I
                           BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
                           WHOLE: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = lowest_ptr.dtype.element_ty
-    group, exists, at, first, begin, byte = groups_of(I, S, C, row_bytes, kinks, ROWS, INDEX, BITS, BLOCK_G,
-                                                      BLOCK_P)  # fmt: skip
+    group, exists, at, first, begin, byte = groups_of(I, S, C, row_bytes, kinks, ROWS, INDEX, BITS, BLOCK_G)
     lowest = tl.load(lowest_ptr + group, mask=exists, other=0.0).to(ACC)
     highest = tl.load(highest_ptr + group, mask=exists, other=0.0).to(ACC)
     kink = load_kink(kink_ptr, at, exists)

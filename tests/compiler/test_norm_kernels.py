@@ -242,6 +242,36 @@ def test_bits_put_activations_into_norms(name, rows, sources, monkeypatch):
     assert [of.count("backward") for of in called] == [3, 3]
 
 
+class Total(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.convs(x))).sum()
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_bits_gate_an_expanded_gradient(training, sources):
+    """The gradient of a sum has one value in memory, and goes straight into the norm.
+
+    In eval mode the sign of a norm is not exact, so that a mask answers the gates.
+    """
+    torch.manual_seed(0)
+    net = Total().train(training)
+    twin, x, found = copy.deepcopy(net).double(), torch.randn(2, 2, 38, 37), []
+    for model, run, image in ((net, compiled(net, bits=8), x), (twin, twin, x.double())):
+        run(image).backward()
+        found.append([p.grad.double() for p in model.parameters()])
+    called = "".join(calls(sources))
+    assert "threshold" not in called
+    assert ("where" in called) != training
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.03 * b.norm() + 1e-2
+
+
 class Late(nn.Module):
     """A residual that is computed after the norm, whose running mean gets the part of the bias before it."""
 

@@ -89,10 +89,11 @@ def _join_gradient(graph: fx.Graph, norm: fx.Node) -> bool:
     act = _activation_of(g, GRADIENTS)
     if act is None or len(g.users) != 1 or not _may_join(norm, node_at(norm, 1), BACKWARD):
         return False
-    if not _computes_again(_argument_of(node_at(g, 1), act), norm):
+    dz = node_at(g, 0)
+    if value_of(dz).dtype != value_of(g).dtype or not _computes_again(_argument_of(node_at(g, 1), act), norm):
         return False
     _put(norm, act, BACKWARD)
-    norm.replace_input_with(g, node_at(g, 0))
+    norm.replace_input_with(g, dz)
     graph.erase_node(g)
     return True
 

@@ -234,7 +234,7 @@ def _sums(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
 
 
 def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
-    from ...kernels.low_bit import low_bit_pack, low_bit_unpack
+    from ...kernels.low_bit import low_bit_kink, low_bit_pack, low_bit_unpack
 
     wide, key = torch.promote_types(dtype, torch.float32), 12345
     for fmt, bits in (("contiguous", 8), ("contiguous", 4), ("channels_last", 4)):
@@ -245,6 +245,9 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
         low_bit_reference.unpack(low_bit_reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
         yield Compared(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
+    mean, rstd = kink, kink + 2
+    low_bit_kink(mean, rstd, weight=rstd, bias=mean, kink=(found := torch.empty_like(kink)))
+    yield Compared("kinks", found, mean.double() - mean.double() / rstd.double().square(), NORM_TOLERANCE[wide])
 
 
 def _concat(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
