@@ -27,6 +27,7 @@ FirstUse = Callable[[str, torch.dtype, torch.device], str | None]
 _first_use: FirstUse | None = None
 # (family, dtype, device) -> the reason why Triton does not serve such tensors, or "" if it does.
 _reasons: dict[tuple[str | None, torch.dtype, torch.device], str] = {}
+_at_forget: list[Callable[[], None]] = []
 
 
 def _checked(name: str, source: str) -> Backend:
@@ -51,6 +52,13 @@ def set(name: str) -> None:
 def forget() -> None:
     """Forgets all choices, so that the next call of every kind chooses again."""
     _reasons.clear()
+    for function in _at_forget:
+        function()
+
+
+def at_forget(function: Callable[[], None]) -> None:
+    """Registers a function that forgets what was made from these choices."""
+    _at_forget.append(function)
 
 
 def at_first_use(function: FirstUse) -> None:

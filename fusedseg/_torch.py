@@ -79,6 +79,24 @@ DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
 # running statistics again, as the stock norms do.
 current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
+# The number of dispatch modes that see the calls of this thread.  Without it, every call is taken for a seen one.
+dispatch_modes = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+
+
+def _empty_on_gpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+# Memory without values, by type of device: the allocation of Inductor's code, which parses fewer arguments than
+# ``torch.empty_strided``.
+EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
+    "cuda": _or("torch._C._dynamo.guards._empty_strided_cuda", _empty_on_gpu),
+    "cpu": _or("torch._C._dynamo.guards._empty_strided_cpu", _empty_on_cpu),
+}
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.

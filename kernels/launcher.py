@@ -12,11 +12,14 @@ Triton's public call is used on AMD's GPUs, for which Triton also looks at the s
 interpreter; with a replaced ``JITFunction.run``, as in ``dry_run``; with hooks of profilers and options of debuggers;
 with versions of Triton that are not in ``VERSIONS``; and if Triton passes its launchers other arguments than a direct
 launch would, which ``Spy`` finds out once in each process.
+
+``noting`` lists the launches of a function, for code that makes the same launches again (``fusedseg/ops/replay.py``).
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import triton
@@ -40,14 +43,20 @@ FP_FUSION = False
 MAX_PLANS = 1024
 
 Made = TypeVar("Made")
-_plans: list[Any] = []
+# Functions that clear cached plans, and what was made from plans.
+_clear: list[Callable[[], None]] = []
 
 
 def plan(make: Callable[..., Made]) -> Callable[..., Made]:
     """Caches a function of shapes, dtypes and options."""
     cached = functools.lru_cache(MAX_PLANS)(make)
-    _plans.append(cached)
+    _clear.append(cached.cache_clear)
     return cached
+
+
+def at_forget(clear: Callable[[], None]) -> None:
+    """Registers a function that forgets what was made from plans."""
+    _clear.append(clear)
 
 
 def forget_plans() -> None:
@@ -55,8 +64,8 @@ def forget_plans() -> None:
 
     Call it after a change of constants that plans depend on, such as those of ``launch.py``; tests and benches do so.
     """
-    for cached in _plans:
-        cached.cache_clear()
+    for clear in _clear:
+        clear()
 
 
 def is_watched() -> bool:
@@ -176,6 +185,54 @@ def same(ours: Any, theirs: Any) -> bool:
     return ours is None or ours is theirs or bool(ours == theirs)
 
 
+class Noted(NamedTuple):
+    """A direct launch that has been made: of which kernel, and with which tensors and values behind them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    ready: Ready
+    tensors: tuple[Tensor | None, ...]
+    values: tuple[Any, ...]
+
+
+class Notes:
+    """The direct launches of a thread; ``complete`` is False if a launch has taken another way."""
+
+    def __init__(self) -> None:
+        self.launches: list[Noted] = []
+        self.complete = True
+        self.thread = threading.get_ident()
+
+
+_notes: Notes | None = None
+# Two threads must not note at the same time.
+_noting = threading.Lock()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Notes]:
+    """A context that notes the launches of this thread."""
+    global _notes
+    with _noting:
+        _notes = notes = Notes()
+        try:
+            yield notes
+        finally:
+            _notes = None
+
+
+def direct_stream(device: int | None) -> Any:
+    """The current stream, if direct launches on ``device`` may be made now; otherwise None.
+
+    It may be a 0.  ``device`` is the number of a GPU, which must be the current one; None stands for a CPU in tests.
+    """
+    if not KNOWN or not _agrees or JITFunction.run is not RUN or is_watched():
+        return None
+    active = driver.active
+    current = active.get_current_device()
+    return active.get_current_stream(current) if device in (None, current) else None
+
+
 class Launcher:
     """A kernel with its grid, sizes and constants.
 
@@ -201,6 +258,9 @@ class Launcher:
             addresses, kind = addresses_and_kind(tensors, device)
             found = self._compiled.get(kind)
             if found is not None:
+                if _notes is not None and _notes.thread == threading.get_ident():
+                    values = (*floats, *self._tail)
+                    _notes.launches.append(Noted(self._kernel, self._whole_grid, found, tuple(tensors), values))
                 call, function, options, packed, _ = found
                 stream = active.get_current_stream(device)
                 if packed:
@@ -208,6 +268,8 @@ class Launcher:
                 else:
                     call(*self._whole_grid, stream, function, *options, *addresses, *floats, *self._tail)
                 return
+        if _notes is not None and _notes.thread == threading.get_ident():
+            _notes.complete = False
         asks = direct and _agrees is None and self._once
         found = self._once.pop(kind_now(tensors), None) if asks else None
         if found is None:

@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
+    "ops/replay": ({"_backend", "_torch", "kernels"}, {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
     "ops/upsample": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),

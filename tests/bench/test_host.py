@@ -14,10 +14,10 @@ from tests.tools import warm
 MOST = {
     "InPlaceABN, forward": 50,
     "InPlaceABN, backward": 23,
-    "PlainConvUNet, forward": 323,
-    "PlainConvUNet, backward": 812,
-    "U-Net, forward": 400,
-    "U-Net, backward": 862,
+    "PlainConvUNet, forward": 76,
+    "PlainConvUNet, backward": 101,
+    "U-Net, forward": 21,
+    "U-Net, backward": 48,
 }
 
 

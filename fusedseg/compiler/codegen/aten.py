@@ -18,7 +18,7 @@ from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
-from . import concatenation, convolution_backward, in_place, norms, shorter
+from . import concatenation, convolution_backward, in_place, norms, replays, shorter
 
 aten = torch.ops.aten
 SAME = (
@@ -168,6 +168,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
     shorter.write_convolutions(module.graph)
+    replays.rewrite(module.graph)
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")
