@@ -81,6 +81,8 @@ DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The number of dispatch modes that see the calls of this thread.  Without it, every call is taken for a seen one.
 dispatch_modes = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+# A context in which no dispatch mode sees calls.  Without it, modes see calls on fake tensors too.
+no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
 def _empty_on_gpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -215,6 +217,15 @@ else:
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode", _FLOW)
     tree_leaves = _needed(f"{_TREE}.tree_leaves", _FLOW)
     tree_map = _needed(f"{_TREE}.tree_map", _FLOW)
+
+
+class ListingMode(FakeTensorMode):
+    """A fake mode whose tensors are launched on like those of their device, where launches are only listed."""
+
+
+def is_listed(t: torch.Tensor) -> bool:
+    """Whether launches on a tensor are only listed."""
+    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, ListingMode)
 
 
 def resolve_process_group(name: str) -> Any:

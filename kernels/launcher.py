@@ -13,7 +13,8 @@ interpreter; with a replaced ``JITFunction.run``, as in ``dry_run``; with hooks 
 with versions of Triton that are not in ``VERSIONS``; and if Triton passes its launchers other arguments than a direct
 launch would, which ``Spy`` finds out once in each process.
 
-``noting`` lists the launches of a function, for code that makes the same launches again (``fusedseg/ops/replay.py``).
+``noting`` lists the launches of a function, for code that makes the same launches again (``fusedseg/ops/replay.py``) or
+that compiles their kernels before (``ahead.py``).
 """
 
 import contextlib
@@ -195,30 +196,44 @@ class Noted(NamedTuple):
     values: tuple[Any, ...]
 
 
+class Wanted(NamedTuple):
+    """A launch that was listed, and not made."""
+
+    launcher: "Launcher"
+    tensors: tuple[Tensor | None, ...]
+    floats: tuple[float, ...]
+
+
 class Notes:
-    """The direct launches of a thread; ``complete`` is False if a launch has taken another way."""
+    """The launches of a thread: direct ones, and with ``only_lists`` those that are not made.
 
-    def __init__(self) -> None:
+    ``complete`` is False if a launch was made in another way.
+    """
+
+    def __init__(self, only_lists: bool) -> None:
+        self.only_lists = only_lists
         self.launches: list[Noted] = []
+        self.wanted: list[Wanted] = []
         self.complete = True
-        self.thread = threading.get_ident()
 
 
-_notes: Notes | None = None
-# Two threads must not note at the same time.
-_noting = threading.Lock()
+class _Thread(threading.local):
+    """What each thread has for itself."""
+
+    notes: Notes | None = None
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[Notes]:
-    """A context that notes the launches of this thread."""
-    global _notes
-    with _noting:
-        _notes = notes = Notes()
-        try:
-            yield notes
-        finally:
-            _notes = None
+def noting(only_lists: bool = False) -> Iterator[Notes]:
+    """A context that notes the launches of this thread; with ``only_lists`` it makes none."""
+    before, _thread.notes = _thread.notes, Notes(only_lists)
+    try:
+        yield _thread.notes
+    finally:
+        _thread.notes = before
 
 
 def direct_stream(device: int | None) -> Any:
@@ -251,6 +266,10 @@ class Launcher:
         self._once: dict[tuple, Ready] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
+        notes = _thread.notes
+        if notes is not None and notes.only_lists:
+            notes.wanted.append(Wanted(self, tuple(tensors), floats))
+            return
         direct = KNOWN and _agrees is not False and JITFunction.run is RUN and not is_watched()
         if direct and self._compiled and not self._kernel.pre_run_hooks:
             active = driver.active
@@ -258,9 +277,9 @@ class Launcher:
             addresses, kind = addresses_and_kind(tensors, device)
             found = self._compiled.get(kind)
             if found is not None:
-                if _notes is not None and _notes.thread == threading.get_ident():
+                if notes is not None:
                     values = (*floats, *self._tail)
-                    _notes.launches.append(Noted(self._kernel, self._whole_grid, found, tuple(tensors), values))
+                    notes.launches.append(Noted(self._kernel, self._whole_grid, found, tuple(tensors), values))
                 call, function, options, packed, _ = found
                 stream = active.get_current_stream(device)
                 if packed:
@@ -268,8 +287,8 @@ class Launcher:
                 else:
                     call(*self._whole_grid, stream, function, *options, *addresses, *floats, *self._tail)
                 return
-        if _notes is not None and _notes.thread == threading.get_ident():
-            _notes.complete = False
+        if notes is not None:
+            notes.complete = False
         asks = direct and _agrees is None and self._once
         found = self._once.pop(kind_now(tensors), None) if asks else None
         if found is None:
@@ -278,6 +297,12 @@ class Launcher:
                 self._keep(compiled, tensors)
         else:
             self._compare(found, tensors, floats)
+
+    def compile(self, tensors: Sequence[Any], floats: tuple[float, ...]) -> None:
+        """Compiles the kernel, unless Triton has it already.  ``ahead.py`` has what stands for the tensors."""
+        self._kernel.warmup(
+            *tensors, *floats, *self._sizes, grid=self._grid, **self._constants, enable_fp_fusion=FP_FUSION
+        )
 
     def _launch(self, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> Any:
         """Launches in Triton's public way, and returns the compiled kernel."""

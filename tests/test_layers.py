@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "activation": ({"_torch"}, {"torch"}),
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
+    "ops/ahead": ({"_torch", "kernels"}, {"torch"}),
     "ops/avg_pool": ({"ops/layout"}, {"torch"}),
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
