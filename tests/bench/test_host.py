@@ -14,8 +14,8 @@ from tests.tools import warm
 MOST = {
     "InPlaceABN, forward": 50,
     "InPlaceABN, backward": 23,
-    "PlainConvUNet, forward": 77,
-    "PlainConvUNet, backward": 102,
+    "PlainConvUNet, forward": 65,
+    "PlainConvUNet, backward": 90,
     "U-Net, forward": 22,
     "U-Net, backward": 49,
 }
