@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ._torch import DisableTorchFunction, FakeTensor, FakeTensorMode
+from ._torch import DisableTorchFunction, FakeTensor, FakeTensorMode, is_listed
 
 Backend = Literal["auto", "triton", "aten"]
 NAMES: tuple[Backend, ...] = get_args(Backend)
@@ -27,6 +27,7 @@ FirstUse = Callable[[str, torch.dtype, torch.device], str | None]
 _first_use: FirstUse | None = None
 # (family, dtype, device) -> the reason why Triton does not serve such tensors, or "" if it does.
 _reasons: dict[tuple[str | None, torch.dtype, torch.device], str] = {}
+_at_forget: list[Callable[[], None]] = []
 
 
 def _checked(name: str, source: str) -> Backend:
@@ -51,6 +52,13 @@ def set(name: str) -> None:
 def forget() -> None:
     """Forgets all choices, so that the next call of every kind chooses again."""
     _reasons.clear()
+    for function in _at_forget:
+        function()
+
+
+def at_forget(function: Callable[[], None]) -> None:
+    """Registers a function that forgets what was made from these choices."""
+    _at_forget.append(function)
 
 
 def at_first_use(function: FirstUse) -> None:
@@ -175,7 +183,7 @@ def off_cpu(t: torch.Tensor) -> bool:
 def why_not(x: torch.Tensor, family: str | None) -> str:
     """The reason why Triton kernels of a family do not serve ``x``, or "" if they do.  It raises as ``use_triton``."""
     # ``type`` answers for nearly all tensors, and is faster than ``isinstance`` with the class of fake tensors.
-    if type(x) is not torch.Tensor and isinstance(x, FakeTensor):
+    if type(x) is not torch.Tensor and isinstance(x, FakeTensor) and not is_listed(x):
         return "a fake tensor has no values"
     reason = _reasons.get((family, x.dtype, x.device))
     return _find_out(x, family) if reason is None else reason

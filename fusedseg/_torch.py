@@ -79,6 +79,26 @@ DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
 # running statistics again, as the stock norms do.
 current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
+# The number of dispatch modes that see the calls of this thread.  Without it, every call is taken for a seen one.
+dispatch_modes = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+# A context in which no dispatch mode sees calls.  Without it, modes see calls on fake tensors too.
+no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
+
+
+def _empty_on_gpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+# Memory without values, by type of device: the allocation of Inductor's code, which parses fewer arguments than
+# ``torch.empty_strided``.
+EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
+    "cuda": _or("torch._C._dynamo.guards._empty_strided_cuda", _empty_on_gpu),
+    "cpu": _or("torch._C._dynamo.guards._empty_strided_cpu", _empty_on_cpu),
+}
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.
@@ -201,6 +221,15 @@ else:
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode")
     tree_leaves = _needed(f"{_TREE}.tree_leaves")
     tree_map = _needed(f"{_TREE}.tree_map")
+
+
+class ListingMode(FakeTensorMode):
+    """A fake mode whose tensors are launched on like those of their device, where launches are only listed."""
+
+
+def is_listed(t: torch.Tensor) -> bool:
+    """Whether launches on a tensor are only listed."""
+    return isinstance(t, FakeTensor) and isinstance(t.fake_mode, ListingMode)
 
 
 def resolve_process_group(name: str) -> Any:

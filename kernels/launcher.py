@@ -12,11 +12,15 @@ Triton's public call is used on AMD's GPUs, for which Triton also looks at the s
 interpreter; with a replaced ``JITFunction.run``, as in ``dry_run``; with hooks of profilers and options of debuggers;
 with versions of Triton that are not in ``VERSIONS``; and if Triton passes its launchers other arguments than a direct
 launch would, which ``Spy`` finds out once in each process.
+
+``noting`` lists the launches of a function, for code that makes the same launches again (``fusedseg/ops/replay.py``) or
+that compiles their kernels before (``ahead.py``).
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import triton
@@ -40,14 +44,20 @@ FP_FUSION = False
 MAX_PLANS = 1024
 
 Made = TypeVar("Made")
-_plans: list[Any] = []
+# Functions that clear cached plans, and what was made from plans.
+_clear: list[Callable[[], None]] = []
 
 
 def plan(make: Callable[..., Made]) -> Callable[..., Made]:
     """Caches a function of shapes, dtypes and options."""
     cached = functools.lru_cache(MAX_PLANS)(make)
-    _plans.append(cached)
+    _clear.append(cached.cache_clear)
     return cached
+
+
+def at_forget(clear: Callable[[], None]) -> None:
+    """Registers a function that forgets what was made from plans."""
+    _clear.append(clear)
 
 
 def forget_plans() -> None:
@@ -55,8 +65,8 @@ def forget_plans() -> None:
 
     Call it after a change of constants that plans depend on, such as those of ``launch.py``; tests and benches do so.
     """
-    for cached in _plans:
-        cached.cache_clear()
+    for clear in _clear:
+        clear()
 
 
 def is_watched() -> bool:
@@ -176,6 +186,68 @@ def same(ours: Any, theirs: Any) -> bool:
     return ours is None or ours is theirs or bool(ours == theirs)
 
 
+class Noted(NamedTuple):
+    """A direct launch that has been made: of which kernel, and with which tensors and values behind them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    ready: Ready
+    tensors: tuple[Tensor | None, ...]
+    values: tuple[Any, ...]
+
+
+class Wanted(NamedTuple):
+    """A launch that was listed, and not made."""
+
+    launcher: "Launcher"
+    tensors: tuple[Tensor | None, ...]
+    floats: tuple[float, ...]
+
+
+class Notes:
+    """The launches of a thread: direct ones, and with ``only_lists`` those that are not made.
+
+    ``complete`` is False if a launch was made in another way.
+    """
+
+    def __init__(self, only_lists: bool) -> None:
+        self.only_lists = only_lists
+        self.launches: list[Noted] = []
+        self.wanted: list[Wanted] = []
+        self.complete = True
+
+
+class _Thread(threading.local):
+    """What each thread has for itself."""
+
+    notes: Notes | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noting(only_lists: bool = False) -> Iterator[Notes]:
+    """A context that notes the launches of this thread; with ``only_lists`` it makes none."""
+    before, _thread.notes = _thread.notes, Notes(only_lists)
+    try:
+        yield _thread.notes
+    finally:
+        _thread.notes = before
+
+
+def direct_stream(device: int | None) -> Any:
+    """The current stream, if direct launches on ``device`` may be made now; otherwise None.
+
+    It may be a 0.  ``device`` is the number of a GPU, which must be the current one; None stands for a CPU in tests.
+    """
+    if not KNOWN or not _agrees or JITFunction.run is not RUN or is_watched():
+        return None
+    active = driver.active
+    current = active.get_current_device()
+    return active.get_current_stream(current) if device in (None, current) else None
+
+
 class Launcher:
     """A kernel with its grid, sizes and constants.
 
@@ -194,6 +266,10 @@ class Launcher:
         self._once: dict[tuple, Ready] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
+        notes = _thread.notes
+        if notes is not None and notes.only_lists:
+            notes.wanted.append(Wanted(self, tuple(tensors), floats))
+            return
         direct = KNOWN and _agrees is not False and JITFunction.run is RUN and not is_watched()
         if direct and self._compiled and not self._kernel.pre_run_hooks:
             active = driver.active
@@ -201,6 +277,9 @@ class Launcher:
             addresses, kind = addresses_and_kind(tensors, device)
             found = self._compiled.get(kind)
             if found is not None:
+                if notes is not None:
+                    values = (*floats, *self._tail)
+                    notes.launches.append(Noted(self._kernel, self._whole_grid, found, tuple(tensors), values))
                 call, function, options, packed, _ = found
                 stream = active.get_current_stream(device)
                 if packed:
@@ -208,6 +287,8 @@ class Launcher:
                 else:
                     call(*self._whole_grid, stream, function, *options, *addresses, *floats, *self._tail)
                 return
+        if notes is not None:
+            notes.complete = False
         asks = direct and _agrees is None and self._once
         found = self._once.pop(kind_now(tensors), None) if asks else None
         if found is None:
@@ -216,6 +297,12 @@ class Launcher:
                 self._keep(compiled, tensors)
         else:
             self._compare(found, tensors, floats)
+
+    def compile(self, tensors: Sequence[Any], floats: tuple[float, ...]) -> None:
+        """Compiles the kernel, unless Triton has it already.  ``ahead.py`` has what stands for the tensors."""
+        self._kernel.warmup(
+            *tensors, *floats, *self._sizes, grid=self._grid, **self._constants, enable_fp_fusion=FP_FUSION
+        )
 
     def _launch(self, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> Any:
         """Launches in Triton's public way, and returns the compiled kernel."""

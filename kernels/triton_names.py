@@ -16,6 +16,8 @@ from triton.runtime.jit import JITFunction as JITFunction
 
 # Triton's options.  Before 3.4 they were environment variables.
 knobs: Any = getattr(triton, "knobs", None)
+# A context in which threads compile.  Triton has it since 3.6 at the latest.
+AsyncCompileMode: Any = getattr(triton, "AsyncCompileMode", None)
 
 
 def interpreted() -> bool:

@@ -14,10 +14,8 @@ from .. import _torch
 from ..progress import Progress
 from .capture import passes
 from .report import noting, remember
-from .settings import OP, Settings, parse, say_once
+from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
 
-# A compilation that takes longer shows on the terminal what it does.
-QUIET_SECONDS = 5.0
 PHASES = {
     "fw_compiler": "code of forward",
     "bw_compiler": "code of backward",

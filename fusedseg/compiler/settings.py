@@ -12,6 +12,8 @@ from .. import _backend
 from ..ops.layout import check_format
 from .budget import Budget
 
+# A compilation that takes longer shows on the terminal what it does.
+QUIET_SECONDS = 5.0
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")

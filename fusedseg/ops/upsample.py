@@ -128,7 +128,9 @@ def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
     """Whether the kernels serve an interpolation of ``t``, or the gradient ``t`` of one."""
     dims = t.dim() - 2
     # A question about the symbolic sizes of a tensor without values would become a guard.
-    if type(t) not in (Tensor, torch.nn.Parameter) or t.numel() == 0 or min(*small, *linear.size) < 1:
+    if type(t) not in (Tensor, torch.nn.Parameter) and not _torch.is_listed(t):
+        return False
+    if t.numel() == 0 or min(*small, *linear.size) < 1:
         return False
     if dims not in MODES or len(linear.size) != dims or t.dtype not in ACTIVATION_DTYPES:
         return False

@@ -14,10 +14,10 @@ from tests.tools import warm
 MOST = {
     "InPlaceABN, forward": 50,
     "InPlaceABN, backward": 23,
-    "PlainConvUNet, forward": 323,
-    "PlainConvUNet, backward": 812,
-    "U-Net, forward": 400,
-    "U-Net, backward": 862,
+    "PlainConvUNet, forward": 65,
+    "PlainConvUNet, backward": 90,
+    "U-Net, forward": 22,
+    "U-Net, backward": 49,
 }
 
 

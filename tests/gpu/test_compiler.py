@@ -112,11 +112,13 @@ def test_two_steps(device, name, codegen):
         assert relative_error(mine.gradient, theirs.gradient) <= way.error, i
         assert relative_error(mine.buffers, theirs.buffers) <= forward, i
     if "bits" not in way.options:
-        net.load_state_dict(begin)
-        again = two_steps(net, run, x, way.half)
-        assert all(
-            torch.equal(a, b) for one, two in zip(found, again, strict=True) for a, b in zip(one, two, strict=True)
-        )
+        # Launches are noted in the third step at the earliest, and made again without the ops from then on.
+        for _ in range(3):
+            net.load_state_dict(begin)
+            again = two_steps(net, run, x, way.half)
+            assert all(
+                torch.equal(a, b) for one, two in zip(found, again, strict=True) for a, b in zip(one, two, strict=True)
+            )
     with torch.autocast(device.type, torch.bfloat16, enabled=way.half):
         assert run(x).stride() == net(x).stride()
         assert kept(net, run, [x]) <= way.most * kept(net, net, [x]) + copied

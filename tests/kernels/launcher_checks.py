@@ -258,7 +258,7 @@ def dry_run_lists_every_launch() -> None:
 
 def a_dry_run_makes_its_own_plans() -> None:
     """The plans of one GPU may not fit another, so none of them is used in a dry run, and none is left behind by it."""
-    with recorder(), mock.patch.object(launcher, "_plans", []):
+    with recorder(), mock.patch.object(launcher, "_clear", []):
         planned_for = launcher.plan(lambda: driver.active.get_current_target().arch)
         assert planned_for() == 90
         with dry_run("sm_80"):

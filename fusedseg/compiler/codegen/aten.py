@@ -14,11 +14,14 @@ from torch import Tensor, fx
 
 from ... import _backend, _torch
 from ...ops import concat, upsample
+from ...ops.ahead import compile_kernels
 from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
+from ...progress import Progress
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
-from . import activations, concatenation, convolution_backward, in_place, norms, shorter
+from ..settings import OP, QUIET_SECONDS
+from . import activations, concatenation, convolution_backward, in_place, norms, replays, shorter
 
 aten = torch.ops.aten
 SAME = (
@@ -146,6 +149,27 @@ def _has_kernels(graph: fx.Graph) -> bool:
     return any(_backend.takes_triton(value_of(x).device) for x in found)
 
 
+def _launching(graph: fx.Graph) -> torch.device | None:
+    """The device whose tensors Triton serves in a graph; None if there is none."""
+    devices = {value_of(node).device for node in graph.nodes if is_tensor(node)}
+    return next((device for device in devices if _backend.takes_triton(device)), None)
+
+
+def _kernels_first(run: Any, device: torch.device) -> Any:
+    """A function whose first call compiles the kernels of ``run`` in threads."""
+    started = False
+
+    def first(arguments: list[Any]) -> Any:
+        nonlocal started
+        if not started:
+            with Progress(f"{OP}: Triton's kernels", QUIET_SECONDS):
+                compile_kernels(run, arguments, device)
+            started = True
+        return run(arguments)
+
+    return first
+
+
 def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The function that runs a graph.
 
@@ -159,6 +183,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if not gradients:
         norms.divide(module.graph)
     has_kernels = _has_kernels(module.graph)
+    launching = _launching(module.graph)
     shorter.rewrite(module.graph)
     norms.write_statistics(module.graph)
     if not gradients and has_kernels:
@@ -169,6 +194,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
     shorter.write_convolutions(module.graph)
+    replays.rewrite(module.graph)
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")
@@ -176,6 +202,8 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
         run_plain = source.name(functools.cache(lambda: _function(plain)), "plain")
         source.lines.insert(2, f"    if {asked}: return {run_plain}()(arguments)")
     run = _function(source)
+    if launching is not None:
+        run = _kernels_first(run, launching)
     run._boxed_call = True
     run.source = "\n".join(source.lines)
     return run

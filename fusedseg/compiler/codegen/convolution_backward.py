@@ -11,24 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.conv.reference import shape_only
 from ..graph import last_readers
 from ..plan.aliasing import spent_input
 
-aten = torch.ops.aten
+GRADIENTS = _torch.bare_op(torch.ops.aten.convolution_backward.default)
 
 
-def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: Any) -> Any:
-    """``inputs`` is a list with x, the only reference to it; x is taken off the list."""
+def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: Any, vendors: bool = False) -> Any:
+    """``inputs`` is a list with x, the only reference to it; x is taken off the list.
+
+    ``vendors`` says that no kernel of this package can compute the gradient of x.
+    """
     x = inputs.pop()
     *geometry, mask = given
+    of_input = GRADIENTS if vendors else conv3d.convolution_backward
     instead = shape_only(dy, x, w)
     if instead is None:
-        return conv3d.convolution_backward(dy, x, w, *given)
-    _, dw, dbias = aten.convolution_backward(dy, x, w, *geometry, [False, *mask[1:]])
+        return of_input(dy, x, w, *given)
+    _, dw, dbias = GRADIENTS(dy, x, w, *geometry, [False, *mask[1:]])
     del x
-    dx, _, _ = conv3d.convolution_backward(dy, instead, w, *geometry, [True, False, False])
+    dx, _, _ = of_input(dy, instead, w, *geometry, [True, False, False])
     return dx, dw, dbias
 
 

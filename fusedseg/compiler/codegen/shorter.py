@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
 from ..graph import has_symbols, name_of, node_at, value_of
+from . import convolution_backward
 
 aten = torch.ops.aten
 
@@ -50,12 +50,18 @@ def write_convolutions(graph: fx.Graph) -> int:
     """
     found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
     for node in found:
-        node.target = CONVOLUTIONS[node.target].function
+        function = CONVOLUTIONS[node.target].function
+        if function is node.target:
+            node.kwargs = {"vendors": True}
+        node.target = function
     return len(found)
 
 
 class ConvolutionCall(NamedTuple):
-    """The function of an op, and the places of its input, its weight, and its stride among the arguments."""
+    """The function to call for a convolution that is the vendor's, and the places of its input, weight and stride.
+
+    A function that serves both kinds is told so by ``vendors=True``.
+    """
 
     function: Any
     x: int
@@ -65,14 +71,17 @@ class ConvolutionCall(NamedTuple):
 
 CONVOLUTIONS: dict[Any, ConvolutionCall] = {
     aten.convolution.default: ConvolutionCall(torch.convolution, 0, 1, 3),
-    aten.convolution_backward.default: ConvolutionCall(_torch.bare_op(aten.convolution_backward.default), 1, 2, 4),
+    aten.convolution_backward.default: ConvolutionCall(convolution_backward.GRADIENTS, 1, 2, 4),
+    convolution_backward.convolution_backward: ConvolutionCall(convolution_backward.convolution_backward, 0, 2, 4),
 }
 
 
 def _is_the_vendors(node: fx.Node) -> bool:
     """Whether shapes and dtypes of a convolution leave no choice."""
     of = CONVOLUTIONS[node.target]
-    x, weight = value_of(node_at(node, of.x)), value_of(node_at(node, of.weight))
+    source: Any = node.args[of.x]
+    x = value_of(source[0] if isinstance(source, (list, tuple)) else source)
+    weight = value_of(node_at(node, of.weight))
     given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
     return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
 

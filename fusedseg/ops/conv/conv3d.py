@@ -107,7 +107,10 @@ def fits(
         and groups == 1
         and tuple(stride) == tuple(padding) == tuple(dilation) == ONES
         and x.shape[1] == weight.shape[1]
-        and all(LEAST_CHANNELS <= C <= MOST_CHANNELS and C % STEP_CHANNELS == 0 for C in weight.shape[:2])
+        # A loop over both numbers of channels would take three more calls.
+        and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
+        and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
+        and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
         # A single position has the same strides in both formats.
         and x.shape[0] > 0
         and x.shape[2:].numel() > 1

@@ -17,6 +17,7 @@ This neither enlarges x again nor convolves at full size, and U^T is applied to 
 of x.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -93,14 +94,29 @@ def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
     """
     if dy.dtype != x.dtype:
         return None
-    # The elements of x may lie apart, such as those of some channels of a larger tensor.
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    if dy.numel() >= max(x.numel(), span) and dy.is_contiguous(memory_format=output_format(dy, dy)):
+    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
+    plain = type(dy) is type(x) is Tensor
+    if _fits(x.shape, x.stride(), dy.shape, dy.stride()) if plain else _lies_in(x, dy):
         return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
     # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
     if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):
         return x.new_empty(1).expand(x.shape) if _backend.on_gpu(x) else None
     return None
+
+
+def _lies_in(x: Tensor, dy: Tensor) -> bool:
+    """Whether a tensor like x can lie in the memory of dy, which has no gaps in the format that a convolution takes."""
+    # The elements of x may lie apart, such as those of some channels of a larger tensor.
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return dy.numel() >= max(x.numel(), span) and dy.is_contiguous(memory_format=output_format(dy, dy))
+
+
+# The answer for a pair of shapes is found once.  The limit is for shapes that change in every call.
+@functools.lru_cache(1024)
+def _fits(shape: torch.Size, strides: tuple[int, ...], dy_shape: torch.Size, dy_strides: tuple[int, ...]) -> bool:
+    """``_lies_in`` for tensors of such shapes and strides."""
+    x = torch.empty_strided(shape, strides, device="meta")
+    return _lies_in(x, torch.empty_strided(dy_shape, dy_strides, device="meta"))
 
 
 def slabs(samples: int, nbytes: int) -> list[slice]:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from .. import upsample
+from ..ahead import compile_kernels
 from ..check import HALF
 from ..conv import conv3d
 from ..layout import layout_of
@@ -289,6 +290,11 @@ DTYPES = {name: _DTYPES.get(name, tuple(NORM_TOLERANCE)) for name in CHECKS}
 def runs_on(family: str, device: torch.device) -> bool:
     """Whether the ops use a family of kernels on a device."""
     return family != conv3d.FAMILY or conv3d.runs_on(device)
+
+
+def compile_first(family: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels of a check in threads, before the check launches them one after the other."""
+    compile_kernels(lambda _: list(CHECKS[family](dtype, device)), (), device)
 
 
 def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ... import _backend, _torch
-from .checks import WrongResult, compare
+from .checks import WrongResult, compare, compile_first
 
 MORE = "python -m fusedseg doctor --gpu"
 REPORT = f"{MORE} --json fusedseg.json"
@@ -80,6 +80,7 @@ def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[Sel
                     compare(family, dtype, device)
                     return
                 with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                    compile_first(family, dtype, device)
                     compare(family, dtype, device)
         # Compilers and drivers have exceptions of many classes.
         except Exception as error:

@@ -1,0 +1,79 @@
+"""Ops of this package that launch again what they have launched before (``ops/replay.py``), for the codegen "aten".
+
+Only ops whose launches depend on sizes and strides alone are replayed: their numbers are in the graph, or are the same
+in each call.  Packing draws random numbers, and convolutions choose by time; both are called as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import _backend
+from ...ops import concat, upsample
+from ...ops.max_pool import op as pools
+from ...ops.norm import graph as norms
+from ...ops.replay import Replay, direct_stream
+from ..graph import has_symbols, is_tensor, value_of
+
+# The functions of ops that take tensors first, and then constants.
+TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
+    torch.ops.fusedseg.interpolate.default: upsample.forward,
+    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
+    torch.ops.fusedseg.max_pool.default: pools.functional,
+    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
+    concat.dense: concat.dense,
+}
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Writes replays, and returns their number.  It is the last pass, because others look for the ops."""
+    tensors = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+    found = [(node, call) for node in graph.nodes if (call := _call_of(node)) is not None and _is_fixed(node)]
+    device = value_of(tensors[0]).device if tensors else torch.device("cpu")
+    if not found or not _backend.takes_triton(device):
+        return 0
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        stream = graph.call_function(direct_stream, (device.index, tensors[0]))
+    for node, (function, given) in found:
+        if value_of(given[0]).device == device:
+            node.target = Replay(function, device)
+            node.args = (stream, *given)
+    return len(found)
+
+
+def _call_of(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The call of a node as a function of tensors alone, and the tensors; None for nodes that are not replayed."""
+    function = node.target
+    if isinstance(function, (norms.Forward, norms.Backward)):
+        return function, node.args
+    if node.kwargs:
+        return None
+    if function is torch.ops.aten.cat.default and len(node.args) == 2:
+        sources, dim = node.args
+        return _joining(dim), tuple(sources)  # type: ignore[arg-type]
+    if function in TENSORS_FIRST:
+        count = sum(isinstance(arg, fx.Node) for arg in node.args)
+        return _bound(TENSORS_FIRST[function], node.args[count:]), node.args[:count]
+    return None
+
+
+def _joining(dim: Any) -> Callable[..., Any]:
+    def joined(*tensors: Any) -> Any:
+        return concat.concat(tensors, dim)
+
+    return joined
+
+
+def _bound(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
+    def bound(*tensors: Any) -> Any:
+        return function(*tensors, *constants)
+
+    bound.__name__ = function.__name__
+    return bound
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether all sizes and numbers of a call are known."""
+    return all(is_tensor(source) and not has_symbols(value_of(source)) for source in node.all_input_nodes)

@@ -1,0 +1,301 @@
+"""Launches that are noted once and made again, for ops in the code of compiled graphs.
+
+An op of this package finds layouts, plans and launchers anew in each call.  In a compiled graph of fixed sizes it finds
+the same ones each time.  A ``Replay`` calls the op until all its launches are direct ones (``kernels/launcher.py``).
+It notes which memory the op allocates and what it launches, and from then on does both without the op.
+
+The op itself is called whenever its launches may differ from the noted ones: a tensor has other strides or another
+address modulo 16, another GPU is the current one, a hook must see launches, or a dispatch mode must see allocations.
+An op that runs a kernel of PyTorch, such as a copy to other strides, is never replayed.
+"""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _backend, _torch
+
+aten = torch.ops.aten
+# The first calls of an op compile its kernels and compare their arguments with those of Triton's own launch.
+MOST_TRIES = 8
+ALLOCATING = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+# Views, whose addresses are found from the memory that they lie in, and a question about dtypes.
+VIEWING = {
+    aten.unbind.int, aten.select.int, aten.slice.Tensor, aten.view.default, aten.detach.default,
+    aten.promote_types.default,
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """The calls of an op cannot be made again without it."""
+
+
+class Allocation(NamedTuple):
+    """The arguments of ``torch.empty_strided``."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Launch(NamedTuple):
+    """A launch: ``call(*grid, stream, *options, *arguments)``, or the arguments as one tuple if they are ``packed``.
+
+    ``choose`` takes the addresses of the launch from all addresses; ``values`` come behind them.
+    """
+
+    kernel: Any
+    call: Callable[..., None]
+    grid: tuple[int, ...]
+    options: tuple[Any, ...]
+    choose: Callable[[list[int | None]], tuple[int | None, ...]]
+    values: tuple[Any, ...]
+    packed: bool
+    # Its code is unloaded when it is freed.
+    compiled: Any
+
+
+class Program(NamedTuple):
+    """What an op allocates and launches.
+
+    Tensors are numbered: the arguments, behind them what is allocated, and last a None, for an absent tensor.  So are
+    addresses, where those of ``parts`` come before the None.  A part begins some bytes behind the address of a tensor.
+
+    forms: the dtype and the strides of the arguments with two dimensions or more; None for the others.
+    results: takes the results from all tensors.
+    """
+
+    forms: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
+    allocations: tuple[Allocation, ...]
+    parts: tuple[tuple[int, int], ...]
+    launches: tuple[Launch, ...]
+    results: Callable[[list[Tensor | None]], Any]
+
+
+class Watch(_torch.TorchDispatchMode):
+    """Lists the tensors that are allocated, and whether another op than these and views has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Tensor] = []
+        self.only_allocates = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in ALLOCATING:
+            self.allocated.append(result)
+        elif func not in VIEWING:
+            self.only_allocates = False
+        return result
+
+
+class Replay:
+    """``function(*tensors)``, called as ``replay(stream, *tensors)`` with the result of ``direct_stream``.
+
+    The tensors have the same sizes in every call.  A None among them is None in every call.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+        self._empty = _torch.EMPTY_STRIDED[device.type]
+        self._program: Program | None = None
+        self._tries = 0
+        _made.add(self)
+
+    def forget(self) -> None:
+        """Forgets the launches, so that the next calls note them again."""
+        self._program = None
+        self._tries = 0
+
+    def __call__(self, stream: Any, *tensors: Tensor | None) -> Any:
+        program = self._program
+        if stream is None:
+            return self.function(*tensors)
+        if program is None:
+            return self._noted(tensors) if self._tries < MOST_TRIES else self.function(*tensors)
+        values = list(tensors)
+        addresses: list[Any] = []
+        bits = 0
+        for t, form in zip(tensors, program.forms, strict=True):
+            if t is None:
+                addresses.append(None)
+                continue
+            if form is not None and (t.dtype, t.stride()) != form:
+                return self.function(*tensors)
+            address = t.data_ptr()
+            bits |= address
+            addresses.append(address)
+        if bits % 16:
+            return self.function(*tensors)
+        for launch in program.launches:
+            if launch.kernel.pre_run_hooks:
+                return self.function(*tensors)
+        for allocation in program.allocations:
+            new = self._empty(*allocation)
+            values.append(new)
+            addresses.append(new.data_ptr())
+        for number, distance in program.parts:
+            addresses.append(addresses[number] + distance)
+        addresses.append(None)
+        for _, call, grid, options, choose, rest, packed, _ in program.launches:
+            if packed:
+                call(*grid, stream, *options, (*choose(addresses), *rest))
+            else:
+                call(*grid, stream, *options, *choose(addresses), *rest)
+        values.append(None)
+        return program.results(values)
+
+    def _noted(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        """Calls the op, and notes what it does."""
+        self._tries += 1
+        _, noting = _launching()
+        with noting() as notes, Watch() as watch:
+            results = self.function(*tensors)
+        if notes.complete and watch.only_allocates:
+            try:
+                self._program = program_of(tensors, watch.allocated, notes.launches, results)
+            except Refused:
+                self._tries = MOST_TRIES
+        return results
+
+
+_made: weakref.WeakSet[Replay] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Forgets all noted launches."""
+    for replay in list(_made):
+        replay.forget()
+
+
+_backend.at_forget(forget)
+
+
+@functools.cache
+def _launching() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions ``direct_stream`` and ``noting``, whose module the first call imports."""
+    # An import statement would look the module up in every call.
+    from ..kernels.launcher import at_forget, direct_stream, noting
+
+    at_forget(forget)
+    return direct_stream, noting
+
+
+def direct_stream(device: int | None, argument: Tensor) -> Any:
+    """The stream for the replays of a graph; None if its ops must be called.
+
+    ``device`` is the number of a GPU, or None for a CPU.  ``argument`` is an argument of the graph: if one is a fake
+    tensor, all are.
+    """
+    if _torch.dispatch_modes() or isinstance(argument, _torch.FakeTensor):
+        return None
+    find, _ = _launching()
+    return find(device)
+
+
+def is_same(t: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same memory and the same form."""
+    alike = t.dtype == other.dtype and t.shape == other.shape and t.stride() == other.stride()
+    return alike and t.data_ptr() == other.data_ptr() and _memory(t) == _memory(other)
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+class Numbers:
+    """The numbers of the tensors of a call: the arguments, and behind them what it has allocated."""
+
+    def __init__(self, arguments: Sequence[Tensor | None], allocated: Sequence[Tensor]) -> None:
+        self.known = [*arguments, *allocated]
+        self.arguments = len(arguments)
+        # Parts of tensors, (number, distance in bytes).
+        self.parts: list[tuple[int, int]] = []
+        if any(t is not None and t.data_ptr() % 16 for t in self.known):
+            raise Refused
+
+    def of_tensor(self, t: Tensor | None) -> int | None:
+        """The number of a tensor; that behind all tensors for None; None for a tensor that is not among them."""
+        if t is None:
+            return len(self.known)
+        for number, other in enumerate(self.known):
+            # What a mode sees of an allocation is another object with the same memory.
+            if t is other or (number >= self.arguments and other is not None and is_same(t, other)):
+                return number
+        return None
+
+    def of_result(self, t: Tensor | None) -> int:
+        number = self.of_tensor(t)
+        if number is None:
+            raise Refused
+        return number
+
+    def part_of(self, t: Tensor) -> tuple[int, int]:
+        """The tensor that ``t`` is a part of, and the distance in bytes."""
+        found = [n for n, other in enumerate(self.known) if other is not None and _memory(other) == _memory(t)]
+        if len(found) != 1:
+            raise Refused
+        (number,) = found
+        distance = t.data_ptr() - self.known[number].data_ptr()  # type: ignore[union-attr]
+        if distance % 16:
+            raise Refused
+        return number, distance
+
+    def of_addresses(self, tensors: Sequence[Tensor | None]) -> list[int | tuple[int, int]]:
+        """The numbers of the tensors of a launch, and the parts among them."""
+        places: list[int | tuple[int, int]] = []
+        for t in tensors:
+            number = self.of_tensor(t)
+            if number is None:
+                assert t is not None
+                part = self.part_of(t)
+                if part not in self.parts:
+                    self.parts.append(part)
+                places.append(part)
+            else:
+                places.append(number)
+        return places
+
+
+def program_of(
+    tensors: Sequence[Tensor | None], allocated: Sequence[Tensor], launches: Sequence[Any], results: Any
+) -> Program:
+    """The program of a call, from its arguments, what it has allocated and launched, and its results.
+
+    Raises:
+        Refused: there is no launch, or a launch or a result has a tensor that is none of them, nor a part of one, or
+            an address is no multiple of 16.
+    """
+    numbers = Numbers(tensors, allocated)
+    returned = [results] if isinstance(results, Tensor) else results
+    if not launches or (returned is results and len(results) < 2):
+        raise Refused
+    taken = [numbers.of_addresses(launch.tensors) for launch in launches]
+    first, last = len(numbers.known), len(numbers.known) + len(numbers.parts)
+    # Where the addresses of parts stand, and the last None.
+    places: dict[Any, int] = {first: last, **{part: first + n for n, part in enumerate(numbers.parts)}}
+    made = []
+    for launch, given in zip(launches, taken, strict=True):
+        call, function, options, packed, compiled = launch.ready
+        choose = operator.itemgetter(*(places.get(number, number) for number in given))
+        options = (function, *options)
+        made.append(Launch(launch.kernel, call, launch.grid, options, choose, launch.values, packed, compiled))
+    return Program(
+        forms=tuple((t.dtype, t.stride()) if t is not None and t.dim() > 1 else None for t in tensors),
+        allocations=tuple(Allocation(tuple(t.shape), t.stride(), t.dtype) for t in allocated),
+        parts=tuple(numbers.parts),
+        launches=tuple(made),
+        results=operator.itemgetter(*map(numbers.of_result, returned)),
+    )

@@ -1,0 +1,260 @@
+"""Checks of kernels that are compiled before their launch, for ``test_ahead.py``.
+
+    python -m tests.kernels.ahead_checks NAME...
+
+They run in a process of their own without the interpreter.  No GPU is needed: launches compile for an H100, or only
+note what they would compile.
+"""
+
+import ast
+import contextlib
+import gc
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from fusedseg.kernels.triton_names import JITFunction
+from torch import nn
+
+from bench.gpu.host import FAMILIES, unet
+from bench.networks import plain_unet
+from fusedseg import _backend, _torch
+from fusedseg.kernels import ahead, concat, dry_run, launcher
+from fusedseg.ops.self_test import checks
+from tests.resnet import ResNet18
+
+# The kernels that were compiled, by name and specialisation.
+Kinds = set[tuple[str, str]]
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def served() -> Iterator[None]:
+    """A context in which Triton serves all tensors, and launches compile for an H100."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    reasons = {(family, dtype, CPU): "" for family in FAMILIES for dtype in dtypes}
+    with (
+        dry_run.dry_run("sm_90"),
+        mock.patch.dict(_backend._reasons, reasons),
+        mock.patch.object(_backend, "explain", return_value=("triton", "")),
+    ):
+        forget_kernels()
+        yield
+        forget_kernels()
+
+
+def forget_kernels() -> None:
+    for kernel in gc.get_objects():
+        if type(kernel) is JITFunction:
+            kernel.device_caches.clear()
+
+
+@contextlib.contextmanager
+def compiling_nothing() -> Iterator[Kinds]:
+    """Notes what Triton would compile."""
+    kinds: Kinds = set()
+
+    def note(self: Any, key: Any, signature: Any, device: Any, *rest: Any) -> Any:
+        kinds.add((self.__name__, str(key)))
+        self.device_caches[device][0][key] = SimpleNamespace()
+        return self.device_caches[device][0][key]
+
+    with mock.patch.object(JITFunction, "_do_compile", note):
+        yield kinds
+
+
+def step(net: nn.Module, x: torch.Tensor, training: bool) -> None:
+    torch._dynamo.reset()
+    net, x = net.train(training), x
+    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"})
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(x)
+    if training:
+        y.float().sum().backward()
+
+
+def kinds_of_steps(make: Any, x: torch.Tensor, training: bool) -> tuple[Kinds, Kinds, Kinds]:
+    """What is compiled ahead, what launches compile after it, and what they compile by themselves."""
+    at_launch: Kinds = set()
+    with served(), compiling_nothing() as kinds:
+        compile_ahead = ahead.compile_ahead
+
+        def compiling(wanted: Any) -> None:
+            before = set(kinds)
+            compile_ahead(wanted)
+            found.update(kinds - before)
+
+        found: Kinds = set()
+        with mock.patch.object(ahead, "compile_ahead", compiling):
+            step(make(), x, training)
+        at_launch = kinds - found
+    with served(), compiling_nothing() as alone, mock.patch.object(ahead, "threads", return_value=1):
+        step(make(), x, training)
+    return found, at_launch, alone
+
+
+NETWORKS = {
+    "PlainConvUNet": (lambda: plain_unet((8, 16, 32)).to(memory_format=torch.channels_last_3d),
+                      torch.randn(2, 1, 32, 32, 32).to(memory_format=torch.channels_last_3d)),
+    "U-Net": (lambda: unet().to(memory_format=torch.channels_last),
+              torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)),
+    "U-Net in planes": (unet, torch.randn(2, 3, 64, 64)),
+    "ResNet": (lambda: ResNet18(10, width=8).to(memory_format=torch.channels_last),
+               torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)),
+}  # fmt: skip
+
+
+def _compiles_what_a_step_launches(name: str) -> None:
+    make, x = NETWORKS[name]
+    for training in (True, False):
+        found, at_launch, alone = kinds_of_steps(make, x, training)
+        assert alone, "nothing is compiled"
+        assert found == alone, (name, training, len(found), len(alone), found ^ alone)
+        assert not at_launch, (name, training, at_launch)
+
+
+def networks_in_channels_last() -> None:
+    _compiles_what_a_step_launches("U-Net")
+    _compiles_what_a_step_launches("ResNet")
+
+
+def networks_in_planes() -> None:
+    _compiles_what_a_step_launches("U-Net in planes")
+
+
+def nnunets_network() -> None:
+    _compiles_what_a_step_launches("PlainConvUNet")
+
+
+def self_tests() -> None:
+    for family, check in checks.CHECKS.items():
+        with served(), compiling_nothing() as kinds:
+            checks.compile_first(family, torch.bfloat16, CPU)
+            found = set(kinds)
+        with served(), compiling_nothing() as alone:
+            list(check(torch.bfloat16, CPU))
+        assert found == alone, (family, len(found), len(alone))
+        assert found, family
+
+
+def sources(count: int) -> list[torch.Tensor]:
+    images = [torch.randn(1, 16 + 16 * k, 8, 8, dtype=torch.bfloat16) for k in range(count)]
+    return [x.to(memory_format=torch.channels_last) for x in images]
+
+
+def join(images: list[torch.Tensor]) -> None:
+    channels = [x.shape[1] for x in images]
+    y = torch.empty(1, sum(channels), 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    concat.concat(images, channels, y, sum(channels))
+
+
+def listed(count: int) -> list[Any]:
+    with launcher.noting(only_lists=True) as notes, _torch.ListingMode(allow_non_fake_inputs=True) as mode:
+        join([mode.from_tensor(x) for x in sources(count)])
+    return notes.wanted
+
+
+def threads_compile_the_same_code() -> None:
+    """The code of a kernel that a thread compiles is that of a launch, and the launch compiles nothing."""
+    with dry_run.dry_run("sm_90") as launches:
+        forget_kernels()
+        join(sources(2))
+        (alone,) = launches
+    with dry_run.dry_run("sm_90") as launches, mock.patch.object(ahead, "threads", return_value=2):
+        forget_kernels()
+        ahead.compile_ahead(listed(2))
+        launches.clear()
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled at the launch")):
+            join(sources(2))
+        (after,) = launches
+    assert alone.compiled.asm["ptx"] == after.compiled.asm["ptx"]
+    forget_kernels()
+
+
+def an_error_is_that_of_the_launch() -> None:
+    """A kernel that cannot be compiled raises nothing ahead, and the launch raises Triton's error."""
+    messages = []
+    for early in (False, True):
+        with dry_run.dry_run("sm_90"), mock.patch.object(ahead, "threads", return_value=2):
+            forget_kernels()
+            with mock.patch("triton.compiler.compile", side_effect=ValueError("no such instruction")):
+                if early:
+                    ahead.compile_ahead(listed(3))
+                try:
+                    join(sources(3))
+                except ValueError as error:
+                    messages.append(str(error))
+    forget_kernels()
+    assert messages == ["no such instruction"] * 2, messages
+
+
+def threads_parse_one_after_the_other() -> None:
+    """Two threads parsed at the same time, and Python 3.11 raised SystemError in one of them.
+
+    Python itself raises it by chance, so the test counts the threads inside of the parser.
+    """
+    tree = ast.parse("def f(): pass")
+    inside = most = 0
+
+    def parse(source: str) -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+        return tree
+
+    with mock.patch("triton.runtime.jit.ast.parse", parse), ahead.parsing_in_turn():
+        calls = [threading.Thread(target=concat.concat_kernel.parse) for _ in range(4)]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    assert most == 1, most
+
+
+def a_function_that_fails_on_fake_tensors_is_called_as_before() -> None:
+    from fusedseg.ops.ahead import compile_kernels
+
+    def function(arguments: list[torch.Tensor]) -> None:
+        raise RuntimeError("no meta kernel")
+
+    with mock.patch.object(ahead, "threads", return_value=2):
+        assert compile_kernels(function, [torch.ones(1)], CPU) == 0
+
+
+def the_random_numbers_of_a_step_stay() -> None:
+    """The call on fake tensors draws no random numbers and changes no buffer."""
+    from fusedseg.ops.ahead import compile_kernels
+
+    buffer = torch.zeros(3)
+
+    def function(arguments: list[torch.Tensor]) -> torch.Tensor:
+        arguments[0].add_(1)
+        return torch.nn.functional.dropout(arguments[0], 0.5)
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with mock.patch.object(ahead, "threads", return_value=2):
+        compile_kernels(function, [buffer], CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(buffer, torch.zeros(3))
+
+
+def run(name: str) -> str:
+    try:
+        globals()[name]()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: run(name) for name in sys.argv[1:]}))

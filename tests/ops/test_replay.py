@@ -1,0 +1,205 @@
+"""Launches that are made again without the op.  On a CPU Triton's interpreter runs them from their addresses."""
+
+import copy
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fusedseg
+from tests.compiler.networks import compiled, make, results, same
+
+# The first step compiles, the second one launches directly and is noted, and the others replay.
+STEPS = 4
+
+
+def tensor_at(address, dtype):
+    """The value at an address.  The interpreter reads around it by its address alone."""
+    return torch.frombuffer((ctypes.c_byte * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+class Interpreted:
+    """Stands for a compiled kernel, whose launch gets addresses."""
+
+    metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+    packed_metadata = function = 0
+
+    def __init__(self, launch, dtypes, floats):
+        self.launch, self.dtypes, self.floats = launch, dtypes, floats
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        addresses, rest = arguments[: len(self.dtypes)], arguments[len(self.dtypes) :]
+        given = zip(addresses, self.dtypes, strict=True)
+        # The interpreter calls ops of PyTorch, which a GPU does not.
+        with _disable_current_modes():
+            self.launch([None if a is None else tensor_at(a, dtype) for a, dtype in given], rest[: self.floats])
+
+
+@pytest.fixture
+def direct(needs_interpreter, monkeypatch):
+    """Direct launches, as on a GPU; kernels run in the interpreter.  Counts the calls of ops that launch."""
+    from fusedseg.kernels import launcher
+    from fusedseg.ops import replay
+
+    launch = launcher.Launcher._launch
+
+    def launched(self, tensors, floats):
+        self._kernel.pre_run_hooks = []
+        launch(self, tensors, floats)
+        dtypes = [None if t is None else t.dtype for t in tensors]
+        return Interpreted(lambda *given: launch(self, *given), dtypes, len(floats))
+
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    for name, value in {"KNOWN": True, "IN_PYTHON": False, "_agrees": True, "is_watched": lambda: False,
+                        "CompiledKernel": Interpreted, "driver": SimpleNamespace(active=active)}.items():  # fmt: skip
+        monkeypatch.setattr(launcher, name, value)
+    monkeypatch.setattr(launcher.Launcher, "_launch", launched)
+    launcher.forget_plans()
+    made, make_one = [], replay.Replay.__init__
+
+    def noted(self, function, *given):
+        self_calls = SimpleNamespace(count=0)
+
+        def counted(*tensors):
+            self_calls.count += 1
+            return function(*tensors)
+
+        counted.__name__ = function.__name__
+        make_one(self, counted, *given)
+        made.append(SimpleNamespace(replay=self, calls=self_calls))
+
+    monkeypatch.setattr(replay.Replay, "__init__", noted)
+    yield made
+    launcher.forget_plans()
+
+
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("name", ["U-Net", "3D U-Net", "nnU-Net", "ResNet", "mixed"])
+def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh):
+    """Outputs, gradients and buffers of steps whose ops are called, and of steps that launch without them."""
+    net, inputs = make(name)
+    if layout == "rows":
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        net = net.to(memory_format=formats[inputs[0].dim()])
+        inputs = [x.to(memory_format=formats[x.dim()]) for x in inputs]
+    twin = copy.deepcopy(net)
+    found = results(net, compiled(net), inputs, steps=STEPS)
+    replays = len(direct)
+    calls = [row.calls.count for row in direct]
+    assert replays > 0
+    # Some ops copy by a kernel of PyTorch, because convolutions of a CPU return other strides; most are replayed.
+    assert sum(count < STEPS for count in calls) >= 0.6 * replays, calls
+    with pytest.MonkeyPatch.context() as patch:
+        from fusedseg.compiler.codegen import replays as writing
+
+        patch.setattr(writing, "rewrite", lambda graph: 0)
+        torch._dynamo.reset()
+        wanted = results(twin, compiled(twin), inputs, steps=STEPS)
+    assert len(direct) == replays
+    assert same(found, wanted)
+
+
+def norm_net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+def trained(net, run, x, steps=STEPS):
+    for _ in range(steps):
+        run(x).sum().backward()
+
+
+def calls_in(direct, action):
+    """The numbers of calls of each op during an action."""
+    before = [row.calls.count for row in direct]
+    action()
+    return [row.calls.count - count for row, count in zip(direct, before, strict=True)]
+
+
+def test_the_op_is_called_for_other_tensors(direct, compiled_afresh):
+    """A replay would read an address that is no multiple of 16 by vectors of 16 bytes, and other strides wrongly."""
+    from fusedseg.ops.norm.graph import Forward, norm_of
+    from fusedseg.ops.replay import Replay
+
+    forward = Forward(norm_of("relu", 0.0, 1e-5, 0.1, True, "batch", 0))
+    replay = Replay(forward, torch.device("cpu"))
+    x = torch.randn(2, 8, 6, 6)
+    given = torch.rand(8), torch.rand(8), *[None] * 5
+    (row,) = direct
+    for _ in range(STEPS):
+        replay(0, x, *given)
+    assert row.calls.count == 2
+    odd = torch.randn(2 * 8 * 36 + 1)[1:].view(2, 8, 6, 6)
+    for other in (x.to(memory_format=torch.channels_last), odd, x.double()):
+        before = row.calls.count
+        z, *_ = replay(0, other, *given)
+        assert row.calls.count == before + 1
+        assert torch.equal(z, forward(other, *given)[0])
+        assert z.stride() == other.stride()
+    before = row.calls.count
+    assert torch.equal(replay(0, x, *given)[0], forward(x, *given)[0])
+    assert row.calls.count == before
+
+
+def test_a_change_of_the_backend_is_seen(direct, compiled_afresh, monkeypatch):
+    """A compiled graph asks ``fusedseg.backend`` in every call; launches that were noted did not."""
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    run = compiled(net)
+    trained(net, run, x)
+    assert not any(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+    fusedseg.backend = "aten"
+    assert all(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+    fusedseg.backend = "triton"
+    assert all(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+    trained(net, run, x)
+    assert not any(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+
+
+def test_modes_and_hooks_see_the_ops(direct, compiled_afresh, monkeypatch):
+    """A mode that counts allocations saw none of a replay, and a profiler's hook no launch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fusedseg.kernels import launcher
+    from fusedseg.ops.replay import direct_stream
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    run = compiled(net)
+    trained(net, run, x)
+    assert direct_stream(None, x) == 0
+    with Mode():
+        assert direct_stream(None, x) is None
+    assert not any(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+    monkeypatch.setattr(launcher, "is_watched", lambda: True)
+    assert all(calls_in(direct, lambda: trained(net, run, x, steps=1)))
+
+
+def test_several_sizes_are_not_noted(direct, compiled_afresh):
+    net = norm_net()
+    run = compiled(net, dynamic=True)
+    for size in (10, 12, 14, 10, 10, 10):
+        twin = copy.deepcopy(net)
+        x = torch.randn(2, 3, size, size)
+        torch.testing.assert_close(run(x), twin(x))
+    assert not direct
+
+
+def test_fake_tensors_launch_nothing(direct, compiled_afresh):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    run = compiled(net)
+    trained(net, run, x)
+    from fusedseg.ops.replay import direct_stream
+
+    assert direct_stream(None, x) == 0
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert direct_stream(None, fake) is None
