@@ -1,5 +1,7 @@
-"""Names of an earlier release that are gone: a call raises an error with the line to write instead."""
+"""Names of an earlier release: a call of one that is gone raises an error with the line to write instead."""
 
+import importlib
+import warnings
 from typing import Any
 
 
@@ -19,7 +21,16 @@ def _gone(old: str, new: str) -> Any:
     return raises
 
 
-profile = _gone("memory.profile", "fusedseg.profile(model, shape); for a loss, fusedseg.memory.measure")
+def profile(*inputs: Any, **options: Any) -> Any:
+    """Moved: write ``fusedseg.profile(model, shape)``; for a loss, ``fusedseg.memory.measure``."""
+    warnings.warn(
+        "fusedseg.memory.profile has moved; write fusedseg.profile(model, shape), or fusedseg.memory.measure for a loss",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return importlib.import_module("fusedseg").profile(*inputs, **options)
+
+
 plan = _gone("memory.plan", "fusedseg.plan(model, shape, budget)")
 compare = _gone("memory.compare", "fusedseg.profile(model, shape), which sets the ways beside each other")
 curve = _gone("memory.curve", "fusedseg.plan(model, shape, budget), which tries budgets of the backend")
