@@ -24,7 +24,7 @@ def _gone(old: str, new: str) -> Any:
 def profile(*inputs: Any, **options: Any) -> Any:
     """Moved: write ``fusedseg.profile(model, shape)``; for a loss, ``fusedseg.memory.measure``."""
     warnings.warn(
-        "fusedseg.memory.profile has moved; write fusedseg.profile(model, shape), or fusedseg.memory.measure for a loss",
+        "fusedseg.memory.profile has moved; write fusedseg.profile(model, shape); for a loss, fusedseg.memory.measure",
         DeprecationWarning,
         stacklevel=2,
     )

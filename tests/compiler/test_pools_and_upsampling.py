@@ -15,11 +15,11 @@ MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicub
 
 
 def seeing_backend():
-    """A backend that rewrites interpolations as for Inductor, and the list of the graphs that it compiles."""
+    """A backend that rewrites interpolations as for Inductor, and the names in each graph that it compiles."""
     graphs = []
 
     def seen(module, inputs):
-        graphs.append(module)
+        graphs.append(names(module.graph))
         return emit(module, inputs)
 
     def backend(module, inputs):
@@ -44,7 +44,7 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
     (found,) = torch.autograd.grad(torch.compile(net, backend=backend)(x).sum(), x)
     (wanted,) = torch.autograd.grad(net(x).sum(), x)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    called = names(graphs[-1].graph)
+    called = graphs[-1]
     assert not [name for name in called if "index_put" in name]
     assert sum("upsample" in name for name in called) == 1
 
@@ -77,7 +77,7 @@ def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
     (found,) = torch.autograd.grad(torch.compile(net, backend=backend)(x).sum(), x)
     (wanted,) = torch.autograd.grad(net(x).sum(), x)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    assert [name for graph in graphs for name in names(graph.graph) if "interpolate" in name] == [
+    assert [name for graph in graphs for name in graph if "interpolate" in name] == [
         "fusedseg.interpolate.default",
         "fusedseg.interpolate_backward.default",
     ]
