@@ -218,3 +218,14 @@ def test_two_arguments_that_are_one_tensor_at_first(direct):
     for _ in range(STEPS):
         assert torch.equal(replay(0, x, x), torch.cat([x, x], 1))
     assert torch.equal(replay(0, x, y), torch.cat([x, y], 1))
+
+
+def test_norms_of_running_statistics_are_replayed(direct, compiled_afresh):
+    """In eval mode each call of a norm copied the running mean for nobody, and so it was called in every step."""
+    net, x = norm_net().eval(), torch.randn(2, 3, 10, 10)
+    twin, run = copy.deepcopy(net), compiled(net)
+    with torch.no_grad():
+        for _ in range(STEPS):
+            torch.testing.assert_close(run(x), twin(x))
+    assert direct
+    assert all(row.calls.count < STEPS for row in direct)
