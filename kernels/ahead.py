@@ -5,6 +5,7 @@ let other threads of Python run.  A kernel that fails here is compiled again at 
 """
 
 import contextlib
+import contextvars
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ from .triton_names import AsyncCompileMode, JITFunction, interpreted
 
 # More threads would wait for each other in Python.
 MOST_THREADS = 8
+# ``parsing_in_turn`` replaces a method.  Of two threads, the first to leave would put it back too early.
+_alone = threading.Lock()
 
 
 # Triton would take a NamedTuple for a tuple of arguments.
@@ -76,8 +79,14 @@ def parsing_in_turn() -> Iterator[None]:
 
 def compile_ahead(wanted: Sequence[Wanted]) -> None:
     """Compiles the kernels of these launches, and waits for them."""
+    # If the user interrupts it, Triton 3.6 stays in its mode, and cannot compile any kernel there.
+    contextvars.copy_context().run(_compile_in_threads, wanted)
+
+
+def _compile_in_threads(wanted: Sequence[Wanted]) -> None:
     kinds = {(of.launcher, tuple(map(address_of, of.tensors)), of.floats): None for of in wanted}
     with (
+        _alone,
         parsing_in_turn(),
         ThreadPoolExecutor(threads()) as pool,
         AsyncCompileMode(pool, ignore_errors=True),

@@ -67,6 +67,13 @@ def test_the_search_finds_private_names(tmp_path):
     assert "torch.autograd._get_sequence_nr" in private_names(path)
 
 
+def test_each_name_is_found_once():
+    """Two branches had brought ``dispatch_modes``, once a number and once a list."""
+    body = ast.parse((ROOT / "fusedseg/_torch.py").read_text()).body
+    names = [t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)]
+    assert [name for name in set(names) if names.count(name) > 1] == []
+
+
 def test_nothing_is_missing_here():
     assert not _torch.MISSING
 

@@ -20,8 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from fusedseg.kernels.triton_names import JITFunction
 from torch import nn
+from triton.runtime._async_compile import active_mode
 
 from bench.gpu.host import FAMILIES, unet
 from bench.networks import plain_unet
@@ -220,6 +222,46 @@ def threads_parse_one_after_the_other() -> None:
         for call in calls:
             call.join()
     assert most == 1, most
+
+
+class Waiting:
+    """Stands for a launcher that tells that its thread compiles, and waits a moment for another thread."""
+
+    def __init__(self, here: threading.Event, other: threading.Event) -> None:
+        self.here, self.other = here, other
+
+    def compile(self, tensors: Any, floats: Any) -> None:
+        self.here.set()
+        self.other.wait(0.5)
+
+
+def two_threads_put_the_parser_back() -> None:
+    """Both replaced it.  The second one to leave put back what it had found, which was that of the first one."""
+    original = JITFunction.parse
+    first_in, first_out, second_in = (threading.Event() for _ in range(3))
+
+    def compile_first() -> None:
+        ahead.compile_ahead([launcher.Wanted(Waiting(first_in, second_in), (), ())])
+        first_out.set()
+
+    first = threading.Thread(target=compile_first)
+    first.start()
+    assert first_in.wait(5)
+    ahead.compile_ahead([launcher.Wanted(Waiting(second_in, first_out), (), ())])
+    first.join()
+    assert JITFunction.parse is original
+
+
+def an_interrupt_leaves_no_mode() -> None:
+    """Triton 3.6 leaves its mode after it has waited for its threads.  Interrupted, it could compile nothing more."""
+
+    class Interrupted(triton.AsyncCompileMode):
+        def __exit__(self, *exception: Any) -> None:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(ahead, "AsyncCompileMode", Interrupted), contextlib.suppress(KeyboardInterrupt):
+        ahead.compile_ahead([])
+    assert active_mode.get() is None
 
 
 def a_function_that_fails_on_fake_tensors_is_called_as_before() -> None:

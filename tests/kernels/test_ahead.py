@@ -17,6 +17,8 @@ CHECKS = (
     "threads_compile_the_same_code",
     "an_error_is_that_of_the_launch",
     "threads_parse_one_after_the_other",
+    "two_threads_put_the_parser_back",
+    "an_interrupt_leaves_no_mode",
     "a_function_that_fails_on_fake_tensors_is_called_as_before",
     "the_random_numbers_of_a_step_stay",
 )

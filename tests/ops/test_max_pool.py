@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fusedseg import _torch
 from fusedseg.functional import max_pool
 from fusedseg.memory.meter import measure
 from fusedseg.ops.max_pool import op, reference
+from fusedseg.ops.max_pool.windows import Pool
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
@@ -181,3 +183,13 @@ def test_a_window_that_steps_over_x_is_refused():
     x = torch.randn(1, 1, 3, 3)
     assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
     refused(ValueError, r"x \(1, 1, 3, 3\) has no element at the positions of one window", 2, 1, 1, 4, x=x)
+
+
+def test_a_fake_call_leaves_no_fake_tables():
+    """Where aten pools on a GPU, the call that lists a graph's kernels left its tables to calls with values."""
+    before = reference._remembered_tables.cache_info().currsize
+    with _torch.ListingMode(allow_non_fake_inputs=True):
+        x = torch.empty(1, 2, 11, 13, device=torch.device("cuda", 0))
+        code_of, _ = reference._tables((11, 13), Pool((2, 2), (2, 2), (0, 0), (1, 1), False), x)
+    assert isinstance(code_of, _torch.FakeTensor)
+    assert reference._remembered_tables.cache_info().currsize == before

@@ -203,3 +203,29 @@ def test_fake_tensors_launch_nothing(direct, compiled_afresh):
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
     assert direct_stream(None, fake) is None
+
+
+def test_two_arguments_that_are_one_tensor_at_first(direct):
+    """Two outputs that are added have one gradient.  A launch with it was noted as if the outputs always had."""
+    from fusedseg.ops.concat import concat
+    from fusedseg.ops.replay import Replay
+
+    def joined(*tensors):
+        return concat(tensors, 1)
+
+    replay = Replay(joined, torch.device("cpu"))
+    x, y = (torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last) for _ in range(2))
+    for _ in range(STEPS):
+        assert torch.equal(replay(0, x, x), torch.cat([x, x], 1))
+    assert torch.equal(replay(0, x, y), torch.cat([x, y], 1))
+
+
+def test_norms_of_running_statistics_are_replayed(direct, compiled_afresh):
+    """In eval mode each call of a norm copied the running mean for nobody, and so it was called in every step."""
+    net, x = norm_net().eval(), torch.randn(2, 3, 10, 10)
+    twin, run = copy.deepcopy(net), compiled(net)
+    with torch.no_grad():
+        for _ in range(STEPS):
+            torch.testing.assert_close(run(x), twin(x))
+    assert direct
+    assert all(row.calls.count < STEPS for row in direct)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg import _backend
+from fusedseg import _backend, _torch
 from fusedseg.ops.self_test import checks, first_use
 from tests.tools.stand_in import new_process
 from tests.tools.stand_in import stand_in as stand_in
@@ -225,6 +225,12 @@ def test_a_device_that_no_longer_answers_ends_the_program(stand_in, tested, monk
         serves()
     monkeypatch.undo()
     assert first_use.answers(CPU)
+
+
+def test_a_device_answers_in_a_fake_call():
+    """A failed test in the call that lists a graph's kernels was a broken device, and was made twice."""
+    with _torch.ListingMode():
+        assert first_use.answers(CPU)
 
 
 def test_threads_of_a_process_test_once(stand_in, tested):

@@ -51,6 +51,9 @@ def rewrite(graph: fx.Graph) -> int:
     """Joins these pairs, and returns their number."""
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
     backward = [_join_gradient(graph, node) for node in graph.nodes if node.target is norm_act_backward]
+    if any(backward):
+        # What only a gate has read is computed for nobody now.
+        graph.eliminate_dead_code()
     forward = [_join(graph, node) for node in graph.nodes if node.target is norm_act]
     return sum(backward) + sum(forward)
 

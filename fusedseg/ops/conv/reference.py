@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _backend
+from ... import _backend, _torch
 from .. import reuse
 from .geometry import Geometry, is_channels_last, is_pointwise, output_format
 from .sources import Interpolated, Source, concatenated, enlarges_of, is_tensor, samples_of, shape_of, tensors_of
@@ -115,8 +115,10 @@ def _lies_in(x: Tensor, dy: Tensor) -> bool:
 @functools.lru_cache(1024)
 def _fits(shape: torch.Size, strides: tuple[int, ...], dy_shape: torch.Size, dy_strides: tuple[int, ...]) -> bool:
     """``_lies_in`` for tensors of such shapes and strides."""
-    x = torch.empty_strided(shape, strides, device="meta")
-    return _lies_in(x, torch.empty_strided(dy_shape, dy_strides, device="meta"))
+    # A mode that counts bytes must not see these tensors.
+    with _torch.no_dispatch_modes():
+        x = torch.empty_strided(shape, strides, device="meta")
+        return _lies_in(x, torch.empty_strided(dy_shape, dy_strides, device="meta"))
 
 
 def slabs(samples: int, nbytes: int) -> list[slice]:

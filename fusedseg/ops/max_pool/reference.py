@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
-from ..._torch import write_gradient
+from ..._torch import FakeTensor, write_gradient
 from .windows import Pool, distances, first_positions, rows_told_apart
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
         least = pool.padding
         x, pool = _padded(x, tuple(z.shape[2:]), pool)
     size, count = tuple(x.shape[2:]), tuple(z.shape[2:])
-    code_of, _ = _tables(size, pool, x.device)
+    code_of, _ = _tables(size, pool, x)
     first = first_positions(size, count, pool, x.device)
     first_of_x = first_positions(size, count, pool, x.device, least)
     for x_part, z_part, codes_part in _parts(rows, x, z, codes):
@@ -85,7 +85,7 @@ def backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> N
 
 def indices(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The flat int64 index in x of the maximum of each window."""
-    _, distance_of = _tables(size, pool, codes.device)
+    _, distance_of = _tables(size, pool, codes)
     return torch.take(distance_of, codes.long()).add_(first_positions(size, tuple(codes.shape[2:]), pool, codes.device))
 
 
@@ -103,9 +103,11 @@ def _padded(x: Tensor, count: tuple[int, ...], pool: Pool) -> tuple[Tensor, Pool
     return F.pad(x, edges, value=-math.inf), pool._replace(padding=(0,) * len(count), ceil_mode=False)
 
 
-def _tables(size: tuple[int, ...], pool: Pool, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(size: tuple[int, ...], pool: Pool, like: Tensor) -> tuple[Tensor, Tensor]:
     """The code of each distance from the first position of a window, and the distance of each code."""
-    return (distances if torch.compiler.is_compiling() else _remembered_tables)(size, pool, device)
+    # A fake call makes fake tables.
+    forgets = torch.compiler.is_compiling() or isinstance(like, FakeTensor)
+    return (distances if forgets else _remembered_tables)(size, pool, like.device)
 
 
 # Later calls may run in another mode.

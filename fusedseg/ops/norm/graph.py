@@ -94,6 +94,9 @@ class Forward:
         if norm.own and not self.moving and running_mean is not None and running_var is not None:
             running_mean, running_var = running_mean.clone(), running_var.clone()
         operands = Operands(x, weight, bias, residual, None, running_mean, running_var)
+        if not norm.own:
+            # Of an op that keeps its input, autograd gets a copy of the running mean, which nobody reads here.
+            norm = norm._replace(keep="output")
         z, stats = passes.forward(operands, norm, None, out)
         if out is None and z._is_view():
             # A program may change what a graph returns in place, and PyTorch refuses that for a view.
