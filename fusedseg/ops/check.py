@@ -11,8 +11,8 @@ ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether a tensor has values, or launches on it are listed; other fake tensors, and meta tensors, have none."""
-    return (not isinstance(t, FakeTensor) and not t.is_meta) or _torch.is_listed(t)
+    """Whether a tensor has values; fake tensors and those of the device "meta" have none."""
+    return not isinstance(t, FakeTensor) and not t.is_meta
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:

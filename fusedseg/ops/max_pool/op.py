@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _backend
+from ... import _backend, _torch
 from .. import unfused
 from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
@@ -41,9 +41,9 @@ def _rows(x: Tensor) -> bool:
     return not x.is_contiguous()
 
 
-def _has_no_values(t: Tensor) -> bool:
-    """Whether there is nothing to compute.  Thousands of pieces of a fake tensor would take seconds."""
-    return not has_values(t) or t.numel() == 0
+def _is_computed(t: Tensor) -> bool:
+    """Whether there is something to compute, or a launch to list.  Pieces of a fake tensor would take seconds."""
+    return t.numel() > 0 and (has_values(t) or (_torch.is_listed(t) and _backend.use_triton(t, "pool")))
 
 
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +53,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
-    if _has_no_values(x):
+    if not _is_computed(x):
         return z, codes
     if not _backend.use_triton(x, "pool"):
         reference.forward(x, z, codes, rows, pool)
@@ -73,7 +73,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
     """dx, with the spatial size ``size``.  ``window`` has the fields of a ``Pool``."""
     pool = _pool(*window)
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
-    if _has_no_values(dx):
+    if not _is_computed(dx):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz, "pool"):
@@ -91,7 +91,7 @@ def pick(ddx: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window: A
 
     It always runs on aten, because it is rarely needed.
     """
-    if _has_no_values(ddx):
+    if ddx.numel() == 0 or not has_values(ddx):
         return _empty(codes.shape, rows, ddx, ddx.dtype)
     return _dense_as(reference.pick(ddx, codes, _pool(*window)), rows)
 
