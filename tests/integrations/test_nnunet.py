@@ -20,7 +20,7 @@ from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import fused_loss, plans
 from tests.integrations import nnunet_ddp
-from tests.integrations.jobs import FusedStandIn, Network, StandIn
+from tests.integrations.jobs import FusedStandIn, Network, OfThree, StandIn
 from tests.integrations.real import framework, without_fusedseg
 from tests.nnunet import PlainConvUNet
 
@@ -244,6 +244,14 @@ def test_the_network_is_converted_where_it_is_not_compiled(device, variable, mon
     assert said.startswith("fusedseg.convert, because the network is not compiled:\nfusedseg.convert serves 1 norms")
     trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
     assert not any("compiler.report" in line for line in trainer.log)
+
+
+def test_a_checkpoint_of_a_network_of_its_own_names_the_trainer(tmp_path):
+    """It named the stock trainer, whose network has other layers: prediction failed, or was wrong without an error."""
+    trainer = OfThree(nn.BatchNorm2d(8))
+    trainer.initialize()
+    trainer.save_checkpoint(str(tmp_path / "checkpoint.pth"))
+    assert torch.load(tmp_path / "checkpoint.pth")["trainer_name"] == "OfThree"
 
 
 def test_plans_that_name_relu_need_no_trainer_of_their_own():
