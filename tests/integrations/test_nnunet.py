@@ -457,6 +457,21 @@ def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["nnUNetPlans.json", "dataset.json"])
+def test_a_file_without_its_entries_is_one_line(name, tmp_path, capsys):
+    """It was the traceback of a KeyError in nnU-Net."""
+    framework("nnunetv2")
+    contents = {"nnUNetPlans.json": nnunet_ddp.plans("InstanceNorm3d"), "dataset.json": nnunet_ddp.DATASET, name: {}}
+    for file, content in contents.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    path = str(tmp_path / "nnUNetPlans.json")
+    assert main(["plan", path, "--budget", "4GiB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fusedseg plan: MODEL '{path}': {path} and dataset.json beside it must be those of ")
+    assert "KeyError: " in line
+
+
+@pytest.mark.slow
 def test_plan_reads_a_plans_file(folders, capsys):
     path = Path(folders["nnUNet_preprocessed"]) / "Dataset901_MNI152" / "nnUNetPlans.json"
     assert main(["plan", str(path), "--budget", "4GiB", "--codegen", "aten"]) == 0
