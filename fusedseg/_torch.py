@@ -80,7 +80,7 @@ DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # running statistics again, as the stock norms do.
 current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 # The number of dispatch modes that see the calls of this thread.  Without it, every call is taken for a seen one.
-dispatch_modes = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # A context in which no dispatch mode sees calls.  Without it, modes see calls on fake tensors too.
 no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
@@ -157,8 +157,6 @@ def _overlaps(x: torch.Tensor) -> int:
 
 debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 
-# oneDNN's convolutions in float32 on a CPU, which the other path replaces at any time.
-len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # The dispatch modes of this thread.
 dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
 

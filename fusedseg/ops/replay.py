@@ -199,7 +199,7 @@ def direct_stream(device: int | None, argument: Tensor) -> Any:
     ``device`` is the number of a GPU, or None for a CPU.  ``argument`` is an argument of the graph: if one is a fake
     tensor, all are.
     """
-    if _torch.dispatch_modes() or isinstance(argument, _torch.FakeTensor):
+    if _torch.len_torch_dispatch_stack() or isinstance(argument, _torch.FakeTensor):
         return None
     find, _ = _launching()
     return find(device)
