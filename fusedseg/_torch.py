@@ -393,9 +393,15 @@ def donate_nothing() -> None:
 
 
 def compiles_for_fusedseg(frame: Any) -> bool:
-    """Whether a frame of a traceback is the one in which Dynamo compiles for ``backend="fusedseg"``."""
+    """Whether a frame of a traceback is the one in which Dynamo compiles for the backend of this package.
+
+    ``torch.compile`` was given its name, its function, or a ``functools.partial`` of that.
+    """
     compiler = frame.f_locals.get("compiler_fn") if frame.f_code.co_name == "_compile_inner" else None
-    return getattr(compiler, "__name__", "") == "fusedseg"
+    # Dynamo's wrapper has the attributes of the one that ``torch.compile`` has made.
+    for name in ("compiler_fn", "func"):
+        compiler = getattr(compiler, name, compiler)
+    return getattr(compiler, "__module__", "") == "fusedseg.compiler.backend"
 
 
 class _AtTheEnd(list):

@@ -57,7 +57,9 @@ def first_line(error: BaseException) -> str:
 
 
 def check_new(path: str | None, overwrite: bool) -> None:
-    """Raises Refused if the file exists, or if there is no folder for it."""
+    """Raises Refused if the file exists, if it is a folder, or if there is no folder for it."""
+    if path and Path(path).is_dir():
+        raise Refused(f"{path} is a folder: name a file in it")
     if path and Path(path).exists() and not overwrite:
         raise Refused(f"{path} exists: choose another path, or pass --overwrite")
     if path and not Path(path).parent.is_dir():

@@ -258,9 +258,9 @@ class _Search:
 
 
 def peak_text(nbytes: int) -> str:
-    """The backend's budget of a peak, rounded down."""
+    """The backend's budget of a peak, rounded down, but at least 0.01 MiB, because the backend refuses 0."""
     unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
-    return f"peak {math.floor(max(nbytes, size // 100) / size * 100) / 100:g}{unit}"
+    return f"peak {max(math.floor(nbytes / size * 100), 1) / 100:g}{unit}"
 
 
 def batched(input_shape: Sequence[Any], batch: int) -> list[tuple[int, ...]]:

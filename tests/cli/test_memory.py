@@ -215,6 +215,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCK, "--input", "3,64,64"]
         ([*PROFILE, "--input", "2,4,64,64"], "does not run on 2×4×64×64 fp32: RuntimeError: Given groups=1"),
         ([*PROFILE, *IMAGE, "--batch", "4"], "--input and --batch name different batches: 2, 4"),
         ([*PROFILE, *IMAGE, "--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
+        ([*PROFILE, *IMAGE, "--json", "/", "--overwrite"], "/ is a folder: name a file in it"),
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
         ([*PLAN, "--budget", "9KiB", "--codegen", "aten"], "fusedseg plan: Sequential with batch 1 does not fit"),

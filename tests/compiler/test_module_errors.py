@@ -1,8 +1,12 @@
 """The error of a model that gets a wrong input begins with the module that raised it."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+
+from fusedseg.compiler import backend
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")
 
@@ -46,6 +50,15 @@ def test_a_model_that_is_one_layer():
 def test_a_model_that_is_compiled_in_place():
     model = TwoEncoders()
     model.compile(backend="fusedseg")
+    assert "optical.0 (Conv2d): " in message_of(model, torch.randn(1, 2, 8, 8), torch.randn(1, 5, 8, 8))
+
+
+@pytest.mark.parametrize("given", ["function", "partial"])
+def test_a_backend_that_is_given_as_a_function(given):
+    """The module was named for the text "fusedseg" alone, which nnU-Net's trainers do not use."""
+    options = {"codegen": "aten"}
+    run = {"function": backend, "partial": functools.partial(backend, options=options)}[given]
+    model = torch.compile(TwoEncoders(), backend=run, options=options if given == "function" else None)
     assert "optical.0 (Conv2d): " in message_of(model, torch.randn(1, 2, 8, 8), torch.randn(1, 5, 8, 8))
 
 

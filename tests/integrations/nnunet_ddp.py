@@ -61,8 +61,7 @@ def folders(home):
 
 
 def trainer_class(name):
-    """A trainer of nnU-Net's or ours by its name, found as nnU-Net finds it, in float64 and on a CPU."""
-    from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
+    """A trainer of nnU-Net's or ours by its name, found as nnU-Net finds it, on a CPU."""
     from nnunetv2.utilities.find_objects import recursive_find_trainer_class_by_name
 
     from fusedseg.integrations.nnunet import TRAINERS
@@ -70,22 +69,13 @@ def trainer_class(name):
     os.environ |= {"nnUNet_extTrainer": str(TRAINERS)}
     base = recursive_find_trainer_class_by_name(name)
 
-    class InFloat64(base):
+    class OnCpu(base):
         def __init__(self, plans, configuration, fold, dataset_json, device):
             super().__init__(plans, configuration, fold, dataset_json, device)
             self.device, self.grad_scaler, self.initial_lr = torch.device("cpu"), None, 0.02
 
-        @staticmethod
-        def build_network_architecture(
-            plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision=True
-        ):
-            build = nnUNetTrainer.build_network_architecture
-            return build(
-                plans_manager, configuration_manager, num_input_channels, num_output_channels, enable_deep_supervision
-            ).double()
-
-    InFloat64.__name__ = name
-    return InFloat64
+    OnCpu.__name__ = name
+    return OnCpu
 
 
 def initialized(name, norm, nonlin="torch.nn.LeakyReLU"):
@@ -94,7 +84,12 @@ def initialized(name, norm, nonlin="torch.nn.LeakyReLU"):
     torch.manual_seed(0)
     trainer = trainer_class(name)(plans(norm, nonlin), "3d_fullres", 0, dict(DATASET), torch.device("cpu"))
     on_cpu = functools.partial(_wrapped, DistributedDataParallel)
-    with mock.patch.object(module, "DDP", on_cpu):
+    build = module.nnUNetTrainer.build_network_architecture
+    in_float64 = staticmethod(functools.wraps(build)(lambda *args, **kwargs: build(*args, **kwargs).double()))
+    with (
+        mock.patch.object(module, "DDP", on_cpu),
+        mock.patch.object(module.nnUNetTrainer, "build_network_architecture", in_float64),
+    ):
         trainer.initialize()
     # nnU-Net's weights of the scales differ between one and several processes.
     setattr(trainer.loss, "weight_factors" if name == "nnUNetTrainer" else "weights", (0.75, 0.25))

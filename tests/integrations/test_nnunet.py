@@ -20,7 +20,7 @@ from fusedseg.__main__ import main
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import fused_loss, plans
 from tests.integrations import nnunet_ddp
-from tests.integrations.jobs import FusedStandIn, Network, StandIn
+from tests.integrations.jobs import FusedStandIn, Network, OfThree, StandIn
 from tests.integrations.real import framework, without_fusedseg
 from tests.nnunet import PlainConvUNet
 
@@ -246,6 +246,14 @@ def test_the_network_is_converted_where_it_is_not_compiled(device, variable, mon
     assert not any("compiler.report" in line for line in trainer.log)
 
 
+def test_a_checkpoint_of_a_network_of_its_own_names_the_trainer(tmp_path):
+    """It named the stock trainer, whose network has other layers: prediction failed, or was wrong without an error."""
+    trainer = OfThree(nn.BatchNorm2d(8))
+    trainer.initialize()
+    trainer.save_checkpoint(str(tmp_path / "checkpoint.pth"))
+    assert torch.load(tmp_path / "checkpoint.pth")["trainer_name"] == "OfThree"
+
+
 def test_plans_that_name_relu_need_no_trainer_of_their_own():
     """There was one that built the network with LeakyReLU, which converted blocks need to keep less."""
 
@@ -446,6 +454,21 @@ def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     noise = 0.01 * fall if "Bits" in end else 1e-5
     assert abs(ours[-1] - stock[-1]) < noise
     assert abs(ours_end - stock_end) < 2 * noise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nnUNetPlans.json", "dataset.json"])
+def test_a_file_without_its_entries_is_one_line(name, tmp_path, capsys):
+    """It was the traceback of a KeyError in nnU-Net."""
+    framework("nnunetv2")
+    contents = {"nnUNetPlans.json": nnunet_ddp.plans("InstanceNorm3d"), "dataset.json": nnunet_ddp.DATASET, name: {}}
+    for file, content in contents.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    path = str(tmp_path / "nnUNetPlans.json")
+    assert main(["plan", path, "--budget", "4GiB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fusedseg plan: MODEL '{path}': {path} and dataset.json beside it must be those of ")
+    assert "KeyError: " in line
 
 
 @pytest.mark.slow

@@ -127,6 +127,12 @@ def test_a_wanted_batch_gets_a_peak_of_the_backend(backend):
     assert str(found).endswith(of.code)
 
 
+def test_a_wanted_batch_that_is_far_from_fitting():
+    """The peak that the backend was asked for was rounded to "peak 0MiB", which the backend refuses."""
+    with pytest.raises(ValueError, match=r"with batch 8 does not fit in 4.0 KiB: the leanest way, .*are missing"):
+        step_alone(nn.Conv2d(3, 8, 3), (3, 16, 16), "4KiB", batch=8, convert=None, codegen="aten")
+
+
 def test_a_model_that_does_not_compile_has_no_rows_of_the_backend(backend):
     def refused(n, way):
         raise NotCompiled("fusedseg.compiler.estimate: a reason")

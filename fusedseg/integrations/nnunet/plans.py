@@ -43,24 +43,31 @@ def read(plans: str | Path, configuration: str = "3d_fullres") -> Planned:
     from nnunetv2.utilities.label_handling.label_handling import determine_num_input_channels
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
-    manager = PlansManager(_json(Path(plans)))
-    if configuration not in manager.available_configurations:
-        known = ", ".join(manager.available_configurations)
-        raise ValueError(f"{OP}: configuration must be one of {known}, got {configuration!r}")
-    dataset = _json(Path(plans).parent / "dataset.json")
-    config = manager.get_configuration(configuration)
-    channels = determine_num_input_channels(manager, config, dataset)
-    build = functools.partial(
-        get_network_from_plans,
-        config.network_arch_class_name,
-        config.network_arch_init_kwargs,
-        config.network_arch_init_kwargs_req_import,
-        channels,
-        manager.get_label_manager(dataset).num_segmentation_heads,
-        allow_init=False,
-        deep_supervision=True,
-    )
-    return Planned(build, config.batch_size, (channels, *config.patch_size))
+    planned, dataset = _json(Path(plans)), _json(Path(plans).parent / "dataset.json")
+    try:
+        manager = PlansManager(planned)
+        known = manager.available_configurations
+        if configuration not in known:
+            raise ValueError(f"{OP}: configuration must be one of {', '.join(known)}, got {configuration!r}")
+        config = manager.get_configuration(configuration)
+        channels = determine_num_input_channels(manager, config, dataset)
+        build = functools.partial(
+            get_network_from_plans,
+            config.network_arch_class_name,
+            config.network_arch_init_kwargs,
+            config.network_arch_init_kwargs_req_import,
+            channels,
+            manager.get_label_manager(dataset).num_segmentation_heads,
+            allow_init=False,
+            deep_supervision=True,
+        )
+        return Planned(build, config.batch_size, (channels, *config.patch_size))
+    # What nnU-Net raises where a file lacks an entry, or has another kind of value there.
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{OP}: {plans} and dataset.json beside it must be those of a preprocessed dataset: nnU-Net raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:

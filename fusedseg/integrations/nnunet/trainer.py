@@ -39,7 +39,7 @@ class Fused(_Trainer):
     * ``validation_step`` counts hard Dice in one pass, where the stock step forms one-hot tensors that peak at 14 times
       the bytes of the logits.
     * Checkpoints name the stock trainer that comes after this class, so that ``nnUNetv2_predict`` loads them without
-      fusedseg.
+      fusedseg.  If the trainer builds another network than that class, they name the trainer itself.
 
     CUDA graphs refuse gradients that are accumulated over several backward passes, which nnU-Net's trainers do not do.
 
@@ -169,8 +169,11 @@ class Fused(_Trainer):
         super().save_checkpoint(filename)
         if self.local_rank != 0 or self.disable_checkpointing:
             return
+        stock: Any = next(cls for cls in type(self).__mro__ if not issubclass(cls, Fused))
+        if type(self).build_network_architecture is not stock.build_network_architecture:
+            # Prediction builds the network by the class that the checkpoint names.
+            return
         saved = torch.load(filename, map_location="cpu", weights_only=False)
-        stock = next(cls for cls in type(self).__mro__ if not issubclass(cls, Fused))
         saved["trainer_name"] = stock.__name__
         # The checkpoint of an earlier epoch stays whole if the process ends while it writes.
         torch.save(saved, f"{filename}.part")
