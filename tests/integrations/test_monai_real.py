@@ -212,9 +212,11 @@ def test_a_network_of_upcats_is_one_graph(size):
         (out,) = call(x)
         found.append(torch.autograd.grad(out.square().mean(), list(net.parameters()), allow_unused=True))
         plugin.in_one_graph()
-    for ours, stock in zip(*found, strict=True):
-        assert torch.equal(ours, stock) if ours is not None else stock is None
+    assert [grad is None for grad in found[0]] == [grad is None for grad in found[1]]
+    # Backward of a norm adds its sums in another order than PyTorch's.  Biases before norms have gradients of rounding.
+    stock, ours = (torch.cat([grad.flatten() for grad in grads if grad is not None]) for grads in found)
+    assert (ours - stock).norm() <= 1e-12 * stock.norm()
     report = compiler.report(call)
     assert len(report.graphs) == 1
-    eager, ours = report.kept
-    assert ours <= 0.44 * eager
+    eager, kept = report.kept
+    assert kept <= 0.44 * eager
