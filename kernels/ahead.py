@@ -43,7 +43,7 @@ class Address:
 
 
 def address_of(t: Tensor | None) -> Address | None:
-    """For a tensor without values.  New memory begins at a multiple of 16."""
+    """What Triton reads of a tensor without values; new memory begins at a multiple of 16.  None stands for None."""
     if t is None:
         return None
     return Address(t.dtype, int(t.storage_offset()) * t.element_size() % 16, t.untyped_storage().nbytes())

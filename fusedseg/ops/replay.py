@@ -246,11 +246,12 @@ class Numbers:
 
     def part_of(self, t: Tensor) -> tuple[int, int]:
         """The tensor that ``t`` is a part of, and the distance in bytes."""
-        found = [n for n, other in enumerate(self.known) if other is not None and _memory(other) == _memory(t)]
+        known = ((n, other) for n, other in enumerate(self.known) if other is not None)
+        found = [(n, other) for n, other in known if _memory(other) == _memory(t)]
         if len(found) != 1:
             raise Refused
-        (number,) = found
-        distance = t.data_ptr() - self.known[number].data_ptr()  # type: ignore[union-attr]
+        ((number, whole),) = found
+        distance = t.data_ptr() - whole.data_ptr()
         if distance % 16:
             raise Refused
         return number, distance

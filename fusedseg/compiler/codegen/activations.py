@@ -52,7 +52,7 @@ def rewrite(graph: fx.Graph) -> int:
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
     backward = [_join_gradient(graph, node) for node in graph.nodes if node.target is norm_act_backward]
     if any(backward):
-        # What only a gate has read is computed for nobody now.
+        # Without their gates, some norms that backward recomputes have no reader left.
         graph.eliminate_dead_code()
     forward = [_join(graph, node) for node in graph.nodes if node.target is norm_act]
     return sum(backward) + sum(forward)
@@ -66,7 +66,7 @@ def _activation_of(node: object, table: dict[Any, Callable[[dict[str, Any]], Act
 
 def _may_join(norm: fx.Node, x: fx.Node, act: slice) -> bool:
     """Whether a norm with the input ``x`` has no activation, and a kernel."""
-    return TABLE[norm.args[act][0]].identity and _backend.takes_triton(value_of(x).device)  # type: ignore[index]
+    return TABLE[str(norm.args[act.start])].identity and _backend.takes_triton(value_of(x).device)
 
 
 def _put(norm: fx.Node, act: Activation, place: slice) -> None:
