@@ -39,6 +39,23 @@ MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("
          ("trilinear", 3), ("area", 2)]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.3, 1.0])
+def test_dropout_of_half_precision_has_the_bits_of_forward(dtype, p):
+    """The bug: backward multiplied by 1 / (1 - p), which PyTorch's op on a CPU rounds to the dtype.
+
+    So the gradient of the convolution behind it was that of another input, by 3e-3 in bf16.  The gradients before the
+    dropout are those of PyTorch's ``native_dropout_backward``, which eager mode does not call on a CPU.
+    """
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(p), nn.Conv2d(8, 4, 3)).to(dtype)
+    x = [torch.randn(2, 3, 9, 9).to(dtype)]
+    twin = copy.deepcopy(net)
+    wanted = results(twin, torch.compile(twin, backend="aot_eager"), x)
+    run = compiled(net)
+    assert same(results(net, run, x), wanted)
+    assert kept(net, run, x) < kept(twin, twin, x)
+
+
 @pytest.mark.parametrize(("mode", "dims"), MODES)
 @pytest.mark.parametrize(
     "sizes", [{"scale_factor": 2}, {"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 7}]

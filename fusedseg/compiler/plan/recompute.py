@@ -142,7 +142,11 @@ class Dropout(NamedTuple):
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that recomputes the output, as dropout does; Inductor has no ``native_dropout_backward``."""
+        x = value_of(self.x)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        if x.device.type == "cpu":
+            # There the op rounds the factor to the dtype of x first.  On a GPU it does not.
+            scale = torch.tensor(scale, dtype=x.dtype).item()
         left = call(graph, aten.mul.Tensor, read(self.x), read(self.mask), before=before)
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
