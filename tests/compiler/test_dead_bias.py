@@ -112,6 +112,27 @@ class Kept(nn.Module):
         return self.convs[3](F.relu(self.norm(y)) + y)
 
 
+class OwnResidual(nn.Module):
+    """A norm of this package whose residual is its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3), fusedseg.InPlaceABN(4), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        # Eager mode refuses one memory for both.
+        return self.last(self.norm(y, y if torch.compiler.is_compiling() else y.clone()))
+
+
+def test_the_bias_of_a_residual_stays(codegen, counts):
+    """The bug: the op alone read the convolution, as its input and as its residual, which lost the bias."""
+    net, twin = shifted(OwnResidual())
+    x = torch.randn(2, 2, 9, 8)
+    close(results(net, compiled(net, codegen), [x]), results(twin, twin, [x.double()]))
+    assert counts == [0]
+
+
 def test_biases_with_an_effect_stay(codegen, counts):
     net, twin = shifted(Kept())
     x = torch.randn(2, 2, 9, 8)

@@ -143,8 +143,13 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
 
 
 def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
-    """The convolution whose output ``reader`` alone reads as ``x``, perhaps in another memory format."""
+    """The convolution whose output ``reader`` alone reads as ``x``, perhaps in another memory format.
+
+    None if ``reader`` has it for another argument too, such as its residual.
+    """
     if not isinstance(x, fx.Node) or set(x.users) != {reader}:
+        return None
+    if [*reader.args, *reader.kwargs.values()].count(x) > 1:
         return None
     if x.op == "call_method" and x.target == "contiguous":
         return _convolution_of(x.args[0], x)
