@@ -138,7 +138,8 @@ class Case(NamedTuple):
 
     def data(self, tiny: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         generator, shape = torch.Generator().manual_seed(1), self.shapes[tiny]
-        x = torch.randn(shape, generator=generator).to(device).contiguous(memory_format=self.memory_format())
+        # Of an image with one channel, ``contiguous`` leaves strides for which backward in eager mode makes copies.
+        x = torch.randn(shape, generator=generator).to(device).to(memory_format=self.memory_format())
         size = (shape[0], *shape[2:]) if self.dense else (shape[0],)
         return x, torch.randint(self.classes, size, generator=generator).to(device)
 
