@@ -28,8 +28,8 @@ def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True,
     slots = (torch.full((C,), -1, dtype=torch.int32), kept) if kept else None
     layout = layout_of(x).by_sample(shape[0], groups)
     r, dr = (torch.empty_like(x) if residual else None for _ in range(2))
-    also, pitch = (x, None) if joined else (None, None)
-    if joined and layout.rows:
+    also, pitch = (x, C) if joined else (None, None)
+    if joined is True and layout.rows:
         wide = torch.empty((shape[0], 2 * C, *shape[2:]), dtype=dtype, memory_format=memory_format)
         also, pitch = wide[:, C:], 2 * C
     mean, rstd, xhat = norm_act_fwd(x, x, layout, weight, bias, *running, training, 0.1, 1e-5, act, slots, residual=r)

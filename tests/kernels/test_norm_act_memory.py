@@ -47,6 +47,7 @@ class Step:
             self.dx, self.dweight, self.dbias = norm_act_bwd(
                 dz, x, layout, *affine, rstd, None, None, training, LEAKY, torch.float32,
                 mean=mean if keep == "input" else None, residual=r, dresidual=dr, also=also,
+                pitch=C if joined else None,
             )  # fmt: skip
         if keep == "input":
             with self.counted(choose):

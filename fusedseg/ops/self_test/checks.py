@@ -136,7 +136,7 @@ def _norm_by_kernels(
     # Two gradients of z, the second of which is a slice of channels.
     half, wide = dz * 0.5, torch.cat([dz, dz * 0.5], 1)
     wide = wide.contiguous(memory_format=FORMATS["channels_last" if layout.rows else "contiguous"])
-    also, pitch = (wide[:, dz.shape[1] :], wide.shape[1]) if layout.rows else (half, None)
+    also, pitch = (wide[:, dz.shape[1] :], wide.shape[1]) if layout.rows else (half, layout.C)
     given = (half, saved, layout, *affine)
     found["dx of two gradients"], *_ = norm_act_bwd(
         *given, training=True, dparam_dtype=weight.dtype, also=also, pitch=pitch, **options
