@@ -112,6 +112,7 @@ def _norm_by_kernels(
     from ...kernels.norm_stats import norm_stats
 
     layout, z = layout_of(x), torch.empty_like(x)
+    assert layout is not None
     running = torch.zeros(2, x.shape[1], dtype=weight.dtype, device=x.device)
     mean, rstd, _ = norm_act_fwd(
         x, z, layout, weight, bias, running_mean=running[0], running_var=running[1], training=True,
