@@ -27,6 +27,8 @@ from examples.demo import __main__ as demo
 from fusedseg import __main__ as commands
 from fusedseg import memory, unet
 from fusedseg.memory.fake import fake_inputs, fake_mode, fake_model
+from fusedseg.memory.meter import Course
+from fusedseg.planning.picture import points
 
 FOLDER = Path(__file__).parent / "pictures"
 LARGEST_FILE = 150_000
@@ -44,6 +46,8 @@ WAYS = {
     "aten": 'fusedseg, codegen "aten"',
 }
 OURS = "ours", "aten"
+# The ways in the picture of bytes over a step, in the order of the colours of ``Theme.kinds``.
+DRAWN = "compiled", "ours", "checkpoint", "aten", "eager"
 # The kinds of ``bench/gpu/kinds.py``; every other one belongs to the rest.
 KINDS = {
     "convolutions": ("convolution or product", "layout of convolutions"),
@@ -159,6 +163,35 @@ def stacked(ax: Axes, theme: Theme, y: int, kernels: Mapping[str, Any]) -> None:
     ax.text(left + 0.8, y, f"{left:.0f}", va="center", color=theme.text, fontsize=10.5, fontweight="bold")
 
 
+def draw_courses(theme: Theme, cases: Mapping[str, CaseResults]) -> Figure:
+    """The bytes over a step, as the allocator handed them out: a line for each way whose course was recorded."""
+    drawn = Figure(figsize=(9.2, 4.2), layout="constrained", facecolor=theme.ground)
+    for ax, name in zip(drawn.subplots(1, len(SHOWN)), SHOWN, strict=True):
+        style(ax, theme)
+        for way, course in courses_of(cases[name]).items():
+            places, nbytes = points(course)
+            color, line = theme.kinds[DRAWN.index(way)], "--" if way == "eager" else "-"
+            ax.plot(places, [n / GIBIBYTE for n in nbytes], line, color=color, linewidth=1.6, label=WAYS[way])
+        ax.axvline(1.0, color=theme.text, linewidth=0.8, linestyle=":")
+        ax.set_xlim(0, 2)
+        ax.set_ylim(bottom=0)
+        ax.set_xticks([0.5, 1.5], ["forward", "backward"])
+        ax.tick_params(axis="x", length=0)
+        title = NETWORKS[name].replace(", ", "\n", 1)
+        ax.set_title(title, fontsize=11, loc="left", color=theme.text, fontweight="bold")
+    first = drawn.axes[0]
+    first.set_ylabel("GiB", color=theme.text)
+    handles, labels = first.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=10,
+                 labelcolor=theme.text)  # fmt: skip
+    return drawn
+
+
+def courses_of(case: CaseResults) -> dict[str, Course]:
+    of = case["contenders"]
+    return {way: of[way]["course"] for way in WAYS if way in DRAWN and "course" in of.get(way, {})}
+
+
 def draw_kept(theme: Theme, reports: Mapping[str, Mapping[str, memory.Footprint]]) -> Figure:
     """Bytes kept for backward, and the peak, of several networks, of stock modules and of fused blocks."""
     drawn = Figure(figsize=(8, 4.8), layout="constrained", facecolor=theme.ground)
@@ -199,6 +232,8 @@ def draw_measured() -> None:
     for name, theme in THEMES.items():
         save(draw_front(theme, measured()), f"front-{name}.png")
         save(draw_kinds(theme, measured()), f"kinds-{name}.png")
+        if all(courses_of(measured()[network]) for network in SHOWN):
+            save(draw_courses(theme, measured()), f"courses-{name}.png")
 
 
 def draw_counted() -> None:

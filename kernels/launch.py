@@ -26,7 +26,8 @@ ODD_TILE_BYTES, ODD_THREADS = 4096, 128
 # Programs per multiprocessor, which has REGISTERS registers.  The loads of one program overlap with the arithmetic of
 # another.  If there were more programs than the registers allow at once, the last programs would run alone at the end.
 # In backward of rows there are fewer programs, because a thread holds parameters for every channel of its vector.
-PROGRAMS_PER_SM, ROWS_PER_SM, REGISTERS = 4, 3, 65536
+# Where it reads two gradients (JOINED) two programs have as many bytes under way as three that read one.
+PROGRAMS_PER_SM, ROWS_PER_SM, JOINED_ROWS_PER_SM, REGISTERS = 4, 3, 2, 65536
 # The largest number of kept channels of rows whose values every thread of backward loads.
 MAX_COLUMNS = 4
 # MAX_PARTIALS is the largest number of partial results of a channel that every program of the second launch merges for
@@ -95,7 +96,13 @@ def warps_of(elements: int, per_thread: int) -> int:
     return max(1, warps(elements, per_thread) * 32 // size)
 
 
-def most_registers(layout, dtype: torch.dtype, K: int, backward: bool) -> dict[str, int]:
+def programs_per_sm(layout, backward: bool, joined: bool) -> int:
+    if not layout.rows or not backward:
+        return PROGRAMS_PER_SM
+    return JOINED_ROWS_PER_SM if joined else ROWS_PER_SM
+
+
+def most_registers(layout, dtype: torch.dtype, K: int, backward: bool, joined: bool = False) -> dict[str, int]:
     """The option that lets as many programs be resident as are started for each multiprocessor.
 
     The compiler takes a few registers more by itself: in rows a thread holds the parameters of 8 channels.  In fp64, or
@@ -104,7 +111,7 @@ def most_registers(layout, dtype: torch.dtype, K: int, backward: bool) -> dict[s
     without_addresses = MAX_COLUMNS if backward else 0
     if (layout.rows and without_addresses < K) or dtype == torch.float64:
         return {}
-    return registers_for(THREADS * (ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM))
+    return registers_for(THREADS * programs_per_sm(layout, backward, joined))
 
 
 def registers_for(threads: int) -> dict[str, int]:
@@ -189,22 +196,29 @@ def splits_of(groups: int, tiles: int, most: int, places: int) -> int:
 
 
 def split_blocks(
-    layout, dtype: torch.dtype, device: torch.device, reduces: bool = False, stats: bool = False, backward: bool = False
+    layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    reduces: bool = False,
+    stats: bool = False,
+    backward: bool = False,
+    joined: bool = False,
 ) -> Blocks:
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
-    ``backward`` says that it is one of those of backward, which hold more parameters.
+    ``backward`` says that it is one of those of backward, which hold more parameters, and ``joined`` that it reads two
+    gradients.
     """
     tile_bytes, threads = STATS_TILE_BYTES if stats else TILE_BYTES, THREADS
     if stats and not layout.rows and triton.cdiv(layout.S * dtype.itemsize, TILE_BYTES) in (3, 5, 7):
         # A quarter of the last tile, or more, would be empty, and two tiles of another pass would not be one of this.
         tile_bytes = TILE_BYTES
-    programs_per_sm = ROWS_PER_SM if layout.rows and backward else PROGRAMS_PER_SM
+    programs = programs_per_sm(layout, backward, joined)
     peel = peel_of(layout, dtype, tile_bytes // dtype.itemsize) if stats else 1
     vector = 16 // dtype.itemsize if layout.rows or peel > 1 else vector_of(layout, dtype)
     if vector * dtype.itemsize < 4:
-        programs_per_sm = programs_per_sm * THREADS // ODD_THREADS
+        programs = programs * THREADS // ODD_THREADS
         tile_bytes, threads = min(tile_bytes, ODD_TILE_BYTES), ODD_THREADS
     tile = tile_bytes // dtype.itemsize
     if layout.rows:
@@ -220,7 +234,7 @@ def split_blocks(
     unit = STATS_TILE_BYTES // tile_bytes if threads == THREADS and groups * tiles * tile_bytes > HOT_BYTES else 1
     units = triton.cdiv(tiles, unit)
     most = min(units, MAX_PARTIALS if reduces and tiles * tile_bytes <= FEW_BYTES else MAX_SPLITS)
-    splits = splits_of(groups, units, most, programs_per_sm * multiprocessors(device))
+    splits = splits_of(groups, units, most, programs * multiprocessors(device))
     tiles_per_split = unit * triton.cdiv(units, splits)
     meta = shape_of(layout, dtype, block_n, block_l)
     meta |= {"STAGES": STAGES, "EVICT": FIRST_PASS_EVICTION if reduces else OUTPUT_EVICTION}

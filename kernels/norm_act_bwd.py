@@ -20,6 +20,9 @@ As in forward, there are two launches: the first computes sums, the second appli
 slab fits on chip.  With two launches and a residual, KEEP "output" reads the residual in both launches, and writes g in
 the second.  KEEP "input" needs only x and g for dx, so the first launch writes g, and the second reads it in the dtype
 of dresidual.  The first launch leaves sums per channel, which may be changed (``sums``) before the second applies them.
+
+Where z has two readers, its gradient is dz + also, and the kernels add them while they read: a sum in memory would be
+two passes more.  In rows ``also`` may be a slice of the channels of a wider tensor, whose rows are P apart.
 """
 
 import torch
@@ -74,13 +77,25 @@ def with_columns(xhat, kept_ptr, slot, j, i, N, FEW: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i, N, S, K,
-                  KEEP: tl.constexpr, FEW: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr,
-                  ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+def also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_L: tl.constexpr):  # fmt: skip
+    """The offsets of tile j in ``also``; ALIGN divides its pitch P, or in planes the number of channels."""
+    if also_ptr is not None and ROWS:
+        P, S = aligned_sizes(P, S, ROWS, ALIGN)
+        offs, _, _ = tile_offsets(j, i, group, N, P, S, ROWS, BLOCK_N, BLOCK_L, True)
+    return offs
+
+
+@triton.jit
+def grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
+                  N, S, K, KEEP: tl.constexpr, FEW: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
+                  CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
                   BLOCK_L: tl.constexpr,
                   EVICT: tl.constexpr):  # fmt: skip
     """g and xhat of one tile; masked values are 0."""
     dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    if also_ptr is not None:
+        dz += tl.load(also_ptr + also_offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
     shift = b
     if residual_ptr is not None:
         shift = b + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
@@ -127,10 +142,10 @@ def store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid):
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
-def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
-                               bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, tiles_per_split,
-                               splits, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
-                               PARAM: tl.constexpr,
+def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr,
+                               weight_ptr, bias_ptr, mean_ptr, rstd_ptr, kept_ptr, slot_ptr, I, N, C, S, K, P,
+                               tiles_per_split, splits, KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr,
+                               ACT: tl.constexpr, PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
                                ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
@@ -156,10 +171,11 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
     last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
     for j in tl.range(first, last, num_stages=STAGES):
         offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+        also_offs = also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS, ALIGN, BLOCK_N, BLOCK_L)
         saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
-        g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
-                                EVICT)  # fmt: skip
+        g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b,
+                                kept_ptr, slot, j, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N,
+                                BLOCK_L, EVICT)  # fmt: skip
         s1 += tl.sum(folded(g, FOLD), axis=0, keep_dims=True)
         s2 += tl.sum(folded(g * xhat, FOLD), axis=0, keep_dims=True)
         if dx_ptr is not None:
@@ -174,9 +190,9 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
-def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
+def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr, dresidual_ptr, partial_ptr, weight_ptr,
                               bias_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr,
-                              I, N, C, S, K, tiles_per_split, partials, KEEP: tl.constexpr, FEW: tl.constexpr,
+                              I, N, C, S, K, P, tiles_per_split, partials, KEEP: tl.constexpr, FEW: tl.constexpr,
                               D: tl.constexpr, ACT: tl.constexpr,
                               PARAM: tl.constexpr, CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                               ALIGN: tl.constexpr,
@@ -205,17 +221,18 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual
     for k in tl.range(last - first, num_stages=STAGES):
         j = last - 1 - k
         offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
+        also_offs = also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS, ALIGN, BLOCK_N, BLOCK_L)
         saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
-        g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                                N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
-                                "")  # fmt: skip
+        g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b,
+                                kept_ptr, slot, j, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N,
+                                BLOCK_L, "")  # fmt: skip
         store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g,
                     EVICT)  # fmt: skip
 
 
 @triton.jit
-def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr, mean_ptr,
-                               rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
+def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr, dresidual_ptr, weight_ptr, bias_ptr,
+                               mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, kept_ptr, slot_ptr, I, N, C, S, K,
                                KEEP: tl.constexpr, FEW: tl.constexpr, D: tl.constexpr, ACT: tl.constexpr,
                                PARAM: tl.constexpr,
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
@@ -231,8 +248,9 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, residual_ptr, dx_ptr, dresidua
         rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     slot = load_slot(slot_ptr, c, valid)
     saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
-    g, xhat = grad_and_xhat(saved, dz_ptr, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, 0, i,
-                            N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
+    g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, offs, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr,
+                            slot, 0, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
+                            "")  # fmt: skip
     s1 = channel_sum(g, STAT, ROWS)
     s2 = channel_sum(g * xhat, STAT, ROWS)
     store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
@@ -301,15 +319,16 @@ def onchip_plan(keep, dtype, layout, act, K):
 
 
 @plan
-def reduce_plan(keep, dtype, layout, device, act, K):
-    """The launcher that leaves sums, and the number of their parts."""
-    blocks = split_blocks(layout, dtype, device, reduces=True, backward=True)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, blocks.splits)
+def reduce_plan(keep, dtype, layout, device, act, K, P):
+    """The launcher that leaves sums, and the number of their parts.  P is the pitch of a second gradient, or None."""
+    joined = P is not None
+    blocks = split_blocks(layout, dtype, device, reduces=True, backward=True, joined=joined)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, P or layout.C, blocks.tiles_per_split, blocks.splits)
     constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
     # Planes of a kept input need fewer registers by themselves.  With a limit the compiler loads one vector of x and dz
     # after the other.
     if layout.rows or keep == "output" or vector_of(layout, dtype) == 1:
-        constants |= most_registers(layout, dtype, K, backward=True)
+        constants |= most_registers(layout, dtype, K, backward=True, joined=joined)
     if layout.rows and K > MAX_COLUMNS:
         # The loads of many kept channels give the tile another order of threads, in which the folded rows lie in other
         # warps.  Triton 3.6 adds such rows wrongly (triton-lang/triton#9219 mends it).
@@ -318,45 +337,47 @@ def reduce_plan(keep, dtype, layout, device, act, K):
 
 
 @plan
-def apply_plan(keep, dtype, layout, device, act, K, partials):
-    """The launcher that applies sums in ``partials`` parts."""
-    blocks = split_blocks(layout, dtype, device, backward=True)
-    sizes = (layout.I, layout.N, layout.C, layout.S, K, blocks.tiles_per_split, partials)
+def apply_plan(keep, dtype, layout, device, act, K, P, partials):
+    """The launcher that applies sums in ``partials`` parts.  P is the pitch of a second gradient, or None."""
+    joined = P is not None
+    blocks = split_blocks(layout, dtype, device, backward=True, joined=joined)
+    sizes = (layout.I, layout.N, layout.C, layout.S, K, P or layout.C, blocks.tiles_per_split, partials)
     constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
-    constants |= most_registers(layout, dtype, K, backward=True)
+    constants |= most_registers(layout, dtype, K, backward=True, joined=joined)
     constants["BLOCK_P"] = parts_tile(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
 
 
 def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean=None, residual=None,
-                      dx=None, dresidual=None):  # fmt: skip
+                      dx=None, dresidual=None, also=None, pitch=None):  # fmt: skip
     """The sums of g and g * xhat per channel, (2, parts, I C).  The arguments are those of ``norm_act_bwd``.
 
     If ``dx`` is given, it is written, with the formula for running statistics.  ``dresidual`` is written if given.
     """
     slots, K = kept if kept is not None else (None, 0)
     keep = "output" if mean is None else "input"
-    launch, splits = reduce_plan(keep, saved.dtype, layout, dz.device, act, K)
+    launch, splits = reduce_plan(keep, saved.dtype, layout, dz.device, act, K, pitch)
     partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=dz.device)
-    launch((saved, dz, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
+    launch((saved, dz, also, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
     return few(partial, layout.C)
 
 
 def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, training, act, dparam_dtype, dx=None,
-                 mean=None, residual=None, dresidual=None, sums=None):  # fmt: skip
+                 mean=None, residual=None, dresidual=None, sums=None, also=None, pitch=None):  # fmt: skip
     """Returns dx, and dweight and dbias in ``dparam_dtype``; the last two are None if ``dparam_dtype`` is None.
 
     ``saved`` is the input if ``mean`` is given, and otherwise the output.  ``dz``, ``residual``, ``dx`` and
     ``dresidual`` have its strides.  ``dx`` and ``dresidual`` are written if they are given; ``dx`` may be ``saved``.
     The forward launcher has returned ``xhat_kept`` and taken ``kept``.  ``sums`` is the result of
-    ``norm_act_bwd_sums`` if it is known already.
+    ``norm_act_bwd_sums`` if it is known already.  The gradient of z is dz + ``also`` if that is given, with ``pitch``.
+    It has the strides of dz and the pitch C, and may be ``dresidual``; or it is rows that are ``pitch`` apart.
     """
     affine = dparam_dtype is not None
     of_samples = affine and layout.I * layout.D > 1
     dx = torch.empty_like(dz) if dx is None else dx
     if not training:
         sums = norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual, dx,
-                                 dresidual)  # fmt: skip
+                                 dresidual, also, pitch)  # fmt: skip
         return dx, *over_samples(sums, layout, dparam_dtype)
     slots, K = (None, 0) if kept is None else kept
     keep = "output" if mean is None else "input"
@@ -367,8 +388,9 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
         same = rstd.dtype == dparam_dtype
         dweight = torch.empty_like(rstd) if same else torch.empty_like(rstd, dtype=dparam_dtype)
         dbias = torch.empty_like(dweight)
-    tensors = saved, dz, residual, dx, dresidual
-    onchip = onchip_plan(keep, saved.dtype, layout, act, K) if sums is None else None
+    tensors = saved, dz, also, residual, dx, dresidual
+    whole = sums is None and pitch in (None, layout.C)
+    onchip = onchip_plan(keep, saved.dtype, layout, act, K) if whole else None
     if onchip is not None:
         if of_samples:
             wide = torch.promote_types(saved.dtype, torch.float32)
@@ -380,13 +402,13 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
             args = dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean, residual
             if mean is not None and dresidual is not None:
                 # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
-                sums = norm_act_bwd_sums(*args, dresidual=dresidual)
-                tensors = saved, dresidual, None, dx, None
+                sums = norm_act_bwd_sums(*args, dresidual=dresidual, also=also, pitch=pitch)
+                tensors, pitch = (saved, dresidual, None, None, dx, None), None
                 act = ("identity", 0.0)
             else:
-                sums = norm_act_bwd_sums(*args)
+                sums = norm_act_bwd_sums(*args, also=also, pitch=pitch)
         partial = merged(sums, layout, weight)
-        apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, partial.shape[1])
+        apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, pitch, partial.shape[1])
         apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     if of_samples:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)

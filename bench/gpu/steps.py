@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedseg.memory import allocator_peak, checkpoint_blocks
+from fusedseg.memory.meter import allocator_course
 from fusedseg.unet import UNet
 from tests.resnet import ResNet50
 
@@ -137,7 +138,8 @@ class Case(NamedTuple):
 
     def data(self, tiny: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         generator, shape = torch.Generator().manual_seed(1), self.shapes[tiny]
-        x = torch.randn(shape, generator=generator).to(device).contiguous(memory_format=self.memory_format())
+        # Of an image with one channel, ``contiguous`` leaves strides for which backward in eager mode makes copies.
+        x = torch.randn(shape, generator=generator).to(device).to(memory_format=self.memory_format())
         size = (shape[0], *shape[2:]) if self.dense else (shape[0],)
         return x, torch.randint(self.classes, size, generator=generator).to(device)
 
@@ -390,6 +392,12 @@ def check(run: Run) -> None:
     run.save("check", found)
     if not found["refused"]:
         found |= again(lambda: bytes_of(job, run.device))
+        run.save("check", found)
+        try:
+            found["course"] = again(lambda: course_of(job, run.device))
+        except Exception:
+            # The bytes hold without it, and the log of the process has the rest.
+            traceback.print_exc()
     run.save("check", found)
 
 
@@ -408,6 +416,21 @@ def bytes_of(job: StepJob, device: torch.device) -> dict[str, int]:
     del out
     peak = allocator_peak(lambda: job.backward(job.forward(job.prepare())), device)
     return {"kept_bytes": kept, "peak_bytes": peak, "reserved_bytes": torch.cuda.max_memory_reserved(device)}
+
+
+def course_of(job: StepJob, device: torch.device) -> tuple[list[int], list[int]]:
+    """The bytes over a step, in forward and in loss and backward, beyond those before it."""
+    made: list[Tensor] = []
+    forward = allocator_course(lambda: made.append(job.forward(job.prepare())), device)
+    backward = allocator_course(lambda: job.backward(made.pop()), device)
+    before = forward[-1] if forward else 0
+    return thinned(forward), thinned([before + nbytes for nbytes in backward])
+
+
+def thinned(course: list[int], most: int = 200) -> list[int]:
+    """At most so many values, each the largest one of its part of a course."""
+    length = -(-len(course) // most)
+    return [max(course[start : start + length]) for start in range(0, len(course), max(length, 1))]
 
 
 def laps(job: Any, device: torch.device, steps: Steps) -> dict[str, dict[str, float]]:

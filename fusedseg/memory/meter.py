@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -285,13 +286,42 @@ def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") 
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    return max(0, *_course_on_cpu(step))
+
+
+def allocator_course(step: Callable[[], Any], device: torch.device | str = "cpu") -> list[int]:
+    """The bytes that the allocator had handed out after each allocation and each release in ``step()``, in order.
+
+    They are those beyond the bytes before the step, and come from the same sources as ``allocator_peak``.  On CUDA the
+    order is that of the host, which runs ahead of the GPU, as the allocator does.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _course_on_cpu(step)
+    torch.cuda.synchronize(device)
+    # Traces without the stacks of Python.
+    torch.cuda.memory._record_memory_history("all", context=None, device=device, clear_history=True)
+    try:
+        step()
+        torch.cuda.synchronize(device)
+        traces = torch.cuda.memory._snapshot(device)["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(None, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return course_of_trace(traces[index])
+
+
+def course_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The bytes handed out after each event of a trace of PyTorch's CUDA allocator."""
+    # A release is requested and then completed, later if another stream reads the memory.
+    signs = {"alloc": 1, "free_completed": -1}
+    return list(accumulate(signs[event["action"]] * event["size"] for event in trace if event["action"] in signs))
+
+
+def _course_on_cpu(step: Callable[[], Any]) -> list[int]:
     cpu = [torch.profiler.ProfilerActivity.CPU]
     # One cycle has nothing to accumulate, but PyTorch 2.11 warns without `acc_events`.
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
-    current = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    return list(accumulate(event.nbytes() for event in events))

@@ -29,6 +29,11 @@ def test_a_way_is_compared_with_eager_mode_and_timed(tmp_path):
     assert eager["difference"] == 0
     assert 0 < fused["difference"] < 0.2
     assert fused["kept_bytes"] < 0.5 * eager["kept_bytes"]
+    for found in (eager, fused):
+        forward, backward = found["course"]
+        assert max(len(forward), len(backward)) <= 200
+        assert max(*forward, *backward) == pytest.approx(found["peak_bytes"], rel=0.02)
+        assert forward[-1] >= 0.9 * found["kept_bytes"]
     # Three times the products of forward, but for the gradient of the image.
     assert eager["case"]["flop"] > 2.5 * 2 * 32 * 32 * 2 * 8 * 8 * 9
     times = measured("time", UNET, "fused", tmp_path)

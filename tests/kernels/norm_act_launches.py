@@ -19,7 +19,7 @@ SHAPES = {"split": (8, 64, 512, 512), "huge": (16, 64, 1024, 1024), "onchip": (4
 
 
 def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True, kept=0, groups=None,
-           residual=False, keep="output"):  # fmt: skip
+           residual=False, keep="output", joined=False):  # fmt: skip
     x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
     C = shape[1]
     weight, bias, *running = torch.ones(4, C)
@@ -28,10 +28,14 @@ def launch(shape, dtype, memory_format, act=("leaky_relu", 0.01), training=True,
     slots = (torch.full((C,), -1, dtype=torch.int32), kept) if kept else None
     layout = layout_of(x).by_sample(shape[0], groups)
     r, dr = (torch.empty_like(x) if residual else None for _ in range(2))
+    also, pitch = (x, C) if joined else (None, None)
+    if joined is True and layout.rows:
+        wide = torch.empty((shape[0], 2 * C, *shape[2:]), dtype=dtype, memory_format=memory_format)
+        also, pitch = wide[:, C:], 2 * C
     mean, rstd, xhat = norm_act_fwd(x, x, layout, weight, bias, *running, training, 0.1, 1e-5, act, slots, residual=r)
     kept_mean = mean if keep == "input" else None
     norm_act_bwd(x, x, layout, weight, bias, rstd, xhat, slots, training, act, torch.float32, mean=kept_mean,
-                 residual=r, dresidual=dr)  # fmt: skip
+                 residual=r, dresidual=dr, also=also, pitch=pitch)  # fmt: skip
     if keep == "input":
         norm_act_rebuild(x, x, layout, weight, bias, mean, rstd, act, r)
 
@@ -47,6 +51,12 @@ CASES |= {f"kept-fp16-{fmt}": case("split", "fp16", fmt, kept=1) for fmt in FORM
 CASES |= {f"elu-fp16-{fmt}": case("split", "fp16", fmt, act=("elu", 1.0)) for fmt in FORMATS}
 CASES |= {f"selu-fp16-{fmt}": case("onchip", "fp16", fmt, act=("selu", 0.0)) for fmt in FORMATS}
 CASES |= {f"eval-fp16-{fmt}": case("split", "fp16", fmt, training=False) for fmt in FORMATS}
+# Two gradients of the output, in rows a slice of channels.
+CASES |= {f"joined-fp16-{fmt}": case("split", "fp16", fmt, keep="input", joined=True) for fmt in FORMATS}
+CASES |= {
+    f"joined-residual-fp16-{fmt}": case("split", "fp16", fmt, keep="input", joined=True, residual=True)
+    for fmt in FORMATS
+}
 # Statistics of samples, a kept input and a residual are each combined with each path.
 SAMPLES = {"instance": {"split": 64, "onchip": 512}, "group": {"split": 8, "onchip": 32}}
 for (stat, groups), path, fmt in itertools.product(SAMPLES.items(), ("split", "onchip"), FORMATS):
@@ -70,6 +80,7 @@ FEW = {
     for name in (
         "split-fp16-planes",
         "split-fp16-rows",
+        "joined-fp16-rows",
         "onchip-fp16-planes",
         "onchip-fp32-rows",
         "instance-split-output-fp16-rows",

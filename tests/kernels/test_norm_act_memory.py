@@ -27,7 +27,7 @@ class Step:
     programs.  z is written over x if the output is kept.
     """
 
-    def __init__(self, x, dz, choose, training=True, groups=None, keep="output", residual=False) -> None:
+    def __init__(self, x, dz, choose, training=True, groups=None, keep="output", residual=False, joined=False) -> None:
         from fusedseg.kernels.norm_act import norm_act_fwd, norm_act_rebuild
         from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
@@ -35,6 +35,7 @@ class Step:
         self.weight, self.bias = torch.linspace(0.6, 1.4, C), torch.linspace(-0.5, 0.5, C)
         self.running = (torch.zeros(C), torch.ones(C)) if groups is None else (None, None)
         r, dr = (torch.empty_like(x).zero_() if residual else None for _ in range(2))
+        also = torch.empty_like(x).zero_() if joined else None
         z = x if keep == "output" else torch.empty_like(x)
         self.nbytes, self.passes, self.launches = x.nbytes, [], []
         affine = self.weight, self.bias
@@ -45,7 +46,8 @@ class Step:
         with self.counted(choose):
             self.dx, self.dweight, self.dbias = norm_act_bwd(
                 dz, x, layout, *affine, rstd, None, None, training, LEAKY, torch.float32,
-                mean=mean if keep == "input" else None, residual=r, dresidual=dr,
+                mean=mean if keep == "input" else None, residual=r, dresidual=dr, also=also,
+                pitch=C if joined else None,
             )  # fmt: skip
         if keep == "input":
             with self.counted(choose):
@@ -152,6 +154,21 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     # If the input is kept, the residual is read once.  The first pass of backward writes the residual's gradient, and
     # the second pass reads it in place of the residual and dz.
     assert_passes(step(keep="input", residual=True), [4, 7, 3])
+
+
+@by_layout
+@pytest.mark.usefixtures("multiprocessors", "counted_once")
+def test_two_gradients_of_a_large_tensor(rows, record_property):
+    """A sum in memory would be three passes more than one gradient.  Both launches read both gradients: two more.
+
+    With a residual the first launch writes the sum behind the activation: one more.
+    """
+    shape = (2, 32, 768, 256) if rows else (2, 32, 256, 256)
+    step = partial(passes_of_samples, shape, rows, 32, first_middle_last, keep="input", joined=True)
+    found = step()
+    record_property("passes", found)
+    assert_passes(found, [3, 7, 2])
+    assert_passes(step(residual=True), [4, 8, 3])
 
 
 # All cases are bf16 with more than 2**31 elements; many channels keep the work of a program small.

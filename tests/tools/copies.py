@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedseg.ops.layout import FORMATS
+from fusedseg.ops.layout import FORMATS, suggests_channels_last
 from tests.nnunet import block
 
 ROWS = torch.channels_last_3d
@@ -61,6 +61,9 @@ class Copies(TorchDispatchMode):
         # Kernels of convolutions run in the format of the weight, and copy what has another.
         read = {"convolution": 2, "convolution_backward": 3}.get(name, 0)
         self.found += [(name, *t.shape) for t in args[:read] if is_image(t) and not in_rows(t)]
+        if name == "convolution_backward" and is_image(args[0]) and in_rows(args[0]) and in_rows(args[1]):
+            # On a GPU the gradient is copied to what the strides of the image say, which count for one channel too.
+            self.found += [(name, *args[0].shape)] * (not suggests_channels_last(args[1]))
         given = [t for t in args if is_image(t)]
         known = {t.untyped_storage()._cdata for t in given}
         if any(map(in_rows, given)):

@@ -21,7 +21,7 @@ from ...ops.norm import graph as norm_ops
 from ...progress import Progress
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
 from ..settings import OP, QUIET_SECONDS
-from . import activations, concatenation, convolution_backward, in_place, norms, replays, shorter
+from . import activations, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
 
 aten = torch.ops.aten
 SAME = (
@@ -191,6 +191,8 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
         concatenation.sums(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
+    if gradients:
+        gradient_sums.rewrite(module.graph)
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph)
     shorter.write_convolutions(module.graph)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 INTO = {"grad_input": "grad_input", "self_out": "out"}
 
 
-def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """For each memory the place of the last node that reads it."""
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(graph.nodes):
@@ -29,11 +29,11 @@ def _last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node,
 def rewrite(graph: fx.Graph) -> int:
     """Makes ops write their results over their arguments, and returns how many do."""
     roots = roots_of(graph)
-    last = _last_reads(graph, roots)
+    last = last_reads(graph, roots)
     # For each result the node that writes it, and what it is written over.
     written: dict[fx.Node | None, tuple[fx.Node, fx.Node]] = {}
     for place, node in enumerate(graph.nodes):
-        x = next((x for x in may_overwrite(node) if _is_free(node, x, place, roots, last)), None)
+        x = next((x for x in may_overwrite(node) if is_free(node, x, place, roots, last)), None)
         if x is None:
             continue
         result, root = first_result(node), roots[x]
@@ -74,7 +74,7 @@ def without_views(x: Tensor) -> Tensor:
     return x.data
 
 
-def _is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+def is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
     """Whether the result of the node at ``place`` may be written over its argument ``x``."""
     root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
     if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):

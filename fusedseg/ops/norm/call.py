@@ -100,6 +100,17 @@ class Statistics(NamedTuple):
     total: Tensor | None = None
 
 
+class Joined(NamedTuple):
+    """A second gradient of z, which is added to the first one.
+
+    ``also`` has the shape and the dtype of the first one.  ``spare`` says that the gradient of the residual may be
+    written over it; then it has the strides of x.
+    """
+
+    also: Tensor
+    spare: bool = False
+
+
 class Gradients(NamedTuple):
     """The gradients of a norm op.
 

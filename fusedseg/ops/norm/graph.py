@@ -21,7 +21,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..layout import dense, like
 from . import passes
-from .call import Norm, Operands, Statistics, cast, statistics_count, stats_dtype
+from .call import Joined, Norm, Operands, Statistics, cast, statistics_count, stats_dtype
 
 # The arguments of ``flat`` in a schema.
 SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
@@ -114,12 +114,14 @@ class Backward:
 
     affine, of_residual: whether the gradients of weight and bias, and that of the residual, are wanted.
     over: the gradient of x is written over dz.
+    spare: the gradient of the residual may be written over ``also``.
     """
 
     norm: Norm
     affine: bool
     of_residual: bool
     over: bool = False
+    spare: bool = False
 
     @property
     def __name__(self) -> str:
@@ -135,7 +137,9 @@ class Backward:
         residual: Tensor | None,
         mean: Tensor,
         second: Tensor,
+        also: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
+        """The gradient of z is dz, or dz + ``also``."""
         norm, affine, (x, _) = self.norm, self.affine, dense(x)
         if not norm.own:
             second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
@@ -148,6 +152,7 @@ class Backward:
             None,
             (True, affine, affine, self.of_residual, False),
             into,
+            None if also is None else Joined(also, self.spare),
         )
         return (
             dx,

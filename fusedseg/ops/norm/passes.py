@@ -15,6 +15,7 @@ from . import reference, sync, triton
 from .call import (
     Exchange,
     Gradients,
+    Joined,
     Needs,
     Norm,
     Operands,
@@ -57,11 +58,13 @@ class Implementation(Protocol):
         needs: Needs,
         into: Tensor | None,
         exchange: Exchange | None,
+        joined: Joined | None = None,
     ) -> Gradients:
         """The gradients, in the dtypes of the parameters.
 
         ``dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``into`` is one of them.
-        ``into`` is memory for dx: that of the kept output or of dz, or None.
+        ``into`` is memory for dx: that of the kept output or of dz, or None.  With ``joined``, which comes without
+        ``exchange``, the gradient of z is a sum.
         """
         ...
 
@@ -152,10 +155,12 @@ def backward(
     kept: Kept | None,
     needs: Needs,
     into: Tensor | None = None,
+    joined: Joined | None = None,
 ) -> Gradients:
     """The gradients, in the dtypes of the parameters.  ``given.x`` is the tensor that was kept, which is dense.
 
-    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.
+    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  With ``joined``, the gradient
+    of z is a sum.
     """
     x, exchange = given.x, None
     if stats.share is not None:
@@ -169,7 +174,7 @@ def backward(
         dweight, dbias, dslope = zeros
         return Gradients(torch.empty_like(x), dweight, dbias, torch.empty_like(x) if needs[3] else None, dslope)
     run = implementation_of(x, norm.act).backward
-    return run(like(dz, x), _prepared(given), stats, norm, kept, needs, into, exchange)
+    return run(like(dz, x), _prepared(given), stats, norm, kept, needs, into, exchange, joined)
 
 
 def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:

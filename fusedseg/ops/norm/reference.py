@@ -28,6 +28,7 @@ from ...activation import TABLE, Activation
 from .call import (
     Exchange,
     Gradients,
+    Joined,
     Needs,
     Norm,
     Operands,
@@ -167,8 +168,11 @@ def backward(
     needs: Needs,
     into: Tensor | None,
     exchange: Exchange | None,
+    joined: Joined | None = None,
 ) -> Gradients:
     """The gradients, in the dtypes of the parameters."""
+    if joined is not None:
+        dz = dz + joined.also
     dx = torch.empty_like(given.x) if into is None else into
     dresidual = torch.empty_like(given.x) if needs[3] else None
     dzv, dxv = _view(dz, norm), _view(dx, norm)

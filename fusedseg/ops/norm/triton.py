@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..._backend import launching
-from ..layout import Layout, layout_of
-from .call import Exchange, Gradients, Needs, Norm, Operands, Statistics, move_running, variance_of
+from ..layout import Layout, layout_of, pitch_of
+from .call import Exchange, Gradients, Joined, Needs, Norm, Operands, Statistics, move_running, variance_of
 from .kept import Kept
 
 
@@ -87,6 +87,7 @@ def backward(
     needs: Needs,
     into: Tensor | None,
     exchange: Exchange | None,
+    joined: Joined | None = None,
 ) -> Gradients:
     _, kernels = _kernels()
     source, weight, bias, residual = given[:4]
@@ -94,9 +95,16 @@ def backward(
     if norm.keep == "input":
         # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = residual is not None
-    dresidual = torch.empty_like(source) if writes_g else None
+    layout, also, pitch, dresidual = _layout(source, norm), None, None, None
+    if joined is not None:
+        also, pitch = joined.also, _pitch(joined.also, source, layout)
+        if pitch is None:
+            dz, also = torch.add(dz, also, out=into) if into is dz else dz + also, None
+    if writes_g:
+        spare = joined is not None and joined.spare and joined.also.stride() == source.stride()
+        dresidual = joined.also if joined is not None and spare else torch.empty_like(source)
     parameter = None if not (need_weight or need_bias) else bias if weight is None else weight
-    tensors = dz, source, _layout(source, norm), weight, bias, stats.rstd, stats.xhat
+    tensors = dz, source, layout, weight, bias, stats.rstd, stats.xhat
     options = {
         "kept": None if kept is None else (kept.slots, kept.count),
         "act": norm.act,
@@ -108,10 +116,20 @@ def backward(
     }
     with launching(source):
         if exchange is None:
-            dx, dweight, dbias = kernels.norm_act_bwd(*tensors, training=norm.own, **options)
+            dx, dweight, dbias = kernels.norm_act_bwd(
+                *tensors, training=norm.own, also=also, pitch=pitch, **options
+            )  # fmt: skip
         else:
             dx, dweight, dbias = kernels.norm_act_bwd_of_all_processes(*tensors, exchange=exchange, **options)
     return Gradients(dx, dweight, dbias, dresidual)
+
+
+def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
+    """How far the rows of a second gradient are apart, or the number of channels; None if no kernel reads it."""
+    if also.stride() == x.stride():
+        return layout.C
+    pitch = pitch_of(also) if layout.rows else None
+    return pitch if pitch is not None and pitch * also.element_size() % 16 == 0 else None
 
 
 def moments(x: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def _norm_by_kernels(
     from ...kernels.norm_stats import norm_stats
 
     layout, z = layout_of(x), torch.empty_like(x)
+    assert layout is not None
     running = torch.zeros(2, x.shape[1], dtype=weight.dtype, device=x.device)
     mean, rstd, _ = norm_act_fwd(
         x, z, layout, weight, bias, running_mean=running[0], running_var=running[1], training=True,
@@ -133,6 +134,14 @@ def _norm_by_kernels(
     _, found["dweight in eval mode"], found["dbias in eval mode"] = norm_act_bwd(
         dz, saved, layout, *affine, training=False, dparam_dtype=weight.dtype, **options
     )
+    # Two gradients of z, the second of which is a slice of channels.
+    half, wide = dz * 0.5, torch.cat([dz, dz * 0.5], 1)
+    wide = wide.contiguous(memory_format=FORMATS["channels_last" if layout.rows else "contiguous"])
+    also, pitch = (wide[:, dz.shape[1] :], wide.shape[1]) if layout.rows else (half, layout.C)
+    given = (half, saved, layout, *affine)
+    found["dx of two gradients"], *_ = norm_act_bwd(
+        *given, training=True, dparam_dtype=weight.dtype, also=also, pitch=pitch, **options
+    )
     return found
 
 
@@ -143,6 +152,7 @@ def _norm(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         expected = _norm_float64(x, dz, weight, bias, act[1])
         expected["z rebuilt"] = expected["z"]
         expected |= {f"{name} in eval mode": expected[name] for name in ("dweight", "dbias")}
+        expected["dx of two gradients"] = expected["dx"]
         for split in (False, True):
             way = "several programs a channel" if split else "one program a channel"
             for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():

@@ -1,0 +1,87 @@
+"""Sums of two gradients that the gradient of a norm reads as two tensors, for the codegen "aten".
+
+The output of a norm that a skip or a shortcut reads too has two gradients.  Their sum is three passes over memory, and
+both launches of the norm's gradient read it.  Instead the kernels read both gradients (``kernels/norm_act_bwd.py``),
+one of which may be a slice of the channels of the gradient of a concatenation.
+
+No more memory is alive at once: the gradient of the norm's input is written over one of the two, that of a residual
+over the other one, and nothing is allocated between the sum and the norm.
+"""
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ... import _backend
+from ...ops.layout import layout_of, pitch_of
+from ...ops.norm.graph import Backward
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, node_at, roots_of, value_of
+from .in_place import is_free, last_reads
+
+aten = torch.ops.aten
+
+
+def rewrite(graph: fx.Graph) -> int:
+    """Gives such norms both gradients, and returns how many.
+
+    It comes right before ``in_place.py``, which writes results over the gradients that are free.
+    """
+    roots = roots_of(graph)
+    last = last_reads(graph, roots)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    count = 0
+    for node in list(graph.nodes):
+        if isinstance(node.target, Backward) and len(node.args) == 7:
+            count += _join(graph, node, places[node], roots, last)
+    return count
+
+
+def _join(graph: fx.Graph, node: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+    total, x = node_at(node, 0), node_at(node, 1)
+    if not _is_sum(total, node) or has_symbols(value_of(x)) or not _backend.takes_triton(value_of(x).device):
+        return False
+    function = node.target
+    assert isinstance(function, Backward)
+    for dz, also in (total.args, total.args[::-1]):
+        assert isinstance(dz, fx.Node)
+        assert isinstance(also, fx.Node)
+        if not has_same_form(value_of(dz), value_of(x)) or not is_free(node, dz, place, roots, last):
+            continue
+        if roots[also] is roots[dz] or not _is_read(also, x):
+            continue
+        alike = has_same_form(value_of(also), value_of(x))
+        spare = function.of_residual and alike and is_free(node, also, place, roots, last)
+        lives = roots[also].op == "placeholder" or last[roots[also]] > place
+        if function.of_residual and not spare and not lives:
+            continue
+        node.target = replace(function, spare=spare)
+        node.args = (dz, *node.args[1:], also)
+        graph.erase_node(total)
+        last[roots[dz]] = last[roots[also]] = max(last[roots[also]], place)
+        return True
+    return False
+
+
+def _is_sum(total: fx.Node, reader: fx.Node) -> bool:
+    """Whether a node is a sum of two tensors that another node alone reads, with no allocation in between."""
+    if total.target is not aten.add.Tensor or total.kwargs or set(total.users) != {reader}:
+        return False
+    if reader.args.count(total) > 1 or not all(is_tensor(t) for t in total.args) or total.args[0] is total.args[1]:
+        return False
+    node = total.next
+    while node is not reader:
+        if node.target is not operator.getitem and not calls_view(node):
+            return False
+        node = node.next
+    return True
+
+
+def _is_read(also: fx.Node, x: fx.Node) -> bool:
+    """Whether the kernels read a second gradient as it lies in memory."""
+    value, of = value_of(also), value_of(x)
+    if value.dtype != of.dtype or value.shape != of.shape or value.device != of.device:
+        return False
+    layout = layout_of(of)
+    return value.stride() == of.stride() or (layout is not None and layout.rows and pitch_of(value) is not None)

@@ -1,0 +1,86 @@
+"""Backward of a convolution of one channel: its image has the strides of channels_last where the gradient has them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fusedseg._torch import TorchDispatchMode
+from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
+from tests.compiler.networks import CODEGENS
+
+CONVOLUTIONS = {4: nn.Conv2d, 5: nn.Conv3d}
+TRANSPOSED = {4: nn.ConvTranspose2d, 5: nn.ConvTranspose3d}
+
+
+class Seen(TorchDispatchMode):
+    """Whether gradients are in channels_last, and whether the images say so, of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gradients, self.images = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default:
+            self.gradients.append(is_rows(args[0]))
+            self.images.append(suggests_channels_last(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+class Net(nn.Module):
+    """The first convolution reads the image that a caller gives, which no copy has changed."""
+
+    def __init__(self, dims, channels=1, transposed=False):
+        super().__init__()
+        made, last = (TRANSPOSED if transposed else CONVOLUTIONS)[dims], CONVOLUTIONS[dims]
+        norm = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[dims]
+        self.layers = nn.Sequential(made(channels, 8, 3, padding=1), norm(8), nn.ReLU(), last(8, 2, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def step(net, x, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = net(x)
+    return out.float().square().mean()
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+@pytest.mark.parametrize("dims", [4, 5])
+@pytest.mark.parametrize(
+    ("batch", "channels", "transposed", "autocast"),
+    [(2, 1, False, False), (2, 1, False, True), (1, 1, False, False), (2, 1, True, False), (2, 3, False, False)],
+)
+def test_the_image_has_the_strides_of_its_gradient(codegen, dims, batch, channels, transposed, autocast):
+    torch.manual_seed(0)
+    net = Net(dims, channels, transposed).to(memory_format=FORMATS[dims])
+    # The method copies nothing here, and leaves the strides of the image.
+    x = torch.randn(batch, channels, *[9] * (dims - 2)).contiguous(memory_format=FORMATS[dims])
+    assert suggests_channels_last(x) == (channels > 1)
+    twin = copy.deepcopy(net)
+    step(twin, x, autocast).backward()
+    run = torch.compile(net, backend="fusedseg", options={"codegen": codegen})
+    step(run, x, autocast).backward()
+    for got, expected in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(
+            got.grad, expected.grad, rtol=0.02 if autocast else 1e-4, atol=1e-3 if autocast else 1e-6
+        )
+        got.grad = None
+    loss = step(run, x, autocast)
+    with Seen() as seen:
+        loss.backward()
+    assert seen.images == seen.gradients
+    # A CPU computes a volume of one sample otherwise.
+    assert any(seen.images) == (dims == 4 or batch > 1)
+
+
+def test_a_contiguous_network_has_no_view():
+    net, x = Net(4), torch.randn(2, 1, 9, 9)
+    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"})
+    step(run, x, False).backward()
+    loss = step(run, x, False)
+    with Seen() as seen:
+        loss.backward()
+    assert not any(seen.images)
