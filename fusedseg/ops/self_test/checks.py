@@ -274,8 +274,9 @@ def _concat(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         expected = torch.cat([x.double() for x in sources], 1)
         yield Compared(f"y ({what})", y, expected, 0.0)
         biases = tuple(torch.ones_like(x[0, :, 0, 0]) for x in sources)
-        concat(sources, [40] * len(channels), y, y.shape[1], biases)
-        yield Compared(f"y with biases ({what})", y, expected + 1.0, NORM_TOLERANCE[dtype])
+        other = torch.empty_like(y)
+        concat(sources, [40] * len(channels), other, y.shape[1], biases)
+        yield Compared(f"y with biases ({what})", other, expected + 1.0, NORM_TOLERANCE[dtype])
 
 
 def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
