@@ -45,7 +45,8 @@ BANDWIDTH = 2.9e12
 RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100-80gb-hbm3" / "steps.json"
 # Kinds by a part of the name of the called function.
 KINDS = {
-    "convolution": "convolution", "cat": "concatenation", "put": "concatenation", "put_enlarged": "upsampling",
+    "convolution": "convolution", "cat": "concatenation", "concat": "concatenation", "put": "concatenation",
+    "put_enlarged": "upsampling",
     "interpolate": "upsampling", "interpolate_backward": "upsampling", "max_pool": "pool", "max_pool_backward": "pool",
     "max_pool_pick": "pool", "add": "addition", "add_": "addition", "clone": "copy", "copy_": "copy", "dense": "copy",
     "_to_copy": "copy",

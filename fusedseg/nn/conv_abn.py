@@ -28,14 +28,18 @@ def activation_module(act: Activation) -> nn.Module:
 
 
 def convolved_and_normalised(
-    name: str, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, sources: tuple[Source, ...], conv_backend: str = "auto"
+    name: str,
+    conv: nn.Conv2d | nn.Conv3d,
+    norm: InPlaceABN,
+    sources: tuple[Source, ...],
+    conv_backend: Backend = "auto",
 ) -> Tensor:
     """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
-    call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))
+    call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))._replace(conv_backend=conv_backend)
     given, of_norm = norm._call(call.w, None)
-    op.check(call, given, of_norm, conv_backend)
+    op.check(call, given, of_norm)
     kept = norm._kept_now(norm.weight, norm.bias, call.w.dtype, False)
-    return op.conv_abn(call, given, of_norm, kept, conv_backend)
+    return op.conv_abn(call, given, of_norm, kept)
 
 
 class _ConvABN(Unscriptable, nn.Module):
@@ -81,7 +85,7 @@ class _ConvABN(Unscriptable, nn.Module):
         )  # fmt: skip
         self._adopt(conv, norm, conv_backend)
 
-    def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: str) -> None:
+    def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: Backend) -> None:
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
@@ -135,7 +139,7 @@ class _ConvABN(Unscriptable, nn.Module):
         return cls._of(conv, norm, conv_backend)
 
     @classmethod
-    def _of(cls, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: str = "auto"):
+    def _of(cls, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: Backend = "auto"):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(conv, norm, conv_backend)
@@ -182,7 +186,10 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
             Triton kernel can win: tensor cores, no groups, at least 16 input channels, channels_last or 1x1, and one
             tap or up to 128 input channels; elsewhere it takes the vendor's.  The measurement needs the memory of a
             second output for a moment.  If deterministic algorithms are required, "auto" takes the vendor's.  fp32
-            takes TF32 where a stock convolution would.
+            takes TF32 where a stock convolution would.  Unless it is "aten", a second kernel may take the vendor's
+            place, and compute the gradient of the input, where it was measured to be faster on this GPU: on Hopper, for
+            3x3x3 taps with stride, padding and dilation 1 and 16 to 64 channels in steps of 16, in half precision and
+            channels_last_3d.
         device, dtype: the device and dtype of parameters and buffers.
 
     In training the gradient of a convolution's bias is exactly zero, because the norm subtracts the mean, which

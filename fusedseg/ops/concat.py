@@ -20,14 +20,21 @@ from .layout import FORMATS, pitch_of, suggests_channels_last
 FAMILY = "concat"
 
 
-def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """``torch.cat``, whose result is no view of a source."""
+def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | None] = ()) -> Tensor:
+    """``torch.cat``, whose result is no view of a source.
+
+    ``biases`` has for each source a vector that is added to its channels, or None.
+    """
     first = tensors[0]
     if dim not in (1, 1 - first.dim()) or not _is_served(tensors):
+        if biases:
+            tensors = [
+                x if b is None else x + b.view(-1, *(1,) * (x.dim() - 2)) for x, b in zip(tensors, biases, strict=True)
+            ]
         return torch.cat(list(tensors), dim)
     shape = [first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]]
     y = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=FORMATS[first.dim()])
-    _launch(tensors, y)
+    _launch(tensors, y, biases)
     return y
 
 
@@ -56,9 +63,9 @@ def _is_served(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _launch(tensors: Sequence[Tensor], y: Tensor) -> None:
+def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None] = ()) -> None:
     from ..kernels import concat as kernels
 
     pitches = [pitch_of(x) for x in tensors]
     with _backend.launching(y):
-        kernels.concat(tensors, pitches, y, y.shape[1])
+        kernels.concat(tensors, pitches, y, y.shape[1], tuple(biases))

@@ -10,9 +10,13 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend
+from fusedseg.compiler import report
+from fusedseg.compiler.codegen import aten as codegen
 from fusedseg.compiler.codegen import concatenation
-from fusedseg.compiler.rewrite import split_convolutions
+from fusedseg.compiler.rewrite import late_bias, split_convolutions
+from fusedseg.memory import allocator_peak
 from fusedseg.nn import JoinConv2d
+from fusedseg.ops.concat import concat
 from fusedseg.ops.conv import reference
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
@@ -79,7 +83,69 @@ def test_the_kernel_moves_every_byte_once():
         run(x).sum().backward()
     source = 4 * 2 * 8 * 8 * 12
     assert moved.launches.count("concat_kernel") == 3
-    assert moved.loaded("concat_kernel") == moved.stored("concat_kernel") == (2 + 2 + 1) * source
+    assert moved.stored("concat_kernel") == (2 + 2 + 1) * source
+    # A program reads the bias of its channels.
+    assert moved.loaded("concat_kernel") == (2 + 2 + 1) * source + 2 * 4 * 8
+
+
+@pytest.mark.parametrize("name", ["transposed", "3d"])
+def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, monkeypatch):
+    """No pass adds it, in forward and where backward forms the concatenation again."""
+    net, _, x = pair(name)
+    seen, original = [], codegen.emit
+
+    def emitting(module, inputs):
+        run = original(module, inputs)
+        seen.append(module.graph)
+        return run
+
+    monkeypatch.setattr(codegen, "emit", emitting)
+    monkeypatch.setattr(codegen.replays, "rewrite", lambda graph: 0)
+    compiled(net, memory_format=LAST[x.dim() - 2])(x).square().mean().backward()
+    forward, _ = seen
+    for graph in seen:
+        (joined,) = graph.find_nodes(op="call_function", target=concat)
+        assert [bias is None for bias in joined.args[2]] == [True, False]
+        large = [
+            node for node in graph.find_nodes(op="call_function", target=aten.add.Tensor) if node.meta["val"].dim() > 3
+        ]
+        assert not large
+    transposed = [node for node in forward.nodes if len(node.args) > 6 and node.args[6] is True]
+    assert [node.args[2] for node in transposed] == [None]
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"bits": 8}], ids=str)
+def test_late_biases_cost_no_bytes(options, monkeypatch):
+    """By PyTorch's allocator, and in the report."""
+    net, _, x = pair("transposed")
+    found = []
+    for rewrite in (late_bias.rewrite, lambda graph: 0):
+        torch._dynamo.reset()
+        monkeypatch.setattr(late_bias, "rewrite", rewrite)
+        run = compiled(net, memory_format=torch.channels_last, **options)
+        run(x).square().mean().backward()
+        graph = report(run).graphs[-1]
+        peak = allocator_peak(lambda run=run: run(x).square().mean().backward())
+        found.append((graph.ours.kept, graph.ours.peak, peak))
+    for ours, without in zip(*found, strict=True):
+        # The vector of biases is small.
+        assert ours <= without + 256
+
+
+def test_a_bias_that_somebody_else_reads_stays():
+    """The result of the transposed convolution is returned too."""
+
+    class Both(Skip):
+        def forward(self, x):
+            skip = self.first(x)
+            below = self.transposed(self.down(skip))
+            return self.last(torch.cat([skip, below], 1)), below
+
+    torch.manual_seed(0)
+    net = Both(2, None).to(memory_format=LAST[2])
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
+    for a, b in zip(compiled(net)(x), twin(x.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"bits": 8}], ids=str)

@@ -55,6 +55,24 @@ def test_values(case, gap, device):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_biases(case, dtype, device):
+    """Every second source has a bias; the sum has the bits of PyTorch's."""
+    from fusedseg.kernels.concat import concat
+
+    size, channels = case
+    sources = [image(size, C, device, dtype, 3) for C in channels]
+    biases = [torch.randn(C, device=device).to(dtype) if k % 2 == 0 else None for k, C in enumerate(channels)]
+    y = empty((size[0], sum(channels), *size[1:]), dtype, True).to(device).fill_(7)
+    with checked(y.device):
+        concat(sources, [C + 6 for C in channels], y, y.shape[1], tuple(biases))
+    view = (1, -1, *(1,) * (len(size) - 1))
+    expected = [x if b is None else x + b.view(view) for x, b in zip(sources, biases, strict=True)]
+    assert torch.equal(y, torch.cat(expected, 1))
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype, device):
     for name in ("two", "odd-channels", "channels-over-a-block"):

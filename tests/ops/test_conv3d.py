@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedseg.ops.conv import choice
+import fusedseg
+from fusedseg import functional
+from fusedseg.ops.conv import choice, reference
 from fusedseg.ops.conv import conv3d as op
+from tests.ops import conv_abn_cases
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last, empty
 
 GEOMETRY = ((1, 1, 1), (1, 1, 1), (1, 1, 1), 1)
@@ -31,23 +36,27 @@ def no_records():
 
 @pytest.fixture
 def triton(monkeypatch, needs_interpreter):
-    import fusedseg
-
     monkeypatch.setattr(fusedseg, "backend", "triton")
 
 
 @pytest.fixture
 def timed(monkeypatch, triton):
-    """Tensors on the CPU report a GPU, on which each backend takes these seconds; the dict also lists what ran."""
-    seconds = {"triton": 1.0, "aten": 2.0, "measured": []}
+    """Tensors on the CPU report a GPU, on which each backend takes these seconds; the dict also lists what ran.
+
+    "with the norm" is the kernel of a convolution and its norm, of which ``conv_abn`` asks.
+    """
+    seconds = {"triton": 1.0, "aten": 2.0, "with the norm": 3.0, "measured": []}
 
     def recorded(kind, x, run):
         if kind not in choice._records:
-            seconds["measured"].append(kind)
+            of_volumes = isinstance(kind, op.Kind)
+            if of_volumes:
+                seconds["measured"].append(kind)
             found, expected = run("triton"), run("aten")
             difference = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
             agree = difference <= choice.AGREEMENT[x.dtype]
-            choice._records[kind] = choice.Record(seconds["triton"], seconds["aten"], difference, agree)
+            ours = seconds["triton" if of_volumes else "with the norm"]
+            choice._records[kind] = choice.Record(ours, seconds["aten"], difference, agree)
         return choice._records[kind]
 
     monkeypatch.setattr(choice, "recorded", recorded)
@@ -106,8 +115,6 @@ def test_only_hopper_is_served(triton, monkeypatch):
 
 
 def test_nothing_is_served_by_aten(monkeypatch):
-    import fusedseg
-
     monkeypatch.setattr(fusedseg, "backend", "aten")
     assert not op.serves(*inputs()[:2], *GEOMETRY)
 
@@ -233,6 +240,26 @@ def test_a_gpu_measures_once_and_both_agree(device, hopper, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gpu_measures_a_convolution_with_its_norm(device, hopper, dtype):
+    x, weight, _ = inputs(size=(40, 64, 64), device=device, dtype=dtype)
+    dz = torch.randn_like(x)
+    found = {}
+    for conv_backend in ("aten", "auto"):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        # Without a kink, at which a rounding changes a gradient by its whole size.
+        z = functional.conv_abn(
+            *leaves, None, None, None, padding=1, training=True, activation="identity", conv_backend=conv_backend
+        )
+        assert (not choice._records) == (conv_backend == "aten")
+        found[conv_backend] = z.detach(), *torch.autograd.grad(z, leaves, dz)
+    assert {kind.what for kind in choice._records if isinstance(kind, op.Kind)} == {"forward", "input gradient"}
+    assert all(record.agree for record in choice._records.values())
+    for ours, vendors in zip(found["auto"], found["aten"], strict=True):
+        assert relative_error(ours, vendors.double()) <= choice.AGREEMENT[dtype]
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_measures_nothing(device, hopper, monkeypatch):
     x, weight, bias = inputs(size=(16, 32, 32), device=device)
     expected = op.forward(x, weight, bias)
@@ -284,3 +311,113 @@ def test_a_graph_of_the_codegen_aten_calls_it(faster, timed, launched):
         assert_close(ours.grad, theirs.grad)
     # With both measurements for each of two convolutions, and in the end their calls.
     assert launched.count("forward") == launched.count("input gradient") == (4 if faster else 2)
+
+
+# Channels, odd and even sizes, one plane, and two sources of 48 channels in all.
+FUSED = {
+    "16 to 32": (conv_abn_cases.Case((2, 16, 3, 5, 7), (32, 16, 3, 3, 3), {"padding": 1}), 1),
+    "64 to 16, one plane": (conv_abn_cases.Case((1, 64, 1, 9, 4), (16, 64, 3, 3, 3), {"padding": "same"}), 1),
+    "two sources": (conv_abn_cases.Case((2, 32, 4, 3, 5), (32, 32, 3, 3, 3), {"padding": 1}), 2),
+}
+FASTER = pytest.mark.parametrize("faster", [True, False], ids=["faster", "slower"])
+
+
+@FASTER
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of", FUSED.values(), ids=FUSED)
+def test_a_convolution_with_its_norm_calls_it(of, dtype, training, faster, timed, launched):
+    """Values and gradients are those of float64, in which y is rounded to the stored dtype (``test_gradients``)."""
+    case, sources = of
+    timed["triton"] = 1.0 if faster else 3.0
+    given = conv_abn_cases.inputs(case, dtype, "cpu", "channels_last", params=torch.float32)
+    statistics = conv_abn_cases.running(case, torch.float32, "cpu")
+    x = given.x if sources == 1 else given.x.chunk(sources, dim=1)
+    z = conv_abn_cases.fused(given._replace(x=x), "auto", training, statistics, case)
+    dz = channels_last(torch.randn(z.shape, dtype=torch.float64).to(dtype))
+    grads = torch.autograd.grad(z, given, dz)
+
+    wide = conv_abn_cases.Inputs(*(t.detach().double().requires_grad_() for t in given))
+    used = wide._replace(conv_bias=None) if training else wide
+    moved = [t.double() for t in conv_abn_cases.running(case, torch.float32, "cpu")]
+    expected = conv_abn_cases.stock(case, used, moved, training, stored=dtype)
+    assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype]
+    for name, mine, theirs in zip(
+        given._fields, grads, torch.autograd.grad(expected, wide, dz.double(), materialize_grads=True), strict=True
+    ):
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], name
+    # Each has one measurement.  If the kernel is faster, it is called as well, and competes with the one with the norm.
+    assert launched.count("forward") == 1 + faster * (2 if sources == 1 else 1)
+    assert launched.count("input gradient") == 1 + faster
+    assert z.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@FASTER
+def test_the_kernel_with_the_norm_competes_with_the_faster_one(faster, timed, launched):
+    """Where the kernel with the norm is the fastest of three, it computes forward, and the gradient is chosen alone."""
+    timed.update({"triton": 0.5, "with the norm": 0.4 if faster else 3.0, "aten": 1.0})
+    case, _ = FUSED["16 to 32"]
+    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
+    for _ in range(2):
+        z = conv_abn_cases.fused(given, "auto", True, (None, None), case)
+        torch.autograd.grad(z, given, torch.ones_like(z))
+    # The vendor's side of the first measurement measures, and calls.
+    assert launched.count("forward") == (2 if faster else 4)
+    assert launched.count("input gradient") == 3
+    assert len(timed["measured"]) == 2
+
+
+def test_a_convolution_of_sources_calls_it(timed, launched, monkeypatch):
+    """Sources that are convolved apart are calls of their own, whose weights are slices."""
+    monkeypatch.setattr(reference, "FORMED_BYTES", 0)
+    x, weight, bias = (t.requires_grad_() for t in inputs(C=48))
+    y = functional.join_conv([channels_last(x[:, :32]), channels_last(x[:, 32:])], weight, bias, padding=1)
+    dy = channels_last(torch.randn(y.shape).half())
+    grads = torch.autograd.grad(y, (x, weight, bias), dy)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.nn.functional.conv3d(*wide, padding=1)
+    # The first source is rounded before the second is added.
+    assert_close(y.detach(), expected.detach())
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, wide, dy.double()), strict=True):
+        assert_close(mine, theirs)
+    assert launched.count("forward") == launched.count("input gradient") == 4
+
+
+def test_the_backend_aten_takes_the_vendor_forward_and_backward(timed, launched):
+    case, _ = FUSED["16 to 32"]
+    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
+    z = conv_abn_cases.fused(given, "aten", True, (None, None), case)
+    torch.autograd.grad(z, given, torch.ones_like(z))
+    assert not launched
+    assert not timed["measured"]
+
+
+def test_a_large_input_is_freed_before_its_gradient(timed, launched, monkeypatch):
+    """The tensor that stands for the input then has its strides, so that the kernel serves it."""
+    case, _ = FUSED["16 to 32"]
+    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
+    z = conv_abn_cases.fused(given, "auto", True, (None, None), case)
+    expected = torch.autograd.grad(z, given, torch.ones_like(z))
+    before = launched.count("input gradient")
+    again = conv_abn_cases.fused(given, "auto", True, (None, None), case)
+    monkeypatch.setattr(reference.reuse, "is_large", lambda x: True)
+    assert all(map(torch.equal, torch.autograd.grad(again, given, torch.ones_like(z)), expected))
+    assert launched.count("input gradient") == before + 1
+
+
+def test_the_compiler_traces_the_stock_convolution(timed, launched):
+    """A kernel call in a graph that another compiler traces would break the graph."""
+    case, _ = FUSED["16 to 32"]
+    module = fusedseg.ConvABN3d(16, 32, 3, padding=1).half()
+    x = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last").x
+    torch.compile(module, backend="eager", fullgraph=True)(x)
+    assert not launched
+    assert not timed["measured"]
+
+
+def test_fake_tensors_on_a_gpu_ask_no_gpu():
+    """A question about the GPU's architecture failed where the GPU of a fake tensor is not there."""
+    with FakeTensorMode():
+        x = torch.empty(2, 16, 3, 5, 7, dtype=torch.float16, device="cuda").to(memory_format=torch.channels_last_3d)
+        w = torch.empty(32, 16, 3, 3, 3, dtype=torch.float16, device="cuda")
+        assert not op.serves(x, w, *GEOMETRY)

@@ -148,12 +148,12 @@ def test_conv(backend, device, way):
     w = torch.randn(3, SHAPE[1], 3, 3, device=device)
     w = w if way == "expanded" else with_strides(w, way)
     weight, bias = (with_strides(torch.rand(3, device=device) + 0.5, "sliced") for _ in range(2))
-    call = Convolution((x,), w, None, Geometry((1, 1), (1, 1), (1, 1), 1))
+    call = Convolution((x,), w, None, Geometry((1, 1), (1, 1), (1, 1), 1), backend)
     passed, spec = Operands(w, weight, bias), Norm("output", ACT)
-    plain = Convolution((x.contiguous(),), w.contiguous(), None, call.geometry)
+    plain = Convolution((x.contiguous(),), w.contiguous(), None, call.geometry, backend)
     plain_norm = Operands(w, weight.contiguous(), bias.contiguous())
-    found = conv_abn._forward(call, passed, spec, None, backend)
-    expected = conv_abn._forward(plain, plain_norm, spec, None, backend)
+    found = conv_abn._forward(call, passed, spec, None)
+    expected = conv_abn._forward(plain, plain_norm, spec, None)
     for mine, theirs in ((found[0], expected[0]), (found[1].rstd, expected[1].rstd)):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 

@@ -189,6 +189,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if not gradients and has_kernels:
         # Values are those of eager mode up to rounding anyway.
         concatenation.sums(module.graph)
+    concatenation.take_biases(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     if gradients:

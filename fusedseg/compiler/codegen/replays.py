@@ -53,15 +53,20 @@ def _call_of(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None
     if function is torch.ops.aten.cat.default and len(node.args) == 2:
         sources, dim = node.args
         return _joining(dim), tuple(sources)  # type: ignore[arg-type]
+    if function is concat.concat:
+        sources, dim, biases = node.args
+        return _joining(dim, len(sources)), (*sources, *biases)  # type: ignore
     if function in TENSORS_FIRST:
         count = sum(isinstance(arg, fx.Node) for arg in node.args)
         return _bound(TENSORS_FIRST[function], node.args[count:]), node.args[:count]
     return None
 
 
-def _joining(dim: Any) -> Callable[..., Any]:
+def _joining(dim: Any, sources: int | None = None) -> Callable[..., Any]:
+    """A concatenation of these tensors; of the first ``sources`` with the others as biases."""
+
     def joined(*tensors: Any) -> Any:
-        return concat.concat(tensors, dim)
+        return concat.concat(tensors[:sources], dim, tensors[len(tensors[:sources]) :])
 
     return joined
 

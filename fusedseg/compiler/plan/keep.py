@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ...ops.low_bit.spec import FEWEST_VALUES
 from ..graph import (
     LARGER,
+    LATE,
     SMALL,
     Joint,
     behind,
@@ -86,7 +87,8 @@ def call_node(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    return calls_view(call_node(node))
+    """Whether a value needs no memory of its own."""
+    return calls_view(call_node(node)) or LATE in node.meta
 
 
 def _may_run_again(node: fx.Node) -> bool:

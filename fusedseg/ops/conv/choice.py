@@ -7,6 +7,9 @@ and it needs at most ``MARGIN`` of the vendor's time.  This first call waits for
 runs some thirty forwards, and needs the memory of one more output.  The vendor's convolution is taken without a
 measurement while a CUDA graph is captured.  It is also taken if deterministic algorithms are required, because a choice
 by time differs between runs.
+
+For 3x3x3 taps of few channels the vendor has a second rival, the kernel of ``conv3d.py``.  It is measured in the same
+way (``recorded``), and where it is faster, it takes part here in the vendor's place.
 """
 
 import functools

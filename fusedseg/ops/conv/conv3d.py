@@ -1,7 +1,8 @@
 """The convolution of 3x3x3 taps for few channels: by a Triton kernel (``kernels/conv3d.py``) where that is faster.
 
-``convolution`` and ``convolution_backward`` have the arguments of aten's ops, for graphs of the compiler.  The kernel
-computes the convolution and the gradient of its input.  The gradient of the weight is always the vendor's.
+``convolution`` and ``convolution_backward`` have the arguments of aten's ops, for graphs of the compiler and for the
+convolutions of sources (``reference.py``).  They are for code without autograd.  The kernel computes the convolution
+and the gradient of its input.  The gradient of the weight is always the vendor's.
 
 The kernel takes the vendor's place if ``serves`` allows it, and if a measurement at the first call of a kind of
 convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can be
@@ -83,6 +84,8 @@ def serves(
     return (
         fits(x, weight, stride, padding, dilation, groups)
         and x.is_contiguous(memory_format=CHANNELS_LAST)
+        # A fake tensor may be on a GPU that is not there, and which cannot be asked for its architecture.
+        and (type(x) is Tensor or _backend.use_triton(x))
         and runs_on(x.device)
         # This comes last, because it may test the kernel.
         and _backend.use_triton(x, FAMILY)

@@ -36,13 +36,13 @@ def _forward_with(
     name: str, call: Convolution, given: Operands, norm: Norm, kept: Kept | None
 ) -> tuple[Tensor, Statistics]:
     """z and the statistics.  The backend ``name`` computes the convolution."""
-    sources, w, conv_bias, geometry = call
+    sources, w, conv_bias, geometry, conv_backend = call
     if norm.own:
         conv_bias = None
     if name == "aten":
         if not norm.own and kept is None and _folds(call):
             return _folded(call, given, norm)
-        z, _ = dense(convolve_sources(sources, w, conv_bias, geometry))
+        z, _ = dense(convolve_sources(sources, w, conv_bias, geometry, conv_backend))
         return norm_op.forward(given._replace(x=z), norm, kept, z)
     if not adjacent(given.weight, given.bias, given.running_mean, given.running_var, conv_bias):
         call = call._replace(bias=None if conv_bias is None else conv_bias.contiguous())
@@ -78,7 +78,7 @@ def _folds(call: Convolution) -> bool:
 
 def _folded(call: Convolution, given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
     """Does what ``_forward_with`` does, in eval mode, by a convolution with a scaled weight and an activation."""
-    sources, w, conv_bias, geometry = call
+    sources, w, conv_bias, geometry, _ = call
     running_mean, running_var = given.running_mean, given.running_var
     assert running_mean is not None
     assert running_var is not None
@@ -90,9 +90,9 @@ def _folded(call: Convolution, given: Operands, norm: Norm) -> tuple[Tensor, Sta
     return activate(dense(z)[0], norm.act), Statistics(running_mean, rstd)
 
 
-def _chosen(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str) -> str:
+def _chosen(call: Convolution, given: Operands, norm: Norm, kept: Kept | None) -> str:
     """The backend of the convolution, by the rules of ``choice.py``."""
-    sources, w, _, geometry = call
+    sources, w, _, geometry, conv_backend = call
     if not is_tensor(sources):
         return "aten"
     # The measurement must not move the running statistics, nor count a batch.
@@ -103,31 +103,29 @@ def _chosen(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, c
     )  # fmt: skip
 
 
-def _forward(
-    call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str
-) -> tuple[Tensor, Statistics]:
+def _forward(call: Convolution, given: Operands, norm: Norm, kept: Kept | None) -> tuple[Tensor, Statistics]:
     """Runs ``_forward_with``, which leaves the bias out of y in training, and moves the running mean by the bias."""
-    z, stats = _forward_with(_chosen(call, given, norm, kept, conv_backend), call, given, norm, kept)
+    z, stats = _forward_with(_chosen(call, given, norm, kept), call, given, norm, kept)
     # An empty batch moves no running statistics.
     if norm.own and call.bias is not None and given.running_mean is not None and z.numel():
         given.running_mean.add_(call.bias, alpha=norm.momentum)
     return z, stats
 
 
-def check(call: Convolution, given: Operands, norm: Norm, conv_backend: str) -> None:
+def check(call: Convolution, given: Operands, norm: Norm) -> None:
     """Raises ValueError or TypeError if the arguments do not fit the op."""
     shape = join_conv.check(OP, call)
-    if conv_backend == "triton" and not is_tensor(call.sources):
+    if call.conv_backend == "triton" and not is_tensor(call.sources):
         raise ValueError(
             f"{OP}: x must be one tensor for conv_backend 'triton', got several or Interpolated; use 'auto' or 'aten'"
         )
     check_norm(OP, given, norm, shape, call.w, "the convolution's output")
 
 
-def conv_abn(call: Convolution, given: Operands, norm: Norm, kept: Kept | None, conv_backend: str) -> Tensor:
+def conv_abn(call: Convolution, given: Operands, norm: Norm, kept: Kept | None) -> Tensor:
     """The op on checked arguments."""
-    sources, w, conv_bias, geometry = call
-    step = call, given, norm, kept, conv_backend
+    sources, w, conv_bias, geometry, _ = call
+    step = call, given, norm, kept
     if unfused.wanted():
         y = stock_convolution(concatenated(sources), w, conv_bias, geometry)
         return norm_op.normalise(given.with_x(y), norm)

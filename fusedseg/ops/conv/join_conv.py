@@ -72,6 +72,7 @@ class ConvolutionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, call, convolve, centred, w, bias, *tensors):
         ctx.op, ctx.geometry, ctx.centred, ctx.dtype = op, call.geometry, centred, w.dtype
+        ctx.conv_backend = call.conv_backend
         ctx.enlarges = enlarges_of(call.sources)
         ctx.save_for_backward(uncast(w), *tensors)
         # As in the stock convolution, a missing gradient of the output gives no gradients of the inputs.
@@ -86,7 +87,7 @@ class ConvolutionFunction(torch.autograd.Function):
         need_w, need_bias, *needs = ctx.needs_input_grad[4:]
         sources, wanted = list(sources_of(tensors, ctx.enlarges)), (need_w, need_bias and not ctx.centred, *needs)
         del tensors
-        rest = w.to(ctx.dtype), ctx.geometry, wanted
+        rest = w.to(ctx.dtype), ctx.geometry, wanted, ctx.conv_backend
         # The list is the only reference to the sources, so that each of them can be freed.
         dw, dbias, *dtensors = differentiated_once(ctx.op, convolve_sources_backward, dy, sources, *rest)
         if need_bias and ctx.centred:
@@ -115,7 +116,7 @@ def parsed(op: str, x, w, bias, stride, padding, dilation, groups) -> Convolutio
 
 def check(op: str, call: Convolution) -> torch.Size:
     """The shape of the result.  Raises ValueError or TypeError if the arguments do not fit a convolution of sources."""
-    sources, w, bias, geometry = call
+    sources, w, bias, geometry, _ = call
     check_agree(op, sources)
     tensors = tensors_of(sources)
     check_tangents(op, w, *tensors)
@@ -143,7 +144,7 @@ def autocast(
 
 def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
     """The op on checked arguments.  ``formed`` is the concatenation of the sources if the caller has formed it."""
-    sources, w, bias, geometry = call
+    sources, w, bias, geometry, _ = call
     if unfused.wanted():
         return stock_convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():

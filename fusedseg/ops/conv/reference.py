@@ -1,5 +1,8 @@
 """A convolution of sources (``sources.py``) and its gradients, in PyTorch's own functions.
 
+A convolution of volumes, and the gradient of its input, are computed by the kernel of ``conv3d.py`` where that is
+faster, unless ``conv_backend`` is "aten".
+
 A small concatenation of sources is formed and convolved at once.  A large one is never formed, because a convolution
 is a sum over its channels:
 
@@ -26,7 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend, _torch
+from ..._backend import Backend
 from .. import reuse
+from . import conv3d
 from .geometry import Geometry, is_channels_last, is_pointwise, output_format
 from .sources import Interpolated, Source, concatenated, enlarges_of, is_tensor, samples_of, shape_of, tensors_of
 
@@ -48,19 +53,30 @@ def stock_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geome
     return convolve(x, w, bias, *geometry)
 
 
-def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution; its result has the memory format of ``output_format``."""
+def _is_vendors(w: Tensor, conv_backend: Backend) -> bool:
+    """Whether the vendor's library computes a convolution without a question to ``conv3d.py``.
+
+    The compiler traces stock functions, and its code asks by itself.
+    """
+    return w.dim() != 5 or conv_backend == "aten" or torch.compiler.is_compiling()
+
+
+def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry, conv_backend: Backend = "auto") -> Tensor:
+    """The convolution; its result has the memory format of ``output_format``."""
     stride, padding, dilation, groups = geometry
     # This binding is called with less overhead than torch.ops.
-    y = torch.convolution(
-        x, w, bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
-        output_padding=(0,) * len(stride), groups=groups,
-    )  # fmt: skip
+    convolution = torch.convolution if _is_vendors(w, conv_backend) else conv3d.convolution
+    y = convolution(x, w, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
     return y.contiguous(memory_format=output_format(x, w))
 
 
 def convolve_backward(
-    dy: Tensor, inputs: list[Tensor], w: Tensor, geometry: Geometry, wanted: Wanted
+    dy: Tensor,
+    inputs: list[Tensor],
+    w: Tensor,
+    geometry: Geometry,
+    wanted: Wanted,
+    conv_backend: Backend = "auto",
 ) -> ConvolutionGradients:
     """The gradients of x, w and the bias.
 
@@ -71,25 +87,28 @@ def convolve_backward(
     need_x, need_w, need_bias = wanted
     instead = shape_only(dy, x, w) if need_x and (need_w or need_bias) and reuse.is_large(x) else None
     if instead is None:
-        return _at_once(dy, x, w, geometry, wanted)
-    _, dw, dbias = _at_once(dy, x, w, geometry, (False, need_w, need_bias))
+        return _at_once(dy, x, w, geometry, wanted, conv_backend)
+    _, dw, dbias = _at_once(dy, x, w, geometry, (False, need_w, need_bias), conv_backend)
     del x
-    dx, _, _ = _at_once(dy, instead, w, geometry, (True, False, False))
+    dx, _, _ = _at_once(dy, instead, w, geometry, (True, False, False), conv_backend)
     return dx, dw, dbias
 
 
-def _at_once(dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: Wanted) -> ConvolutionGradients:
+def _at_once(
+    dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: Wanted, conv_backend: Backend
+) -> ConvolutionGradients:
     if not any(wanted):
         return None, None, None
     stride, padding, dilation, groups = geometry
     rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
-    return aten.convolution_backward(dy, x, w, *rest)
+    gradients = aten.convolution_backward if _is_vendors(w, conv_backend) else conv3d.convolution_backward
+    return gradients(dy, x, w, *rest)
 
 
 def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
     """A tensor with the shape and strides of ``x`` that stands for ``x`` where only the gradient of ``x`` is asked for.
 
-    aten reads no value of ``x`` then.  The result lies in memory that is there anyway, usually that of ``dy``.  It is
+    Nobody reads a value of ``x`` then.  The result lies in memory that is there anyway, usually that of ``dy``.  It is
     None if no such tensor is safe, or if aten would copy it.
     """
     if dy.dtype != x.dtype:
@@ -179,16 +198,18 @@ def _terms(sources: Sequence[Source], w: Tensor, whole: Sequence[bool]) -> list[
     return sorted(terms, key=lambda term: not isinstance(term.sources[0], Interpolated))
 
 
-def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The vendor's convolution of the concatenation of the sources."""
+def convolve_sources(
+    sources: Sequence[Source], w: Tensor, bias: Tensor | None, geometry: Geometry, conv_backend: Backend = "auto"
+) -> Tensor:
+    """The convolution of the concatenation of the sources."""
     if not is_apart(sources, geometry):
-        return convolve(concatenated(sources), w, bias, geometry)
+        return convolve(concatenated(sources), w, bias, geometry, conv_backend)
     first, *others = _terms(sources, w, whole=[False] * len(sources))
 
     def of_samples(n: slice) -> Tensor:
-        y = convolve(concatenated(samples_of(first.sources, n)), first.w, bias, geometry)
+        y = convolve(concatenated(samples_of(first.sources, n)), first.w, bias, geometry, conv_backend)
         for term in others:
-            y += convolve(concatenated(samples_of(term.sources, n)), term.w, None, geometry)
+            y += convolve(concatenated(samples_of(term.sources, n)), term.w, None, geometry, conv_backend)
         return y
 
     shape = geometry.output_shape(shape_of(sources), w.shape)
@@ -202,7 +223,12 @@ def convolve_sources(sources: Sequence[Source], w: Tensor, bias: Tensor | None, 
 
 
 def convolve_sources_backward(
-    dy: Tensor, sources: Sequence[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+    dy: Tensor,
+    sources: Sequence[Source],
+    w: Tensor,
+    geometry: Geometry,
+    wanted: Sequence[bool],
+    conv_backend: Backend = "auto",
 ) -> tuple[Tensor | None, ...]:
     """The gradients of w, of the bias and of the tensors of the sources.
 
@@ -228,7 +254,7 @@ def convolve_sources_backward(
         if shrinks[of]:
             dw, db, *dxs = _at_small_size(dy, todo.pop(), geometry, asked)
         else:
-            dw, db, *dxs = _at_full_size(dy, todo, geometry, asked)
+            dw, db, *dxs = _at_full_size(dy, todo, geometry, asked, conv_backend)
         for gradients, dx in zip(dsources[of : of + count], dxs, strict=True):
             gradients.append(dx)
         dws[of].append(dw)
@@ -249,7 +275,7 @@ def _at_small_size(dy: Tensor, term: Term, geometry: Geometry, wanted: Sequence[
 
 
 def _at_full_size(
-    dy: Tensor, todo: list[Term], geometry: Geometry, wanted: Sequence[bool]
+    dy: Tensor, todo: list[Term], geometry: Geometry, wanted: Sequence[bool], conv_backend: Backend
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the weight, of the bias and of the tensors of the sources of the last term.
 
@@ -261,12 +287,12 @@ def _at_full_size(
         given = list(sources)
         # The list must have the only references to the sources.
         del sources
-        return _of_sources(dy, given, w, geometry, wanted)
+        return _of_sources(dy, given, w, geometry, wanted, conv_backend)
     dw: Tensor | None = None
     dbias: Tensor | None = None
     dxs = []
     for n in ranges:
-        dw_n, dbias_n, dx_n = _of_sources(dy[n], list(samples_of(sources, n)), w, geometry, wanted)
+        dw_n, dbias_n, dx_n = _of_sources(dy[n], list(samples_of(sources, n)), w, geometry, wanted, conv_backend)
         dxs.append(dx_n)
         dw = _added(dw, dw_n)
         dbias = _added(dbias, dbias_n)
@@ -281,7 +307,7 @@ def _added(total: Tensor | None, t: Tensor | None) -> Tensor | None:
 
 
 def _of_sources(
-    dy: Tensor, sources: list[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool]
+    dy: Tensor, sources: list[Source], w: Tensor, geometry: Geometry, wanted: Sequence[bool], conv_backend: Backend
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the weight, of the bias and of the tensors of the sources, by one convolution of all sources.
 
@@ -292,7 +318,7 @@ def _of_sources(
     shapes, enlarges = [t.shape for t in tensors_of(sources)], enlarges_of(sources)
     inputs = [concatenated(sources)]
     sources.clear()
-    dx, dw, dbias = convolve_backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias))
+    dx, dw, dbias = convolve_backward(dy, inputs, w, geometry, (any(needs), need_w, need_bias), conv_backend)
     if dx is None:
         return dw, dbias, *(None for _ in needs)
     parts = (dx,) if len(channels) == 1 else dx.split(channels, dim=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..._backend import Backend
 from .. import unfused, upsample
 from .geometry import Geometry, RawGeometry, parse_geometry
 
@@ -186,12 +187,16 @@ def shape_of(sources: Sequence[Source]) -> torch.Size:
 
 
 class Convolution(NamedTuple):
-    """The arguments of a convolution of sources, which travel together.  They need not be checked yet."""
+    """The arguments of a convolution of sources, which travel together.  They need not be checked yet.
+
+    ``conv_backend`` is that of ``ConvABN2d``; a convolution without a norm has no such option.
+    """
 
     sources: tuple[Source, ...]
     w: Tensor
     bias: Tensor | None
     geometry: Geometry
+    conv_backend: Backend = "auto"
 
 
 def padded(op: str, sources: tuple[Source, ...], raw: RawGeometry) -> tuple[tuple[Source, ...], Geometry]:

@@ -271,7 +271,12 @@ def _concat(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         y = _random((2, sum(channels), 16, 16), dtype, device, "channels_last", 1)
         concat(sources, [40] * len(channels), y, y.shape[1])
         # A concatenation copies.
-        yield Compared(f"y ({what})", y, torch.cat([x.double() for x in sources], 1), 0.0)
+        expected = torch.cat([x.double() for x in sources], 1)
+        yield Compared(f"y ({what})", y, expected, 0.0)
+        biases = tuple(torch.ones_like(x[0, :, 0, 0]) for x in sources)
+        other = torch.empty_like(y)
+        concat(sources, [40] * len(channels), other, y.shape[1], biases)
+        yield Compared(f"y with biases ({what})", other, expected + 1.0, NORM_TOLERANCE[dtype])
 
 
 def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
