@@ -67,5 +67,7 @@ def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None
     from ..kernels import concat as kernels
 
     pitches = [pitch_of(x) for x in tensors]
+    # A bias may be a column of a larger parameter.
+    vectors = tuple(None if b is None else b.contiguous() for b in biases)
     with _backend.launching(y):
-        kernels.concat(tensors, pitches, y, y.shape[1], tuple(biases))
+        kernels.concat(tensors, pitches, y, y.shape[1], vectors)

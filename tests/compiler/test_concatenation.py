@@ -221,3 +221,38 @@ def test_compiled_joins_on_a_gpu_form_the_concatenation(on_gpu, monkeypatch):
     out = torch.compile(net, backend=look)(given)
     torch.testing.assert_close(out, net(given))
     assert seen == [1 if on_gpu else 2]
+
+
+class Biased(nn.Module):
+    """Biases that are columns of a parameter: of a transposed convolution, and added by the program to two maps.
+
+    The second map has one channel, which the sum repeats.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 1), nn.Conv2d(16, 2, 1)
+        self.below = nn.Parameter(torch.randn(4, 4, 2, 2))
+        self.biases = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        x = self.first(x)
+        below = F.conv_transpose2d(F.max_pool2d(x, 2), self.below, self.biases[:, 0], 2)
+        sums = (y + self.biases[:, k].view(1, 4, 1, 1) for k, y in ((1, x.sin()), (2, self.one(x))))
+        return self.last(torch.cat([x, below, *sums], 1))
+
+
+def test_biases_with_gaps_and_sums_that_repeat_a_channel():
+    """The bugs: the kernel read the biases as if they were dense, and took the sum's one channel for all of them."""
+    torch.manual_seed(0)
+    net = Biased().double().to(memory_format=LAST[2])
+    twin, x = copy.deepcopy(net), torch.randn(2, 2, 8, 12, dtype=torch.float64).to(memory_format=LAST[2])
+    run = compiled(net)
+    for _ in range(3):
+        # The first steps call the op, and later ones launch without it.
+        found, wanted = run(x), twin(x)
+        torch.testing.assert_close(found, wanted)
+        for y in (found, wanted):
+            y.square().mean().backward()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

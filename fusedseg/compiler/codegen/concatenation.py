@@ -24,7 +24,7 @@ from ...ops import upsample
 from ...ops.concat import concat, dense
 from ...ops.conv.reference import SLAB_BYTES, slabs
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
-from ..graph import has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
+from ..graph import has_symbols, is_alike, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
 from ..rewrite import late_bias
 
 aten = torch.ops.aten
@@ -130,7 +130,9 @@ def _bias_of(source: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node | None]
     """The map and the bias of a sum that a concatenation alone reads; for all else the source and None."""
     if source.target is aten.add.Tensor and set(source.users) == {reader} and not source.kwargs:
         x, bias = source.args
-        if late_bias.is_bias(bias) and _backend.takes_triton(value_of(source).device):
+        # A map of one channel would be repeated, and one of another dtype converted.
+        alike = is_tensor(x) and is_alike(value_of(x), value_of(source))
+        if alike and late_bias.is_bias(bias) and _backend.takes_triton(value_of(source).device):
             assert isinstance(x, fx.Node)
             assert isinstance(bias, fx.Node)
             return x, node_at(bias, 0)
