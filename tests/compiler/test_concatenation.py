@@ -231,15 +231,15 @@ class Biased(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.one, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 1), nn.Conv2d(16, 2, 1)
+        self.first, self.one, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 1), nn.Conv2d(12, 2, 1)
         self.below = nn.Parameter(torch.randn(4, 4, 2, 2))
         self.biases = nn.Parameter(torch.randn(4, 3))
 
     def forward(self, x):
         x = self.first(x)
         below = F.conv_transpose2d(F.max_pool2d(x, 2), self.below, self.biases[:, 0], 2)
-        sums = (y + self.biases[:, k].view(1, 4, 1, 1) for k, y in ((1, x.sin()), (2, self.one(x))))
-        return self.last(torch.cat([x, below, *sums], 1))
+        dense, repeated = (y + self.biases[:, k].view(1, 4, 1, 1) for k, y in ((1, x.sin()), (2, self.one(x))))
+        return self.last(torch.cat([x, below, dense], 1)) + self.last(torch.cat([x, repeated, x], 1))
 
 
 def test_biases_with_gaps_and_sums_that_repeat_a_channel():
