@@ -289,10 +289,10 @@ _LINEAR = (
         "reshape", LINEAR, ("clone", "_unsafe_view"),
         _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
     ),
-    OpRow("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous), layout=PASSES),
+    OpRow("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
     OpRow(
         "to", LINEAR, ("_to_copy", "convert_element_type"),
-        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), inductor=INSIDE, layout=PASSES,
+        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), inductor=INSIDE,
     ),
     OpRow(
         "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),

@@ -14,8 +14,8 @@ from fusedseg.compiler.graph import is_tensor, name_of, nbytes_of, twin_of, valu
 from fusedseg.compiler.rewrite import channels_last
 from fusedseg.ops import avg_pool
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
-from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm import graph as norm_ops
+from fusedseg.ops.norm.call import Norm
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
 from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
 from tests.compiler.networks import compiled
@@ -286,6 +286,10 @@ def mobile():
     return Net(run, **layers, gate=conv(32, 32, 1))
 
 
+def grouped():
+    return Net(residual, first=conv(3, 8), second=conv(8, 8, groups=2), third=conv(8, 8, groups=4))
+
+
 @pytest.mark.parametrize(
     ("build", "laid"),
     [
@@ -295,7 +299,7 @@ def mobile():
         # Copies around views, layer norms and grouped convolutions would cost more than the convolutions gain.
         (lambda: PROGRAMS["ConvNeXt"].build(), False),
         (lambda: PROGRAMS["attention"].build(), False),
-        (lambda: Net(residual, first=conv(3, 8, groups=1), second=conv(8, 8, groups=2), third=conv(8, 8, groups=4)), False),
+        (grouped, False),
         (lambda: Net(convolve, first=conv(8, 8)), False),
     ],
     ids=["U-Net", "residual", "MobileNet", "ConvNeXt", "attention", "grouped", "one convolution"],

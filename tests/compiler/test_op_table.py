@@ -40,6 +40,7 @@ def norm_backward():
 # The arguments of functions and ops that need more than one tensor.
 ARGUMENTS = {
     "_native_batch_norm_legit_no_training": given(*(torch.ones(8).double() for _ in range(4)), 0.1, 1e-5),
+    "_adaptive_avg_pool2d": given([3, 3]),
     "_prelu_kernel": lambda: (tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_prelu_kernel_backward": lambda: (tensor(), tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_unsafe_view": given([2, -1]),

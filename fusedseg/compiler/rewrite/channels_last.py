@@ -139,6 +139,8 @@ def _results(node: fx.Node, dims: Iterable[int]) -> Iterator[Tensor]:
 
 # Parts of an image in channels_last are so too, with gaps.
 VIEWS = (aten.slice.Tensor,)
+# Copies are written in the format that they are to have.
+COPIES = ("clone", "_to_copy", "convert_element_type")
 
 
 def _may_pass_on(node: fx.Node) -> bool:
@@ -153,7 +155,11 @@ def _may_pass_on(node: fx.Node) -> bool:
         return groups == 1 or (weight is not None and value_of(weight).shape[1] == 1)
     if op in INSTEAD:
         return avg_pool.is_simple(*_window(node))
-    return row.layout == PASSES or op in VIEWS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
+    if row.returns_input:
+        return is_tensor(node) and graphs.has_same_form(value_of(graphs.node_at(node, 0)), value_of(node))
+    if op in VIEWS or name_of(node) in COPIES:
+        return True
+    return row.layout == PASSES or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
 
 
 def _window(node: fx.Node) -> tuple[Any, ...]:
@@ -185,6 +191,8 @@ def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         given = arguments_of(node)
         kwargs, args = {}, tuple(given[arg.name] for arg in target._schema.arguments)
         target = INSTEAD[target]
+    elif row_of(node).returns_input:
+        target, args = aten.alias.default, args[:1]
     elif target is pools.max_pool_backward_op._opoverload:
         # The op is told in which format its result is.
         args = (*args[:3], True, *args[4:])
