@@ -18,7 +18,7 @@ them otherwise.  A graph with symbolic sizes stays as it is, because the choice 
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,13 +35,13 @@ from ..graph import arguments_of, computed, is_op, is_tensor, name_of, nbytes_of
 from ..op_table import ANY, FORM, PASSES
 from ..plan.min_cut import ENDLESS, Flow
 from ..settings import KEEP, Settings
+from .simplify import LABELS
 
 aten = torch.ops.aten
 # What a convolution costs that is not in channels_last, as a share of the bytes of the images that it reads and writes.
-# cuDNN's copies read and write each of these images once or twice.  One share of one is half of the least of that.
+# In a step of the PlainConvUNet on an H100, cuDNN's copies took more than three times the time of these bytes.
+# Convolutions of other shapes may gain less, and their copies must not make a step slower.
 PRICE = 1
-# What a checkpoint in the model, and the compiler, say about a value; a copy of the value inherits it.
-INHERITED = ("recompute", "ac_graph_id")
 # Ops that stand in for those whose results PyTorch makes contiguous.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d.default: avg_pool.avg_pool3d_op._opoverload,
@@ -68,8 +68,11 @@ def run(graph: fx.Graph, settings: Settings) -> int:
 
 
 def is_faster(x: Tensor) -> bool:
-    """Whether a convolution of ``x`` is faster in channels_last: where tensor cores compute it."""
-    return x.is_cuda and x.dtype in HALF
+    """Whether a convolution of ``x`` is faster in channels_last: where cuDNN computes it on tensor cores.
+
+    AMD's library is left out; Inductor's own layout optimization is off there, and nothing was measured.
+    """
+    return x.is_cuda and x.dtype in HALF and torch.backends.cudnn.enabled and torch.version.hip is None
 
 
 def _is_convolution(node: fx.Node, dims: Iterable[int]) -> bool:
@@ -91,9 +94,12 @@ def weight_of(node: fx.Node) -> fx.Node | None:
 
 
 def _price(node: fx.Node) -> int:
-    result = tensors_of(node)[0] if name_of(node) == "convolution" else None
+    """What a convolution costs that is not in channels_last, in bytes."""
+    made = value_of(node)
+    # The gradient of the input, or None if nobody asks for it; the result of a convolution.
+    first = made[0] if isinstance(made, (tuple, list)) else made
     read = sum(nbytes_of(graphs.node_at(node, place)) for place in row_of(node).images)
-    return int(PRICE * (read + (value_of_x(node) if result is None else result).nbytes))
+    return int(PRICE * (read + (0 if first is None else first.nbytes)))
 
 
 def in_channels_last(t: Tensor) -> bool:
@@ -111,30 +117,20 @@ def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
     """What an op reads as images that may be in channels_last, with a result that is so too; [] for other ops."""
     if not _may_pass_on(node):
         return []
-    shapes = {t.shape for t in _results(node, dims)}
-    if not shapes:
-        return []
-    rank = len(next(iter(shapes)))
+    found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() in dims]
+    results = [t for t in tensors_of(node) if t.dim() in dims and t.numel()]
     row = row_of(node)
     if row.images:
-        found = [graphs.node_at(node, place) for place in row.images]
-    else:
-        found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() == rank]
-        if row.layout != PASSES and graphs.op_of(node) not in (*VIEWS, *INSTEAD):
-            # Of an elementwise op, an image that is repeated along a dimension is read as it is.
-            found = [x for x in found if value_of(x).shape in shapes and not _is_repeated(value_of(x))]
-    return found if found and _is_passed_on(node, found, dims) else []
+        found = [source for source in found if source in map(node.args.__getitem__, row.images)]
+    elif row.layout != PASSES and graphs.op_of(node) not in (*VIEWS, *INSTEAD):
+        # Of an elementwise op, an image that is repeated along a dimension is read as it is.
+        shapes = {t.shape for t in results}
+        found = [x for x in found if value_of(x).shape in shapes and not _is_repeated(value_of(x))]
+    return found if found and results and _is_passed_on(node, found) else []
 
 
 def _is_repeated(t: Tensor) -> bool:
     return any(step == 0 and n > 1 for n, step in zip(t.shape, t.stride(), strict=True))
-
-
-def _results(node: fx.Node, dims: Iterable[int]) -> Iterator[Tensor]:
-    """The images among the results of a node; the gradient of a weight is none."""
-    for place, t in enumerate(tensors_of(node)):
-        if t.dim() in dims and t.numel() and not (name_of(node) == "convolution_backward" and place):
-            yield t
 
 
 # Parts of an image in channels_last are so too, with gaps.
@@ -168,7 +164,7 @@ def _window(node: fx.Node) -> tuple[Any, ...]:
     return tuple(given[name] for name in names)
 
 
-def _is_passed_on(node: fx.Node, images: list[fx.Node], dims: Iterable[int]) -> bool:
+def _is_passed_on(node: fx.Node, images: list[fx.Node]) -> bool:
     """Whether the results are in channels_last if the images are, as the op says of tensors without values."""
     weight = weight_of(node)
 
@@ -178,10 +174,12 @@ def _is_passed_on(node: fx.Node, images: list[fx.Node], dims: Iterable[int]) -> 
             return torch.empty_like(value, memory_format=FORMATS[value.dim()])
         return value
 
-    value = computed(*_call(node), laid_out)
-    found = value if isinstance(value, (tuple, list)) else (value,)
-    made = [t for t in found if isinstance(t, Tensor) and t.dim() in dims and t.numel()]
-    return all(map(suggests_channels_last, made))
+    made = computed(*_call(node), laid_out)
+    # The second gradient of a convolution is that of the weight.
+    results = made if isinstance(made, (tuple, list)) else [made]
+    results = results if weight is None else results[:1]
+    rank = value_of(images[0]).dim()
+    return all(suggests_channels_last(t) for t in results if isinstance(t, Tensor) and t.dim() == rank and t.numel())
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -288,7 +286,8 @@ class _Writer:
         images, weight = self.images[node], weight_of(node)
         target, args, kwargs = _call(node)
         needs_dense = target in NEED_DENSE
-        swapped = {x: self._rows_of(x, node, needs_dense) for x in images}
+        # A cast reads what lies otherwise too.
+        swapped = {} if _is_cast(node) else {x: self._rows_of(x, node, needs_dense) for x in images}
         if weight is not None:
             # PyTorch asks the strides of the input and of the weight for the format of a convolution.
             tells = suggests_channels_last(value_of(swapped[images[-1]]))
@@ -391,5 +390,6 @@ class _Writer:
             given = list(form.shape), list(form.stride())
             memory = graphs.call(self.graph, aten.new_empty_strided.default, source, *given, before=before)
             made = graphs.call(self.graph, aten.copy.default, memory, source, before=before)
-        made.meta |= {name: source.meta[name] for name in INHERITED if name in source.meta}
+        # What a checkpoint in the model says about the value.
+        made.meta |= {name: source.meta[name] for name in LABELS if name in source.meta}
         return made
