@@ -240,8 +240,7 @@ def chosen(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[f
 
 
 def _is_gradient_of_weight(node: fx.Node) -> bool:
-    picks = node.target is operator.getitem and node.args[1] == 1
-    return picks and name_of(node.args[0]) == "convolution_backward"
+    return node.target is operator.getitem and node.args[1] == 1 and name_of(node.args[0]) == "convolution_backward"
 
 
 def _reads_any(node: fx.Node) -> bool:
@@ -332,19 +331,14 @@ class _Writer:
             value = self.traced[source]
             if graphs.calls_view(source):
                 # The same part of the same image.
-                with self.graph.inserting_before(before):
-                    whole = self._traced_of(self._origin(source), before)
-                    made = self.graph.call_function(source.target, (whole, *source.args[1:]), source.kwargs)
-                made.meta = {**source.meta, "val": value}
+                (origin,) = self.images[source]
+                swapped = {graphs.node_at(source, 0): self._traced_of(origin, before)}
+                made = graphs.copied(self.graph, source, swapped, before)
+                made.meta["val"] = value
             else:
                 made = self._copy(source, value, before)
             self._as_traced[source] = made
         return self._as_traced[source]
-
-    def _origin(self, view: fx.Node) -> fx.Node:
-        """The image of the trace of which a view is a part."""
-        (origin,) = self.images[view]
-        return origin
 
     def _rows_of(self, source: fx.Node, reader: fx.Node, needs_dense: bool) -> fx.Node:
         """An image in channels_last."""
