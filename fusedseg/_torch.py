@@ -266,6 +266,7 @@ _BACKEND = {
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
     "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "force_stride_order": "torch._inductor.inductor_prims.force_stride_order",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
     "op_list": "torch._functorch.partitioners.get_default_op_list",
@@ -274,7 +275,7 @@ _BACKEND = {
 }
 _FOR_INDUCTOR = (
     "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",
-    "decompositions",
+    "decompositions", "force_stride_order",
 )  # fmt: skip
 
 
