@@ -240,7 +240,9 @@ def chosen(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[f
 
 
 def _is_gradient_of_weight(node: fx.Node) -> bool:
-    return node.target is operator.getitem and node.args[1] == 1 and name_of(node.args[0]) == "convolution_backward"
+    if node.target is not operator.getitem or name_of(node.args[0]) != "convolution_backward":
+        return False
+    return bool(node.args[1] == 1)
 
 
 def _reads_any(node: fx.Node) -> bool:
