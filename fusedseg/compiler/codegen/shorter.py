@@ -19,8 +19,9 @@ from torch import Tensor, fx
 
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
-from ..graph import has_symbols, name_of, node_at, value_of
+from ..graph import has_symbols, node_at, value_of
 from . import convolution_backward
+from .casts import is_cast
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def rewrite(graph: fx.Graph) -> None:
         made = norms.prepared(node.target, node.args)
         if made is not None:
             node.target, node.args = made
-        elif name_of(node) == "_to_copy" and _is_cast(node):
+        elif is_cast(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
@@ -84,13 +85,6 @@ def _is_the_vendors(node: fx.Node) -> bool:
     weight = value_of(node_at(node, of.weight))
     given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
     return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
-
-
-def _is_cast(node: fx.Node) -> bool:
-    """Whether a copy has another dtype than its source, and is like it otherwise."""
-    source, value = value_of(node_at(node, 0)), value_of(node)
-    alike = source.device == value.device and value.layout is torch.strided
-    return alike and source.dtype != value.dtype and set(node.kwargs) <= {"dtype", "layout", "device"}
 
 
 def zeros_of(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
