@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.compiler.codegen import aten, casts, convolution_backward, room
+from fusedseg.ops.replay import Allocation
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import compiled, make
 
@@ -216,7 +217,7 @@ def test_seen_tensors_are_cast_one_by_one():
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(2, 3).to(torch.bfloat16)
-    call = casts.Casts(((tuple(x.shape), x.stride()),) * 2, torch.float32, torch.device("cpu"))
+    call = casts.Casts((Allocation((2, 3), (3, 1), torch.float32),) * 2, torch.device("cpu"))
     with Mode():
         found = call(x, 2 * x)
     assert names.count("aten._to_copy.default") == 2

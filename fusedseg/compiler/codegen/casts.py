@@ -10,6 +10,7 @@ A result that is made early needs memory, and so does a gradient that waits for 
 peak of the graph would rise.
 """
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import _torch
+from ...ops.replay import Allocation
 from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, value_of, writes
 from .room import More, Room
 
@@ -28,13 +30,9 @@ DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Casts:
-    """``casts(*tensors)``: a list of the tensors in another dtype.
+    """``casts(*tensors)``: a list of the tensors in another dtype, whose forms are those of the results."""
 
-    forms: the sizes and the strides of each result.
-    """
-
-    forms: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    dtype: torch.dtype
+    forms: tuple[Allocation, ...]
     device: torch.device
 
     @property
@@ -45,9 +43,8 @@ class Casts:
         # The short allocation is seen by no mode, and allocates on the current GPU.
         seen = _torch.len_torch_dispatch_stack() or isinstance(tensors[0], _torch.FakeTensor)
         if seen or (self.device.type == "cuda" and self.device.index != torch.cuda.current_device()):
-            return [t.to(self.dtype) for t in tensors]
-        empty = _torch.EMPTY_STRIDED[self.device.type]
-        made = [empty(size, stride, self.dtype) for size, stride in self.forms]
+            return [t.to(form.dtype) for t, form in zip(tensors, self.forms, strict=True)]
+        made = list(itertools.starmap(_torch.EMPTY_STRIDED[self.device.type], self.forms))
         _torch.foreach_copy(made, tensors)
         return made
 
@@ -123,9 +120,9 @@ def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) ->
     if len(nodes) < 2:
         return 0
     values = [value_of(node) for node in nodes]
-    forms = tuple((tuple(value.shape), value.stride()) for value in values)
+    forms = tuple(Allocation(tuple(value.shape), value.stride(), value.dtype) for value in values)
     with graph.inserting_before(before):
-        casts = Casts(forms, values[0].dtype, values[0].device)
+        casts = Casts(forms, values[0].device)
         together = graph.call_function(casts, tuple(node_at(node, 0) for node in nodes))
         together.meta["val"] = tuple(values)
         for place, node in enumerate(nodes):
