@@ -104,8 +104,14 @@ def _copy_each(made: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Non
         new.copy_(t)
 
 
-# Copies of several tensors in one call, to other dtypes too.
+def _fill_each(made: list[torch.Tensor]) -> None:
+    for new in made:
+        new.zero_()
+
+
+# Copies of several tensors in one call, to other dtypes too, and zeros.
 foreach_copy = _or("torch._foreach_copy_", _copy_each)
+foreach_zero = _or("torch._foreach_zero_", _fill_each)
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.

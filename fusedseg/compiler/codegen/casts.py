@@ -40,13 +40,21 @@ class Casts:
         return "casts"
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        # The short allocation is seen by no mode, and allocates on the current GPU.
-        seen = _torch.len_torch_dispatch_stack() or isinstance(tensors[0], _torch.FakeTensor)
-        if seen or (self.device.type == "cuda" and self.device.index != torch.cuda.current_device()):
+        if isinstance(tensors[0], _torch.FakeTensor) or not allocates_shortly(self.device):
             return [t.to(form.dtype) for t, form in zip(tensors, self.forms, strict=True)]
         made = list(itertools.starmap(_torch.EMPTY_STRIDED[self.device.type], self.forms))
         _torch.foreach_copy(made, tensors)
         return made
+
+
+def allocates_shortly(device: torch.device) -> bool:
+    """Whether ``EMPTY_STRIDED`` can be used: no mode must see the allocation, and the GPU is the current one."""
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return here and not _torch.len_torch_dispatch_stack()
+
+
+def form_of(t: Tensor) -> Allocation:
+    return Allocation(tuple(t.shape), t.stride(), t.dtype)
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -120,9 +128,8 @@ def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) ->
     if len(nodes) < 2:
         return 0
     values = [value_of(node) for node in nodes]
-    forms = tuple(Allocation(tuple(value.shape), value.stride(), value.dtype) for value in values)
     with graph.inserting_before(before):
-        casts = Casts(forms, values[0].device)
+        casts = Casts(tuple(map(form_of, values)), values[0].device)
         together = graph.call_function(casts, tuple(node_at(node, 0) for node in nodes))
         together.meta["val"] = tuple(values)
         for place, node in enumerate(nodes):
