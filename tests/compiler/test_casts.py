@@ -12,6 +12,7 @@ from fusedseg.compiler.codegen import aten, casts, convolution_backward, room
 from fusedseg.ops.replay import Allocation
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import compiled, make
+from tests.compiler.test_passes import traced
 
 STEPS = 3
 
@@ -203,6 +204,20 @@ def test_both_gradients_in_one_call_where_there_is_room(sources):
     *_, backward = sources
     apart = calls(backward, convolution_backward.convolution_backward.__name__)
     assert apart < 3
+
+
+@pytest.mark.parametrize("rows", [4, 1], ids=["whole", "a part"])
+def test_no_cast_waits_that_would_keep_a_larger_tensor(rows, monkeypatch):
+    """What a graph returns as a part of a tensor is cast where it is, so that the tensor is let go."""
+
+    def run(x):
+        parts = [aten.aten.slice.Tensor(aten.aten.mul.Tensor(x, n), 0, 0, rows) for n in (2, 3)]
+        return [aten.aten._to_copy.default(part, dtype=torch.float32) for part in parts]
+
+    monkeypatch.setattr(room.Room, "takes", lambda self, changes: True)
+    module = traced(run, torch.ones(4, 3, dtype=torch.bfloat16))
+    assert casts.rewrite(module.graph, room.Room(module.graph)) == (rows == 4)
+    module.graph.lint()
 
 
 def test_seen_tensors_are_cast_one_by_one():

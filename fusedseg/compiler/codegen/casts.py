@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.replay import Allocation
-from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, value_of, writes
+from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
 from .room import More, Room
 
 # PyTorch's kernel for many tensors does not know each of the others.
@@ -73,7 +73,8 @@ def rewrite(graph: fx.Graph, room: Room) -> int:
     before = room.places[end]
     found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and room.places[node] < before]
     of_arguments = [node for node in found if node_at(node, 0).op == "placeholder"]
-    of_results = [node for node in found if _can_wait(node)]
+    roots = roots_of(graph)
+    of_results = [node for node in found if _can_wait(node, roots)]
     count = 0
     for nodes in _alike(of_arguments):
         # What does not fit at the first of them may fit at a later one.
@@ -104,11 +105,15 @@ def _is_plain(node: fx.Node) -> bool:
     return bool(source.stride() == value.stride() and is_dense(source))
 
 
-def _can_wait(node: fx.Node) -> bool:
-    """Whether nothing but the end of the graph reads the result of a cast, and only the cast its source."""
+def _can_wait(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> bool:
+    """Whether nothing but the end of the graph reads the result of a cast, and only the cast its source.
+
+    A source that is a part of a larger tensor would keep all of it.
+    """
     source = node_at(node, 0)
-    alone = source.op == "call_function" and set(source.users) == {node}
-    return alone and set(node.users) == {node.graph.output_node()}
+    root = roots[source]
+    whole = root.op == "call_function" and nbytes_of(root) == nbytes_of(source)
+    return whole and set(source.users) == {node} and set(node.users) == {node.graph.output_node()}
 
 
 def _is_early(node: fx.Node, first: fx.Node, room: Room) -> bool:
