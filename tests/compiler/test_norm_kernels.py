@@ -244,7 +244,7 @@ def test_bits_put_activations_into_norms(name, rows, sources, monkeypatch):
 
 
 class Blocks(nn.Module):
-    """Three residual blocks; the shortcut of the first one is a norm, which is computed after the norm that it joins."""
+    """Three residual blocks; the shortcut of the first one is a norm, which is computed after the other norm."""
 
     def __init__(self, norm):
         super().__init__()
