@@ -66,7 +66,7 @@ def _activation_of(node: object, table: dict[Any, Callable[[dict[str, Any]], Act
 
 def asks_for_sign(node: fx.Node) -> bool:
     """Whether a node asks on which side of 0 a value is."""
-    return node.target in (aten.le.Scalar, aten.gt.Scalar) and node.args[1] == 0
+    return node.target in (aten.le.Scalar, aten.gt.Scalar) and bool(node.args[1] == 0)
 
 
 def _may_join(norm: fx.Node, x: fx.Node, act: slice) -> bool:

@@ -92,9 +92,6 @@ class LayerNorm(NamedTuple):
         shape = form_in(graph, x, before)[0]
         rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
         rows = form_in(graph, mean, before)[0]
-        if not value_of(x).is_contiguous():
-            # The op copies it too: a map of patches is a transposed image.
-            x = make(aten.clone.default, x, memory_format=torch.contiguous_format)
         flat = make(aten.view.default, x, [1, *rows, -1])
         recomputed = make(aten.view.default, _normed(graph, flat, rstd, mean, before), list(shape))
         if weight is not None:
@@ -201,7 +198,7 @@ def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node])
     norm = LayerNorm(given["input"], given["weight"], given["bias"], items[1], items[2])
     x = value_of(norm.x)
     alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
-    return norm if value_of(items[0]).is_contiguous() and alike else None
+    return norm if x.is_contiguous() and alike else None
 
 
 # The ops that run again in another form, and what gives that form.
