@@ -14,7 +14,7 @@ classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documen
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -97,6 +97,21 @@ EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
     "cuda": _or("torch._C._dynamo.guards._empty_strided_cuda", _empty_on_gpu),
     "cpu": _or("torch._C._dynamo.guards._empty_strided_cpu", _empty_on_cpu),
 }
+
+
+def _copy_each(made: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    for new, t in zip(made, tensors, strict=True):
+        new.copy_(t)
+
+
+def _fill_each(made: list[torch.Tensor]) -> None:
+    for new in made:
+        new.zero_()
+
+
+# Copies of several tensors in one call, to other dtypes too, and zeros.
+foreach_copy = _or("torch._foreach_copy_", _copy_each)
+foreach_zero = _or("torch._foreach_zero_", _fill_each)
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.
@@ -266,6 +281,7 @@ _BACKEND = {
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "list_mode_options": "torch._inductor.list_mode_options",
     "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "force_stride_order": "torch._inductor.inductor_prims.force_stride_order",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
     "op_list": "torch._functorch.partitioners.get_default_op_list",
@@ -274,7 +290,7 @@ _BACKEND = {
 }
 _FOR_INDUCTOR = (
     "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",
-    "decompositions",
+    "decompositions", "force_stride_order",
 )  # fmt: skip
 
 

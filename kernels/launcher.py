@@ -207,7 +207,7 @@ class Wanted(NamedTuple):
 class Notes:
     """The launches of a thread: direct ones, and with ``only_lists`` those that are not made.
 
-    ``complete`` is False if a launch was made in another way.
+    ``complete`` is False if a launch was made in another way, and ``hooked`` is True if a hook of its kernel was why.
     """
 
     def __init__(self, only_lists: bool) -> None:
@@ -215,6 +215,7 @@ class Notes:
         self.launches: list[Noted] = []
         self.wanted: list[Wanted] = []
         self.complete = True
+        self.hooked = False
 
 
 class _Thread(threading.local):
@@ -271,7 +272,8 @@ class Launcher:
             notes.wanted.append(Wanted(self, tuple(tensors), floats))
             return
         direct = KNOWN and _agrees is not False and JITFunction.run is RUN and not is_watched()
-        if direct and self._compiled and not self._kernel.pre_run_hooks:
+        hooked = bool(direct and self._compiled and self._kernel.pre_run_hooks)
+        if direct and self._compiled and not hooked:
             active = driver.active
             device = active.get_current_device()
             addresses, kind = addresses_and_kind(tensors, device)
@@ -289,6 +291,7 @@ class Launcher:
                 return
         if notes is not None:
             notes.complete = False
+            notes.hooked |= hooked
         asks = direct and _agrees is None and self._once
         found = self._once.pop(kind_now(tensors), None) if asks else None
         if found is None:

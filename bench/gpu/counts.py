@@ -4,6 +4,7 @@ No GPU is needed: tensors have no values, a CPU stands for the GPU, and the rule
 
     python -m bench.gpu.counts "ResNet-50, 128x3x224x224 bf16 nhwc"
     python -m bench.gpu.counts --bits 4 "PlainConvUNet, 2x1x128x128x128 fp16 nhwc"
+    python -m bench.gpu.counts --keep "PlainConvUNet, 2x1x128x128x128 fp16 nchw"
 
 The times at the end are predicted: bytes at the bandwidth of ``BANDWIDTH``, and convolutions as they were measured.
 Parameters are in half precision, so that the casts of autocast are missing.
@@ -31,7 +32,7 @@ from fusedseg.compiler.codegen import concatenation, convolution_backward, repla
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
 from fusedseg.compiler.partition import Partition
-from fusedseg.compiler.settings import BITS, Settings
+from fusedseg.compiler.settings import BITS, KEEP, Settings
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
 from fusedseg.ops.low_bit.graph import norm_kink
@@ -229,10 +230,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.gpu.counts", description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=[str(case) for case in CASES])
     parser.add_argument("--bits", type=int, choices=BITS, help="the option of the backend")
+    parser.add_argument("--keep", action="store_true", help="no convolution computes in channels_last by itself")
     parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
     given = parser.parse_args(argv)
     case = next(case for case in CASES if str(case) == given.case)
-    settings = Settings(codegen="aten", bits=given.bits, memory_format=case.option())
+    settings = Settings(codegen="aten", bits=given.bits, memory_format=KEEP if given.keep else case.option())
     found = counted(graphs_of(case, settings, given.tiny))
     print(case)
     print(f"{'kind':20s} {'read GB':>8s} {'written GB':>10s} {'launches':>8s} {'ms, predicted':>13s}")

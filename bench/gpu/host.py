@@ -6,7 +6,7 @@ On a GPU the host looks at shapes, allocates and launches.  Here it does the sam
 are those for an H100, and a driver stands in whose launches do nothing.  PyTorch's own kernels run on the CPU, so a
 time would say nothing; calls are exact.  Counted are the calls of functions in Python and in C that code of this
 package and generated code make.  What PyTorch calls around a compiled graph is counted apart, because it varies between
-versions.
+versions, and so are PyTorch's ops: those that the host calls, and not those that they call themselves.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -86,12 +87,15 @@ def launching_nothing() -> Iterator[None]:
 
 
 class Calls(NamedTuple):
-    """The calls of functions in Python and in C that our code makes, PyTorch's calls in Python, and the launches."""
+    """The calls of functions in Python and in C that our code makes, PyTorch's calls in Python, the launches of our
+    kernels, and PyTorch's ops; the loss is among them.
+    """
 
     python: int
     c: int
     around: int
     launches: int
+    ops: int = 0
 
 
 def calls_of(run: Callable[[], Any]) -> Calls:
@@ -114,6 +118,14 @@ def calls_of(run: Callable[[], Any]) -> Calls:
     finally:
         sys.setprofile(None)
     return Calls(python, c, around, Compiled.launches - before)
+
+
+def ops_of(run: Callable[[], Any]) -> int:
+    """The ops of PyTorch that are called in ``run``, and not by another op."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    ops = [event for event in profiler.events() if event.name.startswith("aten::")]
+    return sum(event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::") for event in ops)
 
 
 def unet() -> nn.Module:
@@ -145,10 +157,13 @@ def count_step(network: Network) -> dict[str, Calls]:
     for _ in range(2):
         forward().backward()
     losses: list[Tensor] = []
-    return {
-        "forward": calls_of(lambda: losses.append(forward())),
-        "backward": calls_of(lambda: losses.pop().backward()),
+    halves: dict[str, Callable[[], Any]] = {
+        "forward": lambda: losses.append(forward()),
+        "backward": lambda: losses.pop().backward(),
     }
+    calls = {half: calls_of(run_half) for half, run_half in halves.items()}
+    net.zero_grad()
+    return {half: calls[half]._replace(ops=ops_of(run_half)) for half, run_half in halves.items()}
 
 
 def count_module(make: Callable[[], nn.Module]) -> dict[str, Calls]:

@@ -68,6 +68,19 @@ def _showing(progress: Progress, text: str, function: Callable[..., Any]) -> Cal
     return shown
 
 
+def _laying_out(
+    compiler: Callable[..., Any], lay_out: Callable[[fx.Graph, Settings], int], settings: Settings
+) -> Callable[..., Any]:
+    """A compiler of graphs without a backward, which no partitioner sees: they are laid out here."""
+
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if lay_out(module.graph, settings):
+            module.recompile()
+        return compiler(module, inputs)
+
+    return compiled
+
+
 def _aten(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
@@ -76,9 +89,10 @@ def _aten(
     from .codegen import cuda_graphs
     from .codegen.aten import emit
     from .partition import Partition
+    from .rewrite import channels_last
 
     parts = _torch.compiler_parts()
-    compilers: dict[str, Callable[..., Any]] = {"fw_compiler": emit, "bw_compiler": emit}
+    compilers: dict[str, Callable[..., Any]] = dict.fromkeys(PHASES, emit)
     if settings.cudagraphs or mode == "reduce-overhead":
         recorder = cuda_graphs.Recorder()
         compilers = {
@@ -86,6 +100,7 @@ def _aten(
             "bw_compiler": recorder.backward,
             "inference_compiler": recorder.inference,
         }
+    compilers["inference_compiler"] = _laying_out(compilers["inference_compiler"], channels_last.run, settings)
     compilers = {key: _showing(progress, PHASES[key], function) for key, function in compilers.items()}
     divide = _showing(progress, "choosing what forward keeps", Partition(settings))
     compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)
@@ -96,11 +111,11 @@ def _aten(
 def _inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
-    from .codegen.inductor import NoteChangeable, WeightsAsTheyAre
+    from .codegen.inductor import BeforeOthers, WeightsAsTheyAre
     from .partition import Partition
 
     parts = _torch.compiler_parts()
-    own = {"joint_custom_pre_pass": NoteChangeable(), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
+    own = {"joint_custom_pre_pass": BeforeOthers(settings), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}
     if settings.cudagraphs:
         patches["triton.cudagraphs"] = True

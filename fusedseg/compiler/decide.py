@@ -43,7 +43,7 @@ def _exact_choices(graph: fx.Graph, eager: EagerMode, settings: Settings) -> cho
         # The last bits may differ from those of the graph as it is.
         split_convolutions.rewrite(graph)
     graph.eliminate_dead_code()
-    # Who asks for bits has too little memory.
+    # Bits are used where a step peaks no higher with them than it could without them.
     goal = None if settings.bits is None else schedule.LOWEST
     return choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.codegen == "inductor", goal)
 
@@ -70,13 +70,13 @@ def _rounded(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> ke
     recompute.round_inputs(graph)
     graph.eliminate_dead_code()
     of = Joint(graph, eager.outputs)
-    choices: choose.Choices = packing.RoundedChoices(of, eager.kept, fused_code, settings.bits)
+    choices: choose.Choices = packing.RoundedChoices(of, eager.kept, fused_code, settings.bits, exact.cost)
     wanted, met = None, True
     if limits is not None:
         choice, met = choose.nearest(choices, limits, exact.cost)
         wanted = choice.decision
     of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
-    cost = packing.packed(of, decided, found, settings.seed, fused_code)
+    cost = packing.packed(of, decided, found, settings.seed, fused_code, exact.cost)
     if not cost.is_within(exact.cost):
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)

@@ -216,12 +216,22 @@ def call(
     """A new node before another one; its result is computed on tensors without values."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
-    sources = [value_of(source) for source in node.all_input_nodes]
-    mode = next((t.fake_mode for t in sources if isinstance(t, _torch.FakeTensor)), None)
-    given, named = fx.map_arg((node.args, node.kwargs), value_of)
-    with mode or nullcontext(), _torch.python_dispatcher():
-        node.meta["val"] = target(*given, **named)
+    node.meta["val"] = computed(target, node.args, node.kwargs)
     return node
+
+
+def computed(
+    target: Callable[..., object],
+    args: tuple[Argument, ...],
+    kwargs: dict[str, Argument],
+    value: Callable[[fx.Node], Any] = value_of,
+) -> Any:
+    """The result of a call on tensors without values; ``value`` gives those of nodes among the arguments."""
+    given, named = fx.map_arg((args, kwargs), value)
+    sources = _torch.tree_leaves((given, named))
+    mode = next((t.fake_mode for t in sources if isinstance(t, _torch.FakeTensor)), None)
+    with mode or nullcontext(), _torch.python_dispatcher():
+        return target(*given, **named)
 
 
 def form_in(graph: fx.Graph, node: fx.Node, before: fx.Node) -> tuple[list[int | fx.Node], list[int | fx.Node]]:

@@ -43,6 +43,12 @@ FIRST = "first"
 # all but the second one, which is the input of a convolution.
 NOT_SECOND = "not second"
 
+# What an op does with images in channels_last (``layout`` of a row); elementwise ops need no row for it:
+# its result is in channels_last too;
+PASSES = "passes"
+# it has the same result for images in any format, which is no image of the same size.
+ANY = "any"
+
 # The form of a function that writes over its first argument is the same function with ``inplace=True``.
 FLAG = "inplace"
 
@@ -97,6 +103,7 @@ class OpRow:
     commutative: whether two tensors may be exchanged.
     dense: whether the first argument is a gradient that the op needs without gaps.
     inductor: INSIDE, READS, or "" for neither.
+    layout: PASSES, ANY, or "" for what is neither, or not known.
 
     Activations:
 
@@ -132,6 +139,7 @@ class OpRow:
     commutative: bool = False
     dense: bool = False
     inductor: str = ""
+    layout: str = ""
     backward: str = ""
     parameter: str = ""
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -247,7 +255,7 @@ _PRODUCTS = (
     *_each(PRODUCT, "addcmul"),
     *_each(PRODUCT, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, follows=FIRST, dense=True),
     *_each(PRODUCT, "native_layer_norm_backward", cheap=False, follows=FIRST),
-    *_each(PRODUCT, "fusedseg::norm_act_backward", cheap=False, follows=FIRST, dense=True),
+    *_each(PRODUCT, "fusedseg::norm_act_backward", cheap=False, follows=FIRST, dense=True, layout=PASSES),
     *_each(PRODUCT, "native_dropout_backward", cheap=False),
     *_each(
         EXACT, "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward",
@@ -262,11 +270,11 @@ _LINEAR = (
         commutative=True,
     ),
     OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
-    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), inductor=READS),
+    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", LINEAR, ("stack",), _alone(torch.stack)),
-    *_each(LINEAR, "constant_pad_nd", inductor=INSIDE),
+    *_each(LINEAR, "constant_pad_nd", inductor=INSIDE, layout=PASSES),
     OpRow(
         "pad", LINEAR,
         (
@@ -289,6 +297,7 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
+    *_each(LINEAR, "avg_pool2d", "_adaptive_avg_pool2d", "fusedseg::avg_pool3d", layout=PASSES),
     OpRow(
         "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
@@ -311,22 +320,28 @@ _LINEAR = (
         cheap=False,
     ),
     *_each(LINEAR, "rsub", "neg", "where", "masked_fill"),
-    *_each(LINEAR, "sum", "mean", inductor=READS),
+    *_each(LINEAR, "sum", "mean", inductor=READS, layout=ANY),
     *_each(LINEAR, "repeat", "index", "_unsafe_index", inductor=INSIDE),
     *_each(LINEAR, "broadcast_in_dim"),
+    # Inductor's call that lays a tensor out in given strides.
+    *_each(LINEAR, "inductor_force_stride_order"),
     *_each(LINEAR, "copy", cheap=False),
     # Of the pool's input they read the size alone.
     *_each(
-        LINEAR, "avg_pool2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
-        "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
-        cheap=False, follows=FIRST,
+        LINEAR, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "fusedseg::avg_pool3d_backward", cheap=False,
+        follows=FIRST, layout=PASSES,
     ),
-    *_each(LINEAR, "fusedseg::interpolate"),
-    *_each(LINEAR, "fusedseg::interpolate_backward", "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
-    *_each(LINEAR, "fusedseg::max_pool_backward", cheap=False, dense=True),
+    *_each(
+        LINEAR, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward", cheap=False, follows=FIRST,
+    ),
+    *_each(LINEAR, "fusedseg::interpolate", layout=PASSES),
+    *_each(LINEAR, "fusedseg::interpolate_backward", cheap=False, layout=PASSES),
+    *_each(LINEAR, "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
+    *_each(LINEAR, "fusedseg::max_pool_backward", cheap=False, dense=True, layout=PASSES),
     # It is recomputed in a form of its own (``plan/recompute.py``).  ``fusedseg::norm`` never is: one that keeps its
     # output has nothing to recompute, and a synchronised one must not communicate again.
-    *_each(LINEAR, "fusedseg::norm_act", cheap=False, statistics=1),
+    *_each(LINEAR, "fusedseg::norm_act", cheap=False, statistics=1, layout=PASSES),
 )  # fmt: skip
 
 _EXACT = (
@@ -350,15 +365,15 @@ _EXACT = (
     ),
     OpRow("layer_norm", EXACT, ("native_layer_norm",), _alone(F.layer_norm), statistics=1),
     *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
-    *_each(EXACT, "fusedseg::max_pool", positions=True, eager_keeps_input=True),
+    *_each(EXACT, "fusedseg::max_pool", positions=True, eager_keeps_input=True, layout=PASSES),
     OpRow(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
         _alone(F.max_pool2d, torch.max_pool2d),
     ),
     OpRow("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
     *_each(EXACT, "_log_softmax", "glu", "log_sigmoid_forward"),
-    *_each(EXACT, "var", inductor=READS),
-    *_each(EXACT, "var_mean", statistics=0, inductor=READS),
+    *_each(EXACT, "var", inductor=READS, layout=ANY),
+    *_each(EXACT, "var_mean", statistics=0, inductor=READS, layout=ANY),
     *_each(EXACT, "rsqrt", statistics=0),
     *_each(EXACT, "_fused_rms_norm", cheap=False, statistics=1),
     *_each(EXACT, "le", "gt", sign_of=0),

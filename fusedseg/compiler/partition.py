@@ -1,6 +1,7 @@
 """The partitioner, from a joint graph to the graphs of forward and backward; each phase is a file of its own.
 
 eager_mode.read     what eager mode keeps, on the graph as it was traced     plan/eager_mode.py
+channels_last.run   convolutions in channels_last, and what follows from it  rewrite/channels_last.py
 simplify.run        copies, calls and labels that the graph does not need    rewrite/simplify.py
 one_channel.rewrite images that lie in both memory formats                   rewrite/one_channel.py
 late_bias.rewrite   biases that a concatenation adds                         rewrite/late_bias.py
@@ -22,7 +23,7 @@ from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
 from .plan import eager_mode, keep, schedule
 from .report import note_after
-from .rewrite import late_bias, one_channel, simplify
+from .rewrite import channels_last, late_bias, one_channel, simplify
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -42,6 +43,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         fused_code = self.settings.codegen == "inductor"
         eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
+        channels_last.run(module.graph, self.settings)
         simplify.run(module)
         one_channel.rewrite(module.graph)
         if not fused_code:

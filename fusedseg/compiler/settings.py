@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _backend
-from ..ops.layout import check_format
+from ..ops.layout import FORMATS
 from .budget import Budget
 
 # A compilation that takes longer shows on the terminal what it does.
@@ -17,6 +17,7 @@ QUIET_SECONDS = 5.0
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
+KEEP = "keep"
 
 
 @functools.cache
@@ -36,8 +37,9 @@ class Settings:
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.
         seed: that of the rounding.
         cudagraphs: whether a GPU's kernels are recorded as CUDA graphs and replayed.
-        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which the images of a graph lie; None
-            leaves every tensor as it is.
+        memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which all convolutions of images or of
+            volumes compute; None says so of convolutions in half precision on a GPU, where copies cost less than it
+            gains; "keep" leaves every tensor as it is.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
@@ -47,7 +49,7 @@ class Settings:
     bits: int | None = None
     seed: int = 0
     cudagraphs: bool = False
-    memory_format: torch.memory_format | None = None
+    memory_format: torch.memory_format | str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,11 @@ class Settings:
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
         if not isinstance(self.cudagraphs, bool):
             raise TypeError(f"{OP}: option cudagraphs must be True or False, got {self.cudagraphs!r}")
-        check_format(f"{OP}: option memory_format", self.memory_format)
+        if self.memory_format not in (None, KEEP, *FORMATS.values()):
+            raise ValueError(
+                f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d, {KEEP!r} or None, "
+                f"got {self.memory_format!r}"
+            )
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")
         if self.inductor and self.codegen == "aten":

@@ -12,12 +12,6 @@ from torch import Tensor
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def check_format(name: str, memory_format: object) -> None:
-    """Raises a ValueError unless an argument is a memory format with adjacent channels, or None."""
-    if memory_format not in (None, *FORMATS.values()):
-        raise ValueError(f"{name} must be torch.channels_last, torch.channels_last_3d or None, got {memory_format!r}")
-
-
 class Layout(NamedTuple):
     """A tensor that is contiguous or channels_last, and the groups of values of which a norm takes its statistics.
 

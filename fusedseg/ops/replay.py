@@ -159,10 +159,11 @@ class Replay:
 
     def _noted(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """Calls the op, and notes what it does."""
-        self._tries += 1
         _, noting = _launching()
         with noting() as notes, Watch() as watch:
             results = self.function(*tensors)
+        # A profiler's hook goes again, and then the launches are noted.
+        self._tries += not notes.hooked
         if notes.complete and watch.only_allocates:
             try:
                 self._program = program_of(tensors, watch.allocated, notes.launches, results)

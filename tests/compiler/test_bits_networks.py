@@ -56,8 +56,9 @@ CASES = {
     "3D small": Case(lambda: unet3d_small(**UNET3D), VOLUME, {8: (821, 1806), 4: (421, 1559)}),
     "3D small, named": Case(named, VOLUME, {4: (421, 1559)}),
     "two encoders": Case(lambda: lidar_optical_unet(**UNET2D), IMAGES, {8: (626, 1008), 4: (322, 768)}),
-    # Its statistics, which are fp32, are five kilobytes above 801.
-    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1670), 4: (802, 1267)}),
+    # Its statistics, which are fp32, are five kilobytes above 801.  Peaks of 1670 and 1267 would cost more than
+    # ``MOST_TRAFFIC``: chains of residual blocks would be rebuilt for each of their blocks.
+    "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1852), 4: (802, 1515)}),
 }
 FUSED = {
     "3D large": Case(unet3d_large, VOLUME, {8: (778, 1411), 4: (400, 1043)}),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusedseg.activation import OTHERS, TABLE
 from fusedseg.compiler.graph import is_cheap, name_of
-from fusedseg.compiler.op_table import EXACT, FLAG, FORM, LINEAR, OF_OP, PRODUCT, ROWS, SMOOTH
+from fusedseg.compiler.op_table import ANY, EXACT, FLAG, FORM, LINEAR, OF_OP, PASSES, PRODUCT, ROWS, SMOOTH
 
 aten = torch.ops.aten
 CALLS = [(row, call) for row in ROWS for call in row.calls]
@@ -40,6 +40,7 @@ def norm_backward():
 # The arguments of functions and ops that need more than one tensor.
 ARGUMENTS = {
     "_native_batch_norm_legit_no_training": given(*(torch.ones(8).double() for _ in range(4)), 0.1, 1e-5),
+    "_adaptive_avg_pool2d": given([3, 3]),
     "_prelu_kernel": lambda: (tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_prelu_kernel_backward": lambda: (tensor(), tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_unsafe_view": given([2, -1]),
@@ -244,6 +245,25 @@ def test_kinks_are_where_the_row_says(row, name, function):
 def test_pieces_compute_the_op(row):
     args = arguments(row.ops[0])
     assert all(map(torch.equal, run(row.pieces, args), run(getattr(aten, row.ops[0]), args)))
+
+
+def laid_out(t):
+    rows = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=rows[t.dim()]) if isinstance(t, Tensor) and t.dim() in rows else t
+
+
+@each(lambda row: row.layout)
+def test_images_in_channels_last(row, name, function):
+    """A result has the same values, and it is in channels_last too (``PASSES``); a mean has no size of an image."""
+    whole, spec = tree_flatten(arguments(name))
+    wanted = run(function, tree_unflatten(whole, spec))
+    found = run(function, tree_unflatten([laid_out(t) for t in whole], spec))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+        if row.layout == PASSES and one.dim() in (4, 5):
+            assert one.stride() == laid_out(one).stride()
+        elif row.layout == ANY:
+            assert one.numel() < whole[0].numel()
 
 
 @each(lambda row: row.keeps_sign)

@@ -197,7 +197,10 @@ def test_reinplace_moves_statistics_where_they_are():
 
 
 def test_zeros_are_filled_at_once():
-    """Each gradient of a dead bias was a kernel of its own.  Whoever writes to one must not change another."""
+    """Each gradient of a dead bias was a kernel of its own.  Whoever writes to one must not change another.
+
+    They were parts of one tensor then, which PyTorch's trees of CUDA graphs made anew in each replay.
+    """
 
     def run(x):
         wide = aten.zeros([2], dtype=torch.float64, device="cpu", pin_memory=False)
@@ -208,6 +211,7 @@ def test_zeros_are_filled_at_once():
     found = call([torch.ones(5)])
     assert [(t.shape[0], t.dtype) for t in found[1:]] == [(3, torch.float32), (4, torch.float32), (2, torch.float64)]
     assert call.source.count("zeros_of_") == 1
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 4
     found[1].add_(1)
     assert torch.equal(found[2], torch.zeros(4))
     assert torch.equal(found[0], torch.ones(5))

@@ -98,7 +98,7 @@ def test_the_network_is_converted_for_training_alone(ddp, tmp_path, monkeypatch)
         ({}, 1, ON_A_GPU),
         ({}, 2, ON_A_GPU | {"cudagraphs": False}),
         ({"budget": 0.3, "extra_flops": 0.1}, 1, ON_A_GPU | {"budget": 0.3, "extra_flops": 0.1}),
-        ({"cudagraphs": False, "memory_format": None}, 1, ON_A_GPU | {"cudagraphs": False, "memory_format": None}),
+        ({"cudagraphs": False, "memory_format": "keep"}, 1, ON_A_GPU | {"cudagraphs": False, "memory_format": "keep"}),
     ],
     ids=["default", "two processes", "budget", "switched off"],
 )

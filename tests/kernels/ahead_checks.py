@@ -29,6 +29,7 @@ from bench.gpu.host import FAMILIES, unet
 from bench.networks import plain_unet
 from fusedseg import _backend, _torch
 from fusedseg.kernels import ahead, concat, dry_run, launcher
+from fusedseg.losses import CrossEntropyLoss
 from fusedseg.ops.self_test import checks
 from tests.resnet import ResNet18
 
@@ -72,17 +73,17 @@ def compiling_nothing() -> Iterator[Kinds]:
         yield kinds
 
 
-def step(net: nn.Module, x: torch.Tensor, training: bool) -> None:
+def step(net: nn.Module, x: torch.Tensor, training: bool, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     net, x = net.train(training), x
-    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"})
+    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten", **options})
     with torch.autocast("cpu", torch.bfloat16):
         y = run(x)
     if training:
         y.float().sum().backward()
 
 
-def kinds_of_steps(make: Any, x: torch.Tensor, training: bool) -> tuple[Kinds, Kinds, Kinds]:
+def kinds_of_steps(make: Any, x: torch.Tensor, training: bool, options: dict[str, Any]) -> tuple[Kinds, Kinds, Kinds]:
     """What is compiled ahead, what launches compile after it, and what they compile by themselves."""
     at_launch: Kinds = set()
     with served(), compiling_nothing() as kinds:
@@ -95,14 +96,27 @@ def kinds_of_steps(make: Any, x: torch.Tensor, training: bool) -> tuple[Kinds, K
 
         found: Kinds = set()
         with mock.patch.object(ahead, "compile_ahead", compiling):
-            step(make(), x, training)
+            step(make(), x, training, options)
         at_launch = kinds - found
     with served(), compiling_nothing() as alone, mock.patch.object(ahead, "threads", return_value=1):
-        step(make(), x, training)
+        step(make(), x, training, options)
     return found, at_launch, alone
 
 
+class WithLoss(nn.Module):
+    """A network with its loss in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss = unet().to(memory_format=torch.channels_last), CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        target = (x[:, 0] > 0).long()
+        return self.loss(self.net(x), target)
+
+
 NETWORKS = {
+    "U-Net with its loss": (WithLoss, torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)),
     "PlainConvUNet": (lambda: plain_unet((8, 16, 32)).to(memory_format=torch.channels_last_3d),
                       torch.randn(2, 1, 32, 32, 32).to(memory_format=torch.channels_last_3d)),
     "U-Net": (lambda: unet().to(memory_format=torch.channels_last),
@@ -113,10 +127,10 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def _compiles_what_a_step_launches(name: str) -> None:
+def _compiles_what_a_step_launches(name: str, **options: Any) -> None:
     make, x = NETWORKS[name]
     for training in (True, False):
-        found, at_launch, alone = kinds_of_steps(make, x, training)
+        found, at_launch, alone = kinds_of_steps(make, x, training, options)
         assert alone, "nothing is compiled"
         assert found == alone, (name, training, len(found), len(alone), found ^ alone)
         assert not at_launch, (name, training, at_launch)
@@ -133,6 +147,18 @@ def networks_in_planes() -> None:
 
 def nnunets_network() -> None:
     _compiles_what_a_step_launches("PlainConvUNet")
+
+
+def a_loss_in_the_graph() -> None:
+    _compiles_what_a_step_launches("U-Net with its loss")
+
+
+def bits_in_rows() -> None:
+    _compiles_what_a_step_launches("U-Net", bits=4)
+
+
+def bits_in_planes() -> None:
+    _compiles_what_a_step_launches("U-Net in planes", bits=8)
 
 
 def self_tests() -> None:

@@ -51,7 +51,7 @@ RELATED = {
         "tests/losses/test_everywhere.py",
     ],
     "fusedseg/losses*": ["tests/losses/test_*.py"],
-    "fusedseg/ops/avg_pool.py": ["tests/compiler/test_memory_format.py"],
+    "fusedseg/ops/avg_pool.py": ["tests/compiler/test_channels_last.py"],
     "fusedseg/ops/reuse.py": [
         "tests/ops/test_segmentation_sums_memory.py",
         "tests/ops/test_transients*.py",

@@ -181,6 +181,68 @@ def test_modes_and_hooks_see_the_ops(direct, compiled_afresh, monkeypatch):
     assert all(calls_in(direct, lambda: trained(net, run, x, steps=1)))
 
 
+def test_a_profilers_hooks_use_up_no_tries(direct, compiled_afresh, monkeypatch):
+    """After eight calls that a hook had to see, an op was never replayed again."""
+    from fusedseg.kernels import launcher
+    from fusedseg.ops.norm.graph import Forward, norm_of
+    from fusedseg.ops.replay import MOST_TRIES, Replay
+
+    kernels, launch = [], launcher.Launcher._launch
+
+    def launched(self, *given):
+        kernels.append(self._kernel)
+        return launch(self, *given)
+
+    monkeypatch.setattr(launcher.Launcher, "_launch", launched)
+    replay = Replay(Forward(norm_of("relu", 0.0, 1e-5, 0.1, True, "batch", 0)), torch.device("cpu"))
+    x, given = torch.randn(2, 8, 6, 6), (torch.rand(8), torch.rand(8), *[None] * 5)
+    wanted = replay(0, x, *given)[0]
+    (row,) = direct
+    for _ in range(2 * MOST_TRIES):
+        for kernel in kernels:
+            kernel.pre_run_hooks = [print]
+        assert torch.equal(replay(0, x, *given)[0], wanted)
+    for kernel in kernels:
+        kernel.pre_run_hooks = []
+    calls = row.calls.count
+    for _ in range(STEPS):
+        assert torch.equal(replay(0, x, *given)[0], wanted)
+    assert row.calls.count == calls + 1
+
+
+def test_steps_under_a_profiler_are_replayed_later(direct, compiled_afresh):
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    run = compiled(net)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        trained(net, run, x, steps=12)
+    assert not any(calls_in(direct, lambda: trained(net, run, x, steps=2)))
+
+
+def test_a_number_on_another_device_may_come_first(direct, compiled_afresh, monkeypatch):
+    """Such a graph was never replayed: its device was taken to be that of its first argument."""
+    from fusedseg import _backend
+    from fusedseg.compiler.codegen import replays
+
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    wanted = replays.rewrite
+    found = []
+
+    def rewritten(graph):
+        # The first argument stands on a device that Triton does not serve.
+        first = next(node for node in graph.nodes if node.op == "placeholder")
+        takes, device = _backend.takes_triton, torch.device("meta")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(first.meta, "val", torch.empty((), device=device))
+            patch.setattr(_backend, "takes_triton", lambda of: of != device and takes(of))
+            found.append(wanted(graph))
+        return found[-1]
+
+    monkeypatch.setattr(replays, "rewrite", rewritten)
+    compiled(net)(x).sum().backward()
+    assert len(found) == 2
+    assert all(found)
+
+
 def test_several_sizes_are_not_noted(direct, compiled_afresh):
     net = norm_net()
     run = compiled(net, dynamic=True)

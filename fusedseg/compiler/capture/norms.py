@@ -37,13 +37,11 @@ class How:
 
     fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
         kernel serves them, and where they would be in the op alone.
-    keeps_channels_last: norms of samples keep channels_last, although PyTorch's would copy it to contiguous.
     whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
         y > 0 is answered in forward.
     """
 
     fuses: bool = False
-    keeps_channels_last: bool = False
     whole: bool = True
 
 
@@ -53,7 +51,7 @@ HOW = len(fields(How))
 
 def wanted_by(settings: Settings) -> How:
     """What the backend wants of norms with these options."""
-    return How(settings.codegen == "inductor", settings.memory_format is not None, settings.bits is None)
+    return How(settings.codegen == "inductor", settings.bits is None)
 
 
 class Tensors(NamedTuple):
@@ -149,7 +147,7 @@ def of_stock(*call: Any) -> Tensor:
     """act(norm(x) [+ residual]) in place of a norm of PyTorch: the tensors, what is computed, and ``How``."""
     tensors, residual, given, how = Tensors(*call[:5]), call[5], norm_of(*call[6:13]), How(*call[13:])
     spec = given.of_given()
-    tensors = tensors._replace(x=_laid_out(tensors.x, spec, how))
+    tensors = tensors._replace(x=_laid_out(tensors.x, spec))
     if is_served(tensors, spec, how):
         return normalised(tensors, spec, residual)[0]
     y = _stock(Tensors(*call[:5]), given)
@@ -206,18 +204,20 @@ def _tensors_of(norm: dict[str, Any]) -> Tensors:
     return Tensors(norm["input"], *(norm.get(name) for name in ("weight", "bias", "running_mean", "running_var")))
 
 
-def _laid_out(x: Tensor, spec: Norm, how: How) -> Tensor:
-    """x as PyTorch's norms of samples take it, which copy from channels_last; its group norm on a CPU does not."""
+def _laid_out(x: Tensor, spec: Norm) -> Tensor:
+    """x as PyTorch's norms of samples take it, which copy from channels_last; its group norm on a CPU does not.
+
+    ``rewrite/channels_last.py`` leaves the copy out where the op computes in channels_last.
+    """
     copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
-    return x.contiguous() if copies and not how.keeps_channels_last and is_rows(x) else x
+    return x.contiguous() if copies and is_rows(x) else x
 
 
 def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     """Whether the op computes the norm: what PyTorch's does, on a CPU with the same bits."""
     x, *vectors = tensors
     kernels = _backend.takes_triton(x.device)
-    copied = how.keeps_channels_last and spec.kind != "batch" and is_rows(x)
-    if how.fuses and not (kernels and how.whole) and not copied:
+    if how.fuses and not (kernels and how.whole):
         return False
     if x.dtype not in ACTIVATION_DTYPES or not is_in_a_dense_format(x) or x.dim() < 2:
         return False
@@ -304,7 +304,7 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
 
 def _may_be_served(node: fx.Node, how: How) -> bool:
     value = captured_value_of(node)
-    return how.keeps_channels_last or (how.whole and value is not None and _backend.takes_triton(value.device))
+    return how.whole and value is not None and _backend.takes_triton(value.device)
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ... import _torch
 from ..graph import captured_value_of, node_at
 from ..settings import Settings
-from . import convolve_first, dead_bias, memory_format, norms, pools_and_upsampling
+from . import convolve_first, dead_bias, norms, pools_and_upsampling
 
 JOINING = (F.interpolate, torch.cat)
 
@@ -48,8 +48,6 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     fuses = settings.codegen == "inductor"
     # Before other passes replace the norms.
     dead_bias.rewrite(module, settings)
-    if settings.memory_format is not None:
-        memory_format.rewrite(module, settings.memory_format)
     unfold(module)
     convolve_first.rewrite(module, everywhere=fuses)
     norms.rewrite(module.graph, norms.wanted_by(settings))

@@ -64,6 +64,11 @@ def _activation_of(node: object, table: dict[Any, Callable[[dict[str, Any]], Act
     return table[node.target](arguments_of(node))
 
 
+def asks_for_sign(node: fx.Node) -> bool:
+    """Whether a node asks on which side of 0 a value is."""
+    return node.target in (aten.le.Scalar, aten.gt.Scalar) and bool(node.args[1] == 0)
+
+
 def _may_join(norm: fx.Node, x: fx.Node, act: slice) -> bool:
     """Whether a norm with the input ``x`` has no activation, and a kernel."""
     return TABLE[str(norm.args[act.start])].identity and _backend.takes_triton(value_of(x).device)
@@ -75,9 +80,11 @@ def _put(norm: fx.Node, act: Activation, place: slice) -> None:
 
 def _join(graph: fx.Graph, norm: fx.Node) -> bool:
     y = items_of(norm).get(0)
-    if y is None or len(y.users) != 1 or not _may_join(norm, node_at(norm, 0), FORWARD):
+    if y is None or not _may_join(norm, node_at(norm, 0), FORWARD):
         return False
-    (node,) = y.users
+    # The result of such an activation has the sign of its argument.
+    others = [user for user in y.users if not asks_for_sign(user)]
+    node = others[0] if len(others) == 1 else norm
     act = _activation_of(node, ACTIVATIONS)
     if act is None or not has_same_form(value_of(y), value_of(node)):
         return False

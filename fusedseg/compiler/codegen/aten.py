@@ -20,8 +20,10 @@ from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norm_ops
 from ...progress import Progress
 from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
+from ..rewrite import residual_norms
 from ..settings import OP, QUIET_SECONDS
-from . import activations, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
+from . import activations, casts, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
+from .room import Room
 
 aten = torch.ops.aten
 SAME = (
@@ -179,11 +181,13 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
+    if not gradients and norms.divide(module.graph):
+        residual_norms.rewrite(module.graph)
     activations.rewrite(module.graph)
-    if not gradients:
-        norms.divide(module.graph)
     has_kernels = _has_kernels(module.graph)
     launching = _launching(module.graph)
+    room = Room(module.graph)
+    casts.rewrite(module.graph, room)
     shorter.rewrite(module.graph)
     norms.write_statistics(module.graph)
     if not gradients and has_kernels:
@@ -195,7 +199,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if gradients:
         gradient_sums.rewrite(module.graph)
     in_place.rewrite(module.graph)
-    convolution_backward.rewrite(module.graph)
+    convolution_backward.rewrite(module.graph, room)
     shorter.write_convolutions(module.graph)
     replays.rewrite(module.graph)
     source = source_of(module)

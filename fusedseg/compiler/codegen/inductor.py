@@ -6,8 +6,10 @@ from typing import Any
 from torch import fx
 
 from ... import _torch
-from ..graph import outputs_of
+from ..graph import is_gradient, outputs_of
 from ..plan import eager_mode
+from ..rewrite import channels_last
+from ..settings import Settings
 
 _parts = _torch.compiler_parts()
 # Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
@@ -41,8 +43,20 @@ class WeightsAsTheyAre(_Pass):
             end.meta[PLACES] = sorted({*end.meta[PLACES], *given})
 
 
-class NoteChangeable(_Pass):
-    """The first pass over the joint graph: it notes what eager mode keeps, before other passes change the graph."""
+class BeforeOthers(_Pass):
+    """The first pass over a joint graph, and over one without a backward.
+
+    It notes what eager mode keeps, before other passes change a joint graph.  It lays out a graph without a backward,
+    which no partitioner sees.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def uuid(self) -> Any:
+        return _parts.get_hash_for_files(FILES, repr(self.settings))
 
     def __call__(self, graph: fx.Graph) -> None:
         eager_mode.note_changeable(graph)
+        if not any(map(is_gradient, graph.find_nodes(op="placeholder"))):
+            channels_last.run(graph, self.settings)

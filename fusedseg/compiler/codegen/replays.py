@@ -29,17 +29,21 @@ TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
 
 def rewrite(graph: fx.Graph) -> int:
     """Writes replays, and returns their number.  It is the last pass, because others look for the ops."""
-    tensors = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+    # A number on the CPU may come first among the arguments, such as the seed of a dropout.
+    given_to = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+    first = next((node for node in given_to if _backend.takes_triton(value_of(node).device)), None)
+    if first is None:
+        return 0
+    device = value_of(first).device
     found = [(node, call) for node in graph.nodes if (call := _call_of(node)) is not None and _is_fixed(node)]
-    device = value_of(tensors[0]).device if tensors else torch.device("cpu")
-    if not found or not _backend.takes_triton(device):
+    found = [(node, call) for node, call in found if value_of(call[1][0]).device == device]
+    if not found:
         return 0
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        stream = graph.call_function(direct_stream, (device.index, tensors[0]))
+        stream = graph.call_function(direct_stream, (device.index, first))
     for node, (function, given) in found:
-        if value_of(given[0]).device == device:
-            node.target = Replay(function, device)
-            node.args = (stream, *given)
+        node.target = Replay(function, device)
+        node.args = (stream, *given)
     return len(found)
 
 

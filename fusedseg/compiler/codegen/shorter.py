@@ -7,9 +7,10 @@ convolutions
 casts
     become calls of ``Tensor.to``, which reads its arguments in half of the time of the op.
 zeros
-    that a graph only returns, as the gradients of dead biases, become parts of one tensor, which one kernel fills.
+    that a graph only returns, as the gradients of dead biases, are filled by one kernel.
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,10 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
-from ..graph import has_symbols, name_of, node_at, value_of
+from ...ops.replay import Allocation
+from ..graph import has_symbols, node_at, value_of
 from . import convolution_backward
+from .casts import allocates_shortly, form_of, is_cast
 
 aten = torch.ops.aten
 
@@ -31,12 +35,13 @@ def rewrite(graph: fx.Graph) -> None:
         made = norms.prepared(node.target, node.args)
         if made is not None:
             node.target, node.args = made
-        elif name_of(node) == "_to_copy" and _is_cast(node):
+        elif is_cast(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
         value = value_of(node)
-        if value.dim() == 1 and not has_symbols(value) and set(node.users) == {graph.output_node()}:
+        plain = value.dim() == 1 and not has_symbols(value) and value.device.type in _torch.EMPTY_STRIDED
+        if plain and set(node.users) == {graph.output_node()}:
             alike.setdefault((value.dtype, value.device), []).append(node)
     for nodes in alike.values():
         if len(nodes) > 1:
@@ -86,23 +91,22 @@ def _is_the_vendors(node: fx.Node) -> bool:
     return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
 
 
-def _is_cast(node: fx.Node) -> bool:
-    """Whether a copy has another dtype than its source, and is like it otherwise."""
-    source, value = value_of(node_at(node, 0)), value_of(node)
-    alike = source.device == value.device and value.layout is torch.strided
-    return alike and source.dtype != value.dtype and set(node.kwargs) <= {"dtype", "layout", "device"}
+def zeros_of(forms: Sequence[Allocation], device: torch.device) -> list[Tensor]:
+    """Vectors of zeros.
 
-
-def zeros_of(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Vectors of zeros, which share memory without overlap."""
-    return torch.zeros(sum(sizes), dtype=dtype, device=device).split(list(sizes))
+    They do not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay.
+    """
+    if not allocates_shortly(device):
+        return [torch.zeros(form.size, dtype=form.dtype, device=device) for form in forms]
+    made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
+    _torch.foreach_zero(made)
+    return made
 
 
 def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     values = [value_of(node) for node in nodes]
     with graph.inserting_before(graph.output_node()):
-        given = ([value.numel() for value in values], values[0].dtype, values[0].device)
-        whole = graph.call_function(zeros_of, given)
+        whole = graph.call_function(zeros_of, (tuple(map(form_of, values)), values[0].device))
         whole.meta["val"] = tuple(values)
         for place, node in enumerate(nodes):
             part = graph.call_function(operator.getitem, (whole, place))

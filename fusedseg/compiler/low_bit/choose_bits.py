@@ -47,7 +47,6 @@ from ..plan.keep import (
     sources_of,
 )
 from ..plan.min_cut import ENDLESS, Flow
-from ..plan.schedule import LOWEST
 from .branches import (
     EXACT,
     LINEAR,
@@ -477,7 +476,6 @@ def settled(
         joint = Joint(graph, outputs)
         if chosen is None:
             decided = decide(joint, nearly_free.scores)
-            decided.goal = LOWEST
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.recomputed))

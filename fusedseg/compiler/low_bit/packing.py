@@ -16,6 +16,7 @@ from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import Live
 from ..plan.schedule import LOWEST
+from ..rewrite import residual_norms
 from .choose_bits import Rounded, bits_of, settled
 
 aten = torch.ops.aten
@@ -64,17 +65,26 @@ def _keep(node: fx.Node) -> fx.Node:
     return node
 
 
-def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool) -> Cost:
-    """Writes a decision into its graph, with everything that packs and unpacks, and counts it there."""
+def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: Cost) -> Cost:
+    """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
+
+    exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
+        peak is the lowest, whatever time it takes; ``decided.goal`` says so.
+    """
     graph, outputs = of.graph, of.outputs
     foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
     keep.apply(of, decided, Storage(graph, found, seed))
     graph.eliminate_dead_code()
+    residual_norms.rewrite(graph)
     labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
     joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
     counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.RECOMPUTE})
     counted.goal = decided.goal
-    cost = cost_of(Live(joint, fused), counted)
+    live = Live(joint, fused)
+    cost = cost_of(live, counted)
+    if counted.goal is None and not cost.is_within(exact):
+        decided.goal = counted.goal = LOWEST
+        cost = cost_of(live, counted)
     for node, label in labels.items():
         if label is not None:
             node.meta[keep.LABEL] = label
@@ -87,18 +97,16 @@ class RoundedChoices(Choices):
     Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int) -> None:
-        super().__init__(joint, eager, fused, LOWEST)
-        self._bits = bits
+    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: Cost) -> None:
+        super().__init__(joint, eager, fused)
+        self._bits, self._exact = bits, exact
 
     def nbytes(self, node: fx.Node) -> int:
         nbytes, bits = super().nbytes(node), bits_of(node, self._bits)
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> keep.Decision:
-        decided = keep.decide(self.joint, nearly_free.scores)
-        decided.goal = self.goal
-        return decided
+        return keep.decide(self.joint, nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:
@@ -116,4 +124,6 @@ class RoundedChoices(Choices):
         of, decided, found = settled(
             graph, outputs, self._bits, keep.Decision(recomputed=recomputed, goal=decision.goal)
         )
-        return packed(of, decided, found, seed=0, fused=self.fused)
+        cost = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
+        decision.goal = decided.goal
+        return cost

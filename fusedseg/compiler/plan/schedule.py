@@ -187,8 +187,12 @@ class BackwardGraph:
     def time(self, steps: list[ScheduledNode]) -> float:
         """The time in which values are recomputed, in bytes that a GPU moves in it."""
         calls = (step for step in steps if step.node in self.recomputed and step.first is step and step.call() is step)
-        moved = sum(step.made + sum(read.nbytes for read in {read.first for read in step.reads}) for step in calls)
-        return moved + self.flops(steps) / FLOPS_A_BYTE
+        return sum(map(self._moved, calls)) + self.flops(steps) / FLOPS_A_BYTE
+
+    @staticmethod
+    def _moved(step: ScheduledNode) -> int:
+        """The bytes that a call reads and writes."""
+        return step.made + sum(read.nbytes for read in {read.first for read in step.reads})
 
     def least_peak(self, goal: Goal | None) -> list[ScheduledNode]:
         """The nodes in turn, with those computed once more that lower the peak."""
@@ -252,13 +256,23 @@ class BackwardGraph:
             if step.node in self.recomputed and step.nbytes and now.last[step] > top and step not in read
             if not self.fused or self.flops([step.call()])
         ]
-        # Those first whose own arithmetic is the least for each byte.
-        for step in sorted(crossing, key=lambda step: (self.flops([step.call()]) / step.nbytes, -step.nbytes)):
+        for step in sorted(crossing, key=self._price if sharing else self._price_of_arithmetic):
             for shared in (True, False) if sharing else (False,):
                 found = self._twice(steps, step, top, now, shared)
                 if self.flops(found) <= most and self.alive(found).peak < now.peak:
                     return found
         return None
+
+    def _price_of_arithmetic(self, step: ScheduledNode) -> tuple[float, ...]:
+        """What a further run of a step costs for each byte that it frees; the largest results first."""
+        return self.flops([step.call()]) / step.nbytes, -step.nbytes
+
+    def _price(self, step: ScheduledNode) -> tuple[float, ...]:
+        """The same, and of equal arithmetic what moves the fewest bytes: a mask is unpacked again before a sum that is
+        the end of a chain is computed again.
+        """
+        flops, largest = self._price_of_arithmetic(step)
+        return flops, self._moved(step.call()) / step.nbytes, largest
 
     def _twice(
         self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: "Alive", shared: bool

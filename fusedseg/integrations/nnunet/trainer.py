@@ -45,7 +45,7 @@ class Fused(_Trainer):
 
     Attributes:
         compile_options: options of the backend, such as ``{"budget": "peak 22GiB"}``.  They come before those that the
-            trainer chooses: ``{"cudagraphs": False, "memory_format": None}`` switches both off.
+            trainer chooses: ``{"cudagraphs": False, "memory_format": "keep"}`` switches both off.
     """
 
     compile_options: ClassVar[dict[str, Any]] = {}
@@ -98,7 +98,7 @@ class Fused(_Trainer):
                 f"{OP}: {type(network).__name__}.compile() of PyTorch has no effect on classes of torch.nn; make a "
                 "class of your own of the network"
             )
-        if settings.memory_format is not None:
+        if isinstance(settings.memory_format, torch.memory_format):
             network.to(memory_format=settings.memory_format)
         network.compile(backend=backend, options=options)
         self._unreported = True

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import _backend
+from ... import _backend, _torch
 from ..layout import laid_out
 from . import reference
 from .spec import lines_of, mixed, rank, signed, wide_dtype
@@ -93,8 +93,16 @@ def round_op(t, bits, key, place, kink, stride):
     return pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
 
 
+def _is_launched(t: Tensor) -> bool:
+    """Whether a fake tensor's launches are listed."""
+    return _torch.is_listed(t) and _backend.use_triton(t, "low_bit")
+
+
 @round_op.register_fake
 def _(t, bits, key, place, kink, stride):
+    if _is_launched(t):
+        # The key has no value there, and none is needed.
+        return pack(_laid_out(t, stride), kink, bits, place)
     return packed_like(_laid_out(t, stride), kink, bits)
 
 
@@ -105,6 +113,10 @@ def _(t, bits, key, place, kink, stride):
     " -> Tensor",
 )
 def unpack_op(codes, lowest, highest, kink, bits, size, stride):
+    return unpack(codes, lowest, highest, kink, bits, size, stride)
+
+
+def unpack(codes, lowest, highest, kink, bits, size, stride):
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
     lines = lines_of(t, 0 if kink is None else kink.numel())
     if t.numel() == 0:
@@ -121,6 +133,8 @@ def unpack_op(codes, lowest, highest, kink, bits, size, stride):
 
 @unpack_op.register_fake
 def _(codes, lowest, highest, kink, bits, size, stride):
+    if _is_launched(lowest):
+        return unpack(codes, lowest, highest, kink, bits, size, stride)
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
 
@@ -130,6 +144,10 @@ def _(codes, lowest, highest, kink, bits, size, stride):
     schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool of_samples) -> Tensor",
 )
 def norm_kink(x, mean, rstd, weight, bias, of_samples):
+    return kink_of(x, mean, rstd, weight, bias, of_samples)
+
+
+def kink_of(x, mean, rstd, weight, bias, of_samples):
     """The kinks of a norm of ``x``, (N, C, *spatial).
 
     Args:
@@ -165,6 +183,8 @@ def norm_kink(x, mean, rstd, weight, bias, of_samples):
 
 @norm_kink.register_fake
 def _(x, mean, rstd, weight, bias, of_samples):
+    if _is_launched(mean):
+        return kink_of(x, mean, rstd, weight, bias, of_samples)
     count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
 

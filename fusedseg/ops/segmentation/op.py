@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _backend
+from ... import _backend, _torch
 from .. import layout
 from ..double_backward import differentiated_once, refuse_in_graphs
 from . import reference
@@ -151,9 +151,17 @@ def sums_op(*args):
     return forward(*_call(args))
 
 
+def _is_launched(given: SumsInputs) -> bool:
+    """Whether a fake tensor's launches are listed."""
+    x = given.logits
+    return isinstance(x, Tensor) and _torch.is_listed(x) and _backend.use_triton(x, "sums")
+
+
 @sums_op.register_fake
 def _(*args):
     given, spec = _call(args)
+    if _is_launched(given):
+        return forward(given, spec)
     x = tensor_of(given.logits)
     return x.new_empty((ROWS, *given.logits.shape[:2]), dtype=sums_dtype(x, spec))
 
@@ -165,11 +173,17 @@ def _(*args):
 )
 def sums_backward_op(dsums, needs, *args):
     """A gradient that is not needed is an empty tensor."""
+    return _gradients(dsums, needs, *args)
+
+
+def _gradients(dsums, needs, *args):
     return tuple(dsums.new_empty(0) if t is None else t for t in backward(dsums, *_call(args), tuple(needs)))
 
 
 @sums_backward_op.register_fake
 def _(dsums, needs, *args):
+    if _is_launched(_call(args)[0]):
+        return _gradients(dsums, needs, *args)
     x, weight, bias = args[:3]
     found = (layout.dense(x)[0], weight, bias)
     return tuple(

@@ -1,0 +1,239 @@
+"""Casts of many tensors in one call, and both gradients of a convolution in one call, where no peak becomes higher."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedseg.compiler.codegen import aten, casts, convolution_backward, room
+from fusedseg.ops.replay import Allocation
+from tests.compiler.fake_step import fake_step
+from tests.compiler.networks import compiled, make
+from tests.compiler.test_passes import traced
+
+STEPS = 3
+
+
+class Auto(nn.Module):
+    """A network under autocast, which casts each weight."""
+
+    def __init__(self, net, dtype=torch.bfloat16):
+        super().__init__()
+        self.net, self.dtype = net, dtype
+
+    def forward(self, *inputs):
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+            return self.net(*inputs)
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """The text of each graph that is compiled."""
+    found, function = [], aten._function
+
+    def noted(source):
+        found.append("\n".join(source.lines))
+        return function(source)
+
+    monkeypatch.setattr(aten, "_function", noted)
+    return found
+
+
+def calls(source, name):
+    return len(re.findall(rf"= _of_{name}_\d+\(", source))
+
+
+def one_by_one(monkeypatch):
+    """Code as it was before: each tensor is cast where it is read, and each gradient where it is made."""
+    monkeypatch.setattr(room.Room, "takes", lambda self, changes: False)
+    torch._dynamo.reset()
+
+
+def train(net, run, inputs, accumulate=1, frozen=(), seen=None):
+    """Losses, gradients, weights and an output in eval mode of some steps; ``seen`` notes the hooks that fire."""
+    torch.manual_seed(0)
+    for name, param in net.named_parameters():
+        param.requires_grad_(not name.startswith(tuple(frozen)))
+    params = [(name, param) for name, param in net.named_parameters() if param.requires_grad]
+    if seen is not None:
+        for name, param in params:
+            param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append((name, param.grad.dtype)))
+    optimizer, found = torch.optim.SGD([param for _, param in params], 0.005), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            loss = run(*inputs).float().square().mean()
+            loss.backward()
+        found += [loss.detach().clone(), *(param.grad.clone() for _, param in params)]
+        optimizer.step()
+        if step == 1:
+            net.eval()
+            with torch.no_grad():
+                found.append(run(*inputs).clone())
+            net.train()
+    return [*found, *(t.clone() for t in net.state_dict().values())]
+
+
+WAYS = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "frozen": {"frozen": ("net.encoder", "net.down", "net.0")},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("nnU-Net", torch.bfloat16), ("nnU-Net", None), ("ResNet", torch.float16), ("two encoders", torch.bfloat16)],
+    ids=str,
+)
+def test_bits(name, dtype, sources, monkeypatch):
+    """Losses, gradients and weights are those of single casts, also in eval mode between steps."""
+    for way, how in WAYS.items():
+        net, inputs = make(name)
+        net = Auto(net, dtype)
+        twin = copy.deepcopy(net)
+        mine, theirs = [], []
+        sources.clear()
+        torch._dynamo.reset()
+        found = train(net, compiled(net), inputs, seen=mine, **how)
+        count = sum(calls(source, "casts") for source in sources)
+        assert (count > 0) == (dtype is not None)
+        with monkeypatch.context() as patch:
+            one_by_one(patch)
+            sources.clear()
+            wanted = train(twin, compiled(twin), inputs, seen=theirs, **how)
+        assert not any(calls(source, "casts") for source in sources)
+        assert all(t.isfinite().all() for t in found)
+        assert all(map(torch.equal, found, wanted)), way
+        assert mine == theirs
+        assert len(mine) == STEPS * how.get("accumulate", 1) * len({name for name, _ in mine})
+
+
+class Shared(nn.Module):
+    """One convolution that runs twice, and whose weight is also the weight of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(self.first(x)).relu()))
+
+
+def test_a_shared_weight_is_cast_once(sources, monkeypatch):
+    net, x = Auto(Shared()), [torch.randn(2, 4, 16, 16)]
+    twin = copy.deepcopy(net)
+    found = train(net, compiled(net), x)
+    one_by_one(monkeypatch)
+    assert all(map(torch.equal, found, train(twin, compiled(twin), x)))
+    given = [name for args in re.findall(r"_of_casts_\d+\((.*)\)", sources[0]) for name in args.split(", ")]
+    assert given
+    assert len(given) == len(set(given))
+
+
+def test_few_casts_are_left(sources, monkeypatch):
+    """A step of a network of 28 convolutions made 101 casts, each of them a call."""
+    net, _ = make("nnU-Net")
+    counts = []
+    for _ in range(2):
+        compiled(Auto(net))(torch.randn(2, 1, 16, 16, 16)).float().square().mean().backward()
+        counts.append(sum(calls(source, "casts") + calls(source, "to") for source in sources))
+        one_by_one(monkeypatch)
+        sources.clear()
+    now, before = counts
+    assert now < 0.4 * before, counts
+
+
+def test_no_cast_is_moved_for_several_sizes(sources):
+    """What fits beside one size may not fit beside another one."""
+    net = Auto(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
+    run = compiled(net, dynamic=True)
+    for size in (10, 12):
+        x = torch.randn(2, 3, size, size)
+        run(x).float().square().mean().backward()
+        torch.testing.assert_close(run(x), net(x), atol=1e-2, rtol=1e-2)
+    assert sources
+    assert not any(calls(source, "casts") for source in sources)
+
+
+def wide(channels, layers):
+    """Images so small that the weights are most of the memory."""
+    convs = [nn.Conv2d(channels, channels, 3, padding=1) for _ in range(layers)]
+    return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.BatchNorm2d(channels), nn.ReLU())))
+
+
+PEAKS = {
+    "weights": (lambda: wide(256, 6), (2, 256, 4, 4)),
+    "images": (lambda: wide(16, 6), (2, 16, 128, 128)),
+    "nnU-Net": (lambda: make("nnU-Net")[0], (2, 1, 32, 32, 32)),
+    "ResNet": (lambda: make("ResNet")[0], (8, 3, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5}], ids=["exact", "budget"])
+@pytest.mark.parametrize("name", PEAKS)
+def test_no_peak_becomes_higher(name, options, monkeypatch):
+    """Bytes of the allocations of a step, of any size, beside those of single casts."""
+    net, shape = PEAKS[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = fake_step(Auto(net()), [torch.empty(shape)], **options)
+        with monkeypatch.context() as patch:
+            one_by_one(patch)
+            wanted = fake_step(Auto(net()), [torch.empty(shape)], **options)
+        assert found.kept == wanted.kept
+        assert max(found.forward, found.backward) <= max(wanted.forward, wanted.backward)
+        if name == "weights":
+            # Without the count, all weights and all gradients would be there twice.
+            monkeypatch.setattr(room.Room, "takes", lambda self, changes: True)
+            torch._dynamo.reset()
+            higher = fake_step(Auto(net()), [torch.empty(shape)], **options)
+            assert max(higher.forward, higher.backward) > max(found.forward, found.backward)
+
+
+def test_both_gradients_in_one_call_where_there_is_room(sources):
+    """Each convolution took two calls for its gradients, where two were needed at the peak alone."""
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4),
+              nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]  # fmt: skip
+    net = nn.Sequential(*layers)
+    compiled(net)(torch.randn(2, 8, 32, 32)).square().mean().backward()
+    *_, backward = sources
+    apart = calls(backward, convolution_backward.convolution_backward.__name__)
+    assert apart < 3
+
+
+@pytest.mark.parametrize("rows", [4, 1], ids=["whole", "a part"])
+def test_no_cast_waits_that_would_keep_a_larger_tensor(rows, monkeypatch):
+    """What a graph returns as a part of a tensor is cast where it is, so that the tensor is let go."""
+
+    def run(x):
+        parts = [aten.aten.slice.Tensor(aten.aten.mul.Tensor(x, n), 0, 0, rows) for n in (2, 3)]
+        return [aten.aten._to_copy.default(part, dtype=torch.float32) for part in parts]
+
+    monkeypatch.setattr(room.Room, "takes", lambda self, changes: True)
+    module = traced(run, torch.ones(4, 3, dtype=torch.bfloat16))
+    assert casts.rewrite(module.graph, room.Room(module.graph)) == (rows == 4)
+    module.graph.lint()
+
+
+def test_seen_tensors_are_cast_one_by_one():
+    """A mode that counts allocations does not see the short allocation."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 3).to(torch.bfloat16)
+    call = casts.Casts((Allocation((2, 3), (3, 1), torch.float32),) * 2, torch.device("cpu"))
+    with Mode():
+        found = call(x, 2 * x)
+    assert names.count("aten._to_copy.default") == 2
+    assert all(map(torch.equal, found, call(x, 2 * x)))

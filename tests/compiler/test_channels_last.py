@@ -1,0 +1,410 @@
+"""Convolutions in channels_last: values, strides, bytes and copies of a step, by themselves and with the option."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg._torch import FakeTensorMode
+from fusedseg.compiler.capture import norms
+from fusedseg.compiler.graph import is_tensor, name_of, nbytes_of, twin_of, value_of
+from fusedseg.compiler.rewrite import channels_last
+from fusedseg.ops import avg_pool
+from fusedseg.ops.layout import FORMATS, suggests_channels_last
+from fusedseg.ops.norm import graph as norm_ops
+from fusedseg.ops.norm.call import Norm
+from tests.compiler.fake_step import _bare, _Graphs, fake_step
+from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
+from tests.compiler.networks import CODEGENS, compiled
+from tests.nnunet import PlainConvUNet
+from tests.tools.copies import ROWS, Copies, Deep
+from tests.tools.traffic import traffic
+
+
+def inputs_of(net):
+    torch.manual_seed(0)
+    return net().to(memory_format=ROWS), torch.randn(2, 1, 16, 16, 16)
+
+
+def narrow():
+    return PlainConvUNet(widths=(8, 16, 32))
+
+
+@pytest.mark.parametrize(("net", "stock"), [(narrow, 43), (Deep, 25)])
+def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, net, stock):
+    """Stock instance norm copies to planes and back, in forward and in backward."""
+    with FakeTensorMode(), Copies() as of_stock:
+        model = net()
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if p.dim() == 5:
+                    # A fake module's ``to`` cannot exchange its parameters.
+                    module._parameters[name] = nn.Parameter(p.detach().contiguous(memory_format=ROWS))
+        del of_stock.found[:]
+        mean_of(model(torch.randn(2, 1, 16, 16, 16))).backward()
+    assert len(of_stock.found) == stock
+
+    model, x = inputs_of(net)
+    graphs = _Graphs(model, (x,), memory_format=ROWS)
+    # With a CUDA build PyTorch says how a GPU's convolutions lay their results out.
+    for device in ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",):
+        with FakeTensorMode(), torch.no_grad(), Copies() as ours:
+            (given, forward), (read, backward) = graphs.made
+            kept = forward([_bare(node).to(device) for node in given])[graphs.outputs :]
+            backward([*kept, *(_bare(node).to(device) for node in read if "tangents" in node.name)])
+        assert ours.found == [], device
+
+
+def mean_of(outputs):
+    return sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_equal_those_of_planes(groups, affine):
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 2, 4, 3, 4, 5, dtype=torch.float64)
+    parameters = tuple(torch.randn(2, 4, dtype=torch.float64)) if affine else (None, None)
+    stock = [x.clone().requires_grad_(), *(p if p is None else p.clone().requires_grad_() for p in parameters)]
+    y = F.instance_norm(stock[0], None, None, *stock[1:]) if groups == 4 else F.group_norm(stock[0], 2, *stock[1:])
+    y.backward(g)
+    given = [x.contiguous(memory_format=ROWS).requires_grad_()]
+    given += [p if p is None else p.clone().requires_grad_() for p in parameters]
+    spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
+    z, *_ = norm_ops.norm_act(*given, None, None, None, None, None, *norm_ops.flat(spec))
+    z.backward(g.contiguous(memory_format=ROWS))
+    assert z.is_contiguous(memory_format=ROWS)
+    torch.testing.assert_close(z, y)
+    for mine, own in zip(given, stock, strict=True):
+        if own is not None:
+            torch.testing.assert_close(mine.grad, own.grad)
+    assert given[0].grad.is_contiguous(memory_format=ROWS)
+
+
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"budget": 0.3}], ids=["exact", "8 bits", "budget"])
+def test_gradients_of_a_network(two_threads, codegen, options):
+    net, x = inputs_of(Deep)
+    exact = copy.deepcopy(net).double().to(memory_format=torch.contiguous_format)
+
+    def run_on(model, run, x):
+        outputs = run(x)
+        return [*outputs, *torch.autograd.grad(mean_of(outputs), [*model.parameters()])]
+
+    wanted = run_on(exact, exact, x.double())
+    found = run_on(net, compiled(net, codegen, memory_format=ROWS, **options), x)
+    # All gradients together, because the bias of a convolution before a norm has none but for rounding.
+    mine, own = (torch.cat([t.flatten() for t in tensors[2:]]) for tensors in (found, wanted))
+    assert (mine - own).norm() <= (0.05 if "bits" in options else 1e-5) * own.norm()
+    torch.testing.assert_close(found[:2], wanted[:2], check_dtype=False, rtol=1e-4, atol=1e-4)
+    assert all(y.is_contiguous(memory_format=ROWS) for y in found[:2])
+
+
+def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
+    """Two passes for a sample that fits on chip; gradients read x and dz twice and write dx."""
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+    torch.manual_seed(0)
+    convs = [nn.Conv3d(4, 4, 3, padding=1, bias=False) for _ in range(2)]
+    act = nn.InstanceNorm3d(4, affine=True), nn.LeakyReLU(0.01, inplace=True)
+    net = nn.Sequential(convs[0], *act, convs[1]).to(memory_format=ROWS)
+    run = compiled(net, memory_format=ROWS)
+    x = torch.randn(2, 4, 8, 8, 8).contiguous(memory_format=ROWS).requires_grad_()
+    with traffic() as moved:
+        y = run(x)
+        forward = moved.total / x.nbytes
+        y.backward(torch.randn_like(y))
+    assert y.is_contiguous(memory_format=ROWS)
+    assert x.grad.is_contiguous(memory_format=ROWS)
+    assert forward < 2.1
+    assert moved.total / x.nbytes < 7.1
+
+
+@pytest.mark.parametrize("kernel", [(2, 2, 2), (2, 1, 3)], ids=str)
+def test_average_pools_of_volumes(kernel):
+    x = torch.randn(2, 4, 5, 4, 6, dtype=torch.float64).contiguous(memory_format=ROWS).requires_grad_()
+    window = (list(kernel), [], [0] * 3, False, True, None)
+    y, wanted = avg_pool.avg_pool3d_op(x.detach(), *window), F.avg_pool3d(x, kernel)
+    torch.testing.assert_close(y, wanted)
+    dy = torch.randn_like(wanted)
+    dx = avg_pool.avg_pool3d_backward_op(dy, x.detach(), *window)
+    torch.testing.assert_close(dx, torch.autograd.grad(wanted, x, dy)[0])
+    assert y.is_contiguous(memory_format=ROWS)
+    assert dx.is_contiguous(memory_format=ROWS)
+    for op, given in ((avg_pool.avg_pool3d_op, (x.detach(),)), (avg_pool.avg_pool3d_backward_op, (dy, x.detach()))):
+        torch.library.opcheck(op, (*given, *window), test_utils=("test_schema", "test_faketensor"))
+
+
+def steps_of(found):
+    return {name: t.stride() for name, t in found.items()}
+
+
+def order_of(found):
+    """The strides of the dimensions that have several elements, which are all that Inductor cares for in gradients."""
+    pairs = {name: zip(t.shape, t.stride(), strict=True) for name, t in found.items()}
+    return {name: [step for n, step in each if n > 1] for name, each in pairs.items()}
+
+
+# Inductor takes ten seconds for each program.
+IN_BOTH = (
+    "U-Net 2D", "U-Net 3D", "one channel", "grouped", "dropout", "checkpoint", "custom op", "in two grad modes",
+    "one memory", "two memories", "returned",
+)  # fmt: skip
+EACH = [
+    *((name, "aten") for name in PROGRAMS),
+    *(pytest.param(name, "inductor", marks=CODEGENS[1].marks) for name in IN_BOTH),
+]
+
+
+def flat(found):
+    return torch.cat([t.detach().double().flatten() for t in found.values()])
+
+
+@pytest.fixture
+def laid_out(request, monkeypatch):
+    """The numbers of ops in channels_last of the graphs that are compiled; none comes from a cache of Inductor."""
+    numbers, original = [], channels_last.run
+    monkeypatch.setattr(channels_last, "run", lambda *given: numbers.append(original(*given)) or numbers[-1])
+    if "inductor" not in request.node.name:
+        yield numbers
+        return
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield numbers
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """A CPU in any precision stands for a GPU in half precision."""
+    monkeypatch.setattr(channels_last, "is_faster", lambda x: True)
+
+
+# Dynamo looks at an autograd.Function through an object of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "codegen"), EACH)
+def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, two_threads):
+    """Values are those of float64 and of the graph as it was; a caller sees eager mode's strides."""
+    program = PROGRAMS[name]
+    torch.manual_seed(0)
+    net, x = program.build(), torch.randn(program.shape)
+    kept, exact = copy.deepcopy(net), copy.deepcopy(net).double()
+    fmt = FORMATS[x.dim()]
+    wanted = step(exact, exact, x.double())
+    keep = step(kept, compiled(kept, codegen, memory_format="keep"), x)
+    assert not any(laid_out)
+    torch._dynamo.reset()
+    found = step(net, compiled(net, codegen, memory_format=fmt), x)
+    assert any(laid_out)
+    assert found.keys() == keep.keys() == wanted.keys()
+    # The mask of a dropout is another one in float64.
+    for other in [keep] if name == "dropout" else [keep, wanted]:
+        assert (flat(found) - flat(other)).norm() <= 1e-5 * flat(other).norm()
+    if codegen == "aten":
+        assert steps_of(found) == steps_of(keep)
+    else:
+        twin = copy.deepcopy(net)
+        assert order_of(found) == order_of(step(twin, twin, x))
+
+
+@pytest.mark.parametrize("name", ["U-Net 2D", "U-Net 3D", "heads", "returned", "custom op", "as_strided", "one memory"])
+def test_passes_without_gradients(name, codegen, laid_out, two_threads):
+    """``eval`` and ``no_grad``: a graph without a backward."""
+    program = PROGRAMS[name]
+    torch.manual_seed(0)
+    net, x = program.build().eval(), torch.randn(program.shape)
+    with torch.no_grad():
+        wanted = outputs_of(net, net, x.clone())
+        found = outputs_of(net, compiled(net, codegen, memory_format=FORMATS[x.dim()]), x.clone())
+    assert laid_out[0]
+    assert [t.stride() for t in found] == [t.stride() for t in wanted]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"bits": 8}, {"budget": 0.7}], ids=["8 bits", "budget"])
+@pytest.mark.parametrize("name", ["U-Net 2D", "U-Net 3D"])
+def test_bits_and_budgets(name, options, codegen, laid_out, two_threads):
+    program = PROGRAMS[name]
+    torch.manual_seed(0)
+    net, x = program.build(), torch.randn(program.shape)
+    twin = copy.deepcopy(net)
+    wanted = step(twin, twin, x)
+    found = step(net, compiled(net, codegen, memory_format=FORMATS[x.dim()], **options), x)
+    assert any(laid_out)
+    assert (flat(found) - flat(wanted)).norm() <= (0.05 if "bits" in options else 1e-5) * flat(wanted).norm()
+    assert steps_of(found) == steps_of(wanted)
+
+
+def test_under_autocast(laid_out, two_threads):
+    """The cast of a weight and its copy are one call, and so are the casts of gradients."""
+    torch.manual_seed(0)
+    net, x = unet(2), torch.randn(2, 3, 12, 8)
+    kept = copy.deepcopy(net)
+
+    def cast(run):
+        def autocast(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x)
+
+        return autocast
+
+    wanted = step(kept, cast(compiled(kept, memory_format="keep")), x)
+    torch._dynamo.reset()
+    run = compiled(net, memory_format=torch.channels_last)
+    found = step(net, cast(run), x)
+    assert any(laid_out)
+    assert (flat(found) - flat(wanted)).norm() <= 2e-2 * flat(wanted).norm()
+    assert steps_of(found) == steps_of(wanted)
+
+
+def graphs_of(net, x, monkeypatch, **options):
+    """The joint graph of a step as the pass leaves it."""
+    found, original = [], channels_last.run
+
+    def run(graph, settings):
+        original(graph, settings)
+        found.append(twin_of(graph)[0])
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(channels_last, "run", run)
+        torch._dynamo.reset()
+        outputs = compiled(net, **options)(x)
+        mean_of(outputs if isinstance(outputs, tuple) else (outputs,)).backward()
+    return found[0]
+
+
+def test_weights_are_cast_and_laid_out_by_one_call(monkeypatch):
+    net, x = unet(2), torch.randn(2, 3, 12, 8)
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x)
+
+    graph = graphs_of(cast, x, monkeypatch, memory_format=torch.channels_last)
+    weights = {p.shape for p in net.parameters() if p.dim() == 4}
+    nodes = [node for node in graph.nodes if is_tensor(node) and value_of(node).shape in weights]
+    copies = [node for node in nodes if name_of(node) in ("clone", "_to_copy")]
+    casts = [node for node in copies if node.kwargs.get("dtype") is not None]
+    assert casts == copies
+    # One for each weight, and one for its gradient.
+    assert len(casts) == 2 * len([p for p in net.parameters() if p.dim() == 4])
+
+
+def copies_of(graph, shapes):
+    """The bytes of images that copies change in their layout; ``shapes`` are those of weights."""
+    nodes = [
+        node for node in graph.nodes if name_of(node) in ("clone", "_to_copy") and value_of(node).shape not in shapes
+    ]
+    return sum(nbytes_of(node) for node in nodes if value_of(node).dim() in FORMATS)
+
+
+def mobile():
+    """An inverted residual with a gate, as in MobileNet and EfficientNet."""
+
+    def run(x, first, wide, deep, gate, narrow):
+        y = first(x)
+        z = F.silu(deep(F.silu(wide(y))))
+        return narrow(z * gate(z.mean((2, 3), keepdim=True)).sigmoid()) + y
+
+    layers = {"first": conv(3, 8), "wide": conv(8, 32, 1), "deep": conv(32, 32, groups=32), "narrow": conv(32, 8, 1)}
+    return Net(run, **layers, gate=conv(32, 32, 1))
+
+
+def grouped():
+    return Net(residual, first=conv(3, 8), second=conv(8, 8, groups=2), third=conv(8, 8, groups=4))
+
+
+@pytest.mark.parametrize(
+    ("build", "laid"),
+    [
+        (lambda: unet(2), True),
+        (lambda: PROGRAMS["odd sizes"].build(), True),
+        (mobile, True),
+        # Copies around views, layer norms and grouped convolutions would cost more than the convolutions gain.
+        (lambda: PROGRAMS["ConvNeXt"].build(), False),
+        (lambda: PROGRAMS["attention"].build(), False),
+        (grouped, False),
+        (lambda: Net(convolve, first=conv(8, 8)), False),
+    ],
+    ids=["U-Net", "residual", "MobileNet", "ConvNeXt", "attention", "grouped", "one convolution"],
+)  # fmt: skip
+def test_copies_cost_less_than_the_convolutions_gain(build, laid, monkeypatch, everywhere, laid_out):
+    net = build()
+    cin = next(p for p in net.parameters() if p.dim() == 4).shape[1]
+    x = torch.randn(2, cin, 32, 24)
+    shapes = {p.shape for p in net.parameters()}
+    before = copies_of(graphs_of(net, x, monkeypatch, memory_format="keep"), shapes)
+    graph = graphs_of(net, x, monkeypatch)
+    gain = sum(channels_last._price(node) for node in graph.nodes if _computes_in_channels_last(node))
+    assert 2 * (copies_of(graph, shapes) - before) <= gain
+    assert bool(gain) == laid
+
+
+def _computes_in_channels_last(node):
+    if name_of(node) not in ("convolution", "convolution_backward"):
+        return False
+    return suggests_channels_last(channels_last.value_of_x(node))
+
+
+def test_on_a_gpu_in_half_precision_alone():
+    """Tensors without values stand for those of a GPU."""
+    with FakeTensorMode():
+        for dtype, wanted in ((torch.float16, True), (torch.bfloat16, True), (torch.float32, False)):
+            assert channels_last.is_faster(torch.empty(2, 3, 4, 4, dtype=dtype, device="cuda")) == wanted
+            assert not channels_last.is_faster(torch.empty(2, 3, 4, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_format": "keep"}, {"memory_format": torch.channels_last_3d}], ids=str)
+def test_a_cpu_keeps_the_format(options, laid_out):
+    net, x = unet(2), torch.randn(2, 3, 12, 8)
+    step(net, compiled(net, **options), x)
+    assert laid_out == [0]
+
+
+def test_by_itself(everywhere, laid_out, codegen, two_threads):
+    torch.manual_seed(0)
+    net, x = unet(3), torch.randn(2, 3, 8, 6, 4)
+    twin = copy.deepcopy(net)
+    wanted, found = step(twin, twin, x), step(net, compiled(net, codegen), x)
+    assert any(laid_out)
+    assert (flat(found) - flat(wanted)).norm() <= 1e-5 * flat(wanted).norm()
+    assert steps_of(found) == steps_of(wanted)
+
+
+def test_symbolic_sizes_stay_as_they_are(laid_out):
+    """No guard is added: one graph serves two sizes."""
+    net = unet(2)
+    run = compiled(net, dynamic=True, memory_format=torch.channels_last)
+    for shape in ((2, 3, 12, 8), (3, 3, 16, 12)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run(x), net(x), rtol=1e-4, atol=1e-5)
+    assert laid_out == [0]
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_no_byte_more_is_kept(dims):
+    """Against the same graph in planes: what forward keeps, and the peaks of both passes."""
+    with FakeTensorMode():
+        net, x = unet(dims), torch.randn(2, 3, *(32, 24, 16)[:dims])
+        keep = fake_step(net, (x,), memory_format="keep")
+        ours = fake_step(net, (x,), memory_format=FORMATS[x.dim()])
+    # Weights and their gradients, which are small in networks that fill a memory, are copied here.
+    weights = sum(p.nbytes for p in net.parameters())
+    assert ours.kept <= keep.kept
+    assert ours.forward <= keep.forward + weights
+    assert ours.backward <= keep.backward + weights
+
+
+def test_a_weight_that_changes_between_steps(two_threads):
+    """Each step lays the weights out as they are then."""
+    torch.manual_seed(0)
+    net, x = unet(2), torch.randn(2, 3, 12, 8)
+    twin, run = copy.deepcopy(net), compiled(net, memory_format=torch.channels_last)
+    for _ in range(3):
+        found, wanted = step(net, run, x), step(twin, twin, x)
+        assert (flat(found) - flat(wanted)).norm() <= 1e-5 * flat(wanted).norm()
+        with torch.no_grad():
+            for p in (*net.parameters(), *twin.parameters()):
+                p.mul_(0.9)
