@@ -148,6 +148,51 @@ def test_a_bias_that_somebody_else_reads_stays():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
+class Written(nn.Module):
+    """Sums that a program writes before a concatenation, and a bias that is a column of a matrix."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.small, self.down = nn.Conv2d(4, 1, 1, bias=False), nn.Conv2d(4, 4, 2, 2)
+        self.weight, self.biases = nn.Parameter(torch.randn(4, 4, 2, 2)), nn.Parameter(torch.randn(4, 3))
+        self.last, self.how = nn.Conv2d(8, 2, 3), how
+
+    def forward(self, x):
+        if self.how == "column":
+            other = F.conv_transpose2d(self.down(x), self.weight, self.biases[:, 1], stride=2)
+        else:
+            other = self.small(x) + self.biases[:, 1].contiguous().view(1, -1, 1, 1)
+        return self.last(torch.cat([other, x], 1))
+
+
+@pytest.mark.parametrize("how", ["column", "broadcast"])
+def test_biases_of_a_program(how):
+    """The kernel read the column as if its elements were adjacent; a map of one channel lost the shape of its sum."""
+    torch.manual_seed(0)
+    net = Written(how).to(memory_format=torch.channels_last)
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    found = []
+    for run, model, image in ((compiled(net), net, x), (twin, twin, x.double())):
+        out = run(image)
+        out.square().mean().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_two_dtypes_keeps_its_dtype():
+    """The concatenation of a map in half precision and a bias in float32 came out in half precision."""
+    bias = torch.randn(4, requires_grad=True)
+    half = torch.randn(2, 4, 6, 6, dtype=torch.float16).to(memory_format=torch.channels_last)
+
+    def join(x):
+        return torch.cat([x + bias.view(1, -1, 1, 1), x], 1)
+
+    found, wanted = compiled(join)(half), join(half)
+    assert found.dtype == wanted.dtype == torch.float32
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"bits": 8}], ids=str)
 def test_with_a_budget_and_with_bits(options):
     net, twin, x = pair("transposed")
