@@ -13,6 +13,7 @@ from fusedseg import _backend
 from fusedseg.compiler import report
 from fusedseg.compiler.codegen import aten as codegen
 from fusedseg.compiler.codegen import concatenation
+from fusedseg.compiler.graph import LATE
 from fusedseg.compiler.rewrite import late_bias, split_convolutions
 from fusedseg.memory import allocator_peak
 from fusedseg.nn import JoinConv2d
@@ -130,6 +131,39 @@ def test_late_biases_cost_no_bytes(options, monkeypatch):
     for ours, without in zip(*found, strict=True):
         # The vector of biases is small.
         assert ours <= without + 256
+
+
+class Twice(Skip):
+    """Two concatenations of the map from below."""
+
+    def forward(self, x):
+        skip = F.leaky_relu(self.norm(self.first(x)))
+        below = self.transposed(F.leaky_relu(self.down(skip)))
+        return self.last(torch.cat([skip, below], 1)) * self.last(torch.cat([below, skip], 1)).sigmoid()
+
+
+@pytest.mark.parametrize("make", [Skip, Twice], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"bits": 8}], ids=str)
+def test_no_late_sum_has_memory(make, options, monkeypatch):
+    """The planner counts no bytes for one, so a kernel must compute all of them.
+
+    A split convolution read the sum in backward, and the sum of two concatenations stayed in forward and backward.
+    """
+    left, original = [], codegen.emit
+
+    def emitting(module, inputs):
+        run = original(module, inputs)
+        left.extend(node for node in module.graph.nodes if LATE in node.meta)
+        return run
+
+    monkeypatch.setattr(codegen, "emit", emitting)
+    torch.manual_seed(0)
+    net = make(2, None).to(memory_format=LAST[2])
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
+    found = results(net, compiled(net, memory_format=torch.channels_last, **options), [x])
+    assert not left
+    for a, b in zip(found, results(twin, twin, [x.double()]), strict=True):
+        assert (a - b).norm() <= (0.03 if "bits" in options else 1e-4) * b.norm() + 1e-3
 
 
 def test_a_bias_that_somebody_else_reads_stays():
