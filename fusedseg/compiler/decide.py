@@ -12,7 +12,7 @@ from .low_bit import choose_bits, packing
 from .plan import choose, keep, recompute, schedule
 from .plan.eager_mode import EagerMode
 from .report import note_unpacked
-from .rewrite import split_convolutions
+from .rewrite import late_bias, split_convolutions
 from .settings import Settings, say_once
 
 
@@ -38,10 +38,12 @@ def _exact(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep
 
 
 def _exact_choices(graph: fx.Graph, eager: EagerMode, settings: Settings) -> choose.Choices:
-    """The choices without bits."""
+    """The choices without bits, of a graph whose convolutions are split and whose biases are added late."""
     if _splits(graph, settings):
         # The last bits may differ from those of the graph as it is.
         split_convolutions.rewrite(graph)
+    if settings.codegen != "inductor":
+        late_bias.rewrite(graph)
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
     goal = None if settings.bits is None else schedule.LOWEST
@@ -67,6 +69,8 @@ def _rounded(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> ke
     exact_choices = _exact_choices(exact_graph, eager, settings)
     exact, exact_met = choose.nearest(exact_choices, limits)
     split_convolutions.rewrite(graph)
+    if not fused_code:
+        late_bias.rewrite(graph)
     recompute.round_inputs(graph)
     graph.eliminate_dead_code()
     of = Joint(graph, eager.outputs)

@@ -4,7 +4,6 @@ eager_mode.read     what eager mode keeps, on the graph as it was traced     pla
 channels_last.run   convolutions in channels_last, and what follows from it  rewrite/channels_last.py
 simplify.run        copies, calls and labels that the graph does not need    rewrite/simplify.py
 one_channel.rewrite images that lie in both memory formats                   rewrite/one_channel.py
-late_bias.rewrite   biases that a concatenation adds                         rewrite/late_bias.py
 decide              what forward keeps, and in how many bits                 decide.py
 cut                 PyTorch's own partitioner, along the labels of decide    here
 schedule.rewrite    the order of backward                                    plan/schedule.py
@@ -23,7 +22,7 @@ from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
 from .plan import eager_mode, keep, schedule
 from .report import note_after
-from .rewrite import channels_last, late_bias, one_channel, simplify
+from .rewrite import channels_last, one_channel, simplify
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -46,8 +45,6 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         channels_last.run(module.graph, self.settings)
         simplify.run(module)
         one_channel.rewrite(module.graph)
-        if not fused_code:
-            late_bias.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
         schedule.rewrite(backward, decision.goal, fused_code)

@@ -49,10 +49,10 @@ def dense(x: Tensor) -> Tensor:
     return y.copy_(x)
 
 
-def _is_served(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel joins these tensors, and ``torch.cat`` would return channels_last."""
+def are_rows(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel can join these tensors, and ``torch.cat`` would return channels_last."""
     first = tensors[0]
-    if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES or not _backend.use_triton(first, FAMILY):
+    if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES:
         return False
     size = first.shape[0], *first.shape[2:]
     for x in tensors:
@@ -63,11 +63,16 @@ def _is_served(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
+def _is_served(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel joins these tensors."""
+    return are_rows(tensors) and _backend.use_triton(tensors[0], FAMILY)
+
+
 def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None] = ()) -> None:
     from ..kernels import concat as kernels
 
     pitches = [pitch_of(x) for x in tensors]
-    # A bias may be a column of a larger parameter.
-    vectors = tuple(None if b is None else b.contiguous() for b in biases)
+    # The kernel reads vectors whose elements are adjacent; a bias may be a column of a matrix.
+    biases = tuple(b if b is None else b.contiguous() for b in biases)
     with _backend.launching(y):
-        kernels.concat(tensors, pitches, y, y.shape[1], vectors)
+        kernels.concat(tensors, pitches, y, y.shape[1], biases)

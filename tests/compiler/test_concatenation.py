@@ -13,6 +13,7 @@ from fusedseg import _backend
 from fusedseg.compiler import report
 from fusedseg.compiler.codegen import aten as codegen
 from fusedseg.compiler.codegen import concatenation
+from fusedseg.compiler.graph import LATE
 from fusedseg.compiler.rewrite import late_bias, split_convolutions
 from fusedseg.memory import allocator_peak
 from fusedseg.nn import JoinConv2d
@@ -132,6 +133,39 @@ def test_late_biases_cost_no_bytes(options, monkeypatch):
         assert ours <= without + 256
 
 
+class Twice(Skip):
+    """Two concatenations of the map from below."""
+
+    def forward(self, x):
+        skip = F.leaky_relu(self.norm(self.first(x)))
+        below = self.transposed(F.leaky_relu(self.down(skip)))
+        return self.last(torch.cat([skip, below], 1)) * self.last(torch.cat([below, skip], 1)).sigmoid()
+
+
+@pytest.mark.parametrize("make", [Skip, Twice], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"bits": 8}], ids=str)
+def test_no_late_sum_has_memory(make, options, monkeypatch):
+    """The planner counts no bytes for one, so a kernel must compute all of them.
+
+    A split convolution read the sum in backward, and the sum of two concatenations stayed in forward and backward.
+    """
+    left, original = [], codegen.emit
+
+    def emitting(module, inputs):
+        run = original(module, inputs)
+        left.extend(node for node in module.graph.nodes if LATE in node.meta)
+        return run
+
+    monkeypatch.setattr(codegen, "emit", emitting)
+    torch.manual_seed(0)
+    net = make(2, None).to(memory_format=LAST[2])
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
+    found = results(net, compiled(net, memory_format=torch.channels_last, **options), [x])
+    assert not left
+    for a, b in zip(found, results(twin, twin, [x.double()]), strict=True):
+        assert (a - b).norm() <= (0.03 if "bits" in options else 1e-4) * b.norm() + 1e-3
+
+
 def test_a_bias_that_somebody_else_reads_stays():
     """The result of the transposed convolution is returned too."""
 
@@ -146,6 +180,51 @@ def test_a_bias_that_somebody_else_reads_stays():
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
     for a, b in zip(compiled(net)(x), twin(x.double()), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+class Written(nn.Module):
+    """Sums that a program writes before a concatenation, and a bias that is a column of a matrix."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.small, self.down = nn.Conv2d(4, 1, 1, bias=False), nn.Conv2d(4, 4, 2, 2)
+        self.weight, self.biases = nn.Parameter(torch.randn(4, 4, 2, 2)), nn.Parameter(torch.randn(4, 3))
+        self.last, self.how = nn.Conv2d(8, 2, 3), how
+
+    def forward(self, x):
+        if self.how == "column":
+            other = F.conv_transpose2d(self.down(x), self.weight, self.biases[:, 1], stride=2)
+        else:
+            other = self.small(x) + self.biases[:, 1].contiguous().view(1, -1, 1, 1)
+        return self.last(torch.cat([other, x], 1))
+
+
+@pytest.mark.parametrize("how", ["column", "broadcast"])
+def test_biases_of_a_program(how):
+    """The kernel read the column as if its elements were adjacent; a map of one channel lost the shape of its sum."""
+    torch.manual_seed(0)
+    net = Written(how).to(memory_format=torch.channels_last)
+    twin, x = copy.deepcopy(net).double(), torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    found = []
+    for run, model, image in ((compiled(net), net, x), (twin, twin, x.double())):
+        out = run(image)
+        out.square().mean().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_two_dtypes_keeps_its_dtype():
+    """The concatenation of a map in half precision and a bias in float32 came out in half precision."""
+    bias = torch.randn(4, requires_grad=True)
+    half = torch.randn(2, 4, 6, 6, dtype=torch.float16).to(memory_format=torch.channels_last)
+
+    def join(x):
+        return torch.cat([x + bias.view(1, -1, 1, 1), x], 1)
+
+    found, wanted = compiled(join)(half), join(half)
+    assert found.dtype == wanted.dtype == torch.float32
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"bits": 8}], ids=str)

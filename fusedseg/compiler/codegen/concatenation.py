@@ -24,7 +24,7 @@ from ...ops import upsample
 from ...ops.concat import concat, dense
 from ...ops.conv.reference import SLAB_BYTES, slabs
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
-from ..graph import has_symbols, is_alike, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
+from ..graph import LATE, has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
 from ..rewrite import late_bias
 
 aten = torch.ops.aten
@@ -112,8 +112,8 @@ def take_biases(graph: fx.Graph) -> int:
     """Gives concatenations the biases of their sources, and returns how many have one."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        pairs = [_bias_of(source, node) for source in nodes_at(node, 0)]
-        if node.args[1:] in ((1,), (1 - value_of(node).dim(),)) and any(bias is not None for _, bias in pairs):
+        pairs = [_bias_of(source) for source in nodes_at(node, 0)]
+        if late_bias.joins_channels(node) and any(bias is not None for _, bias in pairs):
             views = [
                 node_at(source, 1) for source, (x, _) in zip(nodes_at(node, 0), pairs, strict=True) if source is not x
             ]
@@ -126,14 +126,14 @@ def take_biases(graph: fx.Graph) -> int:
     return count
 
 
-def _bias_of(source: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The map and the bias of a sum that a concatenation alone reads; for all else the source and None."""
-    if source.target is aten.add.Tensor and set(source.users) == {reader} and not source.kwargs:
-        x, bias = source.args
-        # A map of one channel would be repeated, and one of another dtype converted.
-        alike = is_tensor(x) and is_alike(value_of(x), value_of(source))
-        if alike and late_bias.is_bias(bias) and _backend.takes_triton(value_of(source).device):
-            assert isinstance(x, fx.Node)
+def _bias_of(source: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The map and the bias of a sum that concatenations alone read; for all else the source and None.
+
+    Only the sums of ``rewrite/late_bias.py`` have the shape and the dtype of their map.
+    """
+    if LATE in source.meta and all(map(late_bias.joins_channels, source.users)):
+        x, bias = node_at(source, 0), source.args[1]
+        if late_bias.is_bias(bias):
             assert isinstance(bias, fx.Node)
             return x, node_at(bias, 0)
     return source, None

@@ -17,7 +17,7 @@ from torch import fx
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
 from ...ops.norm.graph import Backward
-from ..graph import calls_view, has_same_form, has_symbols, is_tensor, node_at, roots_of, value_of
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, roots_of, value_of
 from .in_place import is_free, last_reads
 
 aten = torch.ops.aten
@@ -44,6 +44,9 @@ def _join(graph: fx.Graph, node: fx.Node, place: int, roots: dict[fx.Node, fx.No
         return False
     function = node.target
     assert isinstance(function, Backward)
+    if 0 not in items_of(node):
+        # The kernel has no memory for the gradient of the norm's input, which nobody reads, but that of the sum.
+        return False
     for dz, also in (total.args, total.args[::-1]):
         assert isinstance(dz, fx.Node)
         assert isinstance(also, fx.Node)

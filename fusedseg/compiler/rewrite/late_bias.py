@@ -12,24 +12,38 @@ import torch
 from torch import fx
 
 from ... import _backend
+from ...ops.concat import are_rows
 from ...ops.layout import is_rows
 from ..graph import LATE, call, has_symbols, name_of, node_at, nodes_at, value_of
+from .simplify import LABELS
 
 aten = torch.ops.aten
 
 
 def rewrite(graph: fx.Graph) -> int:
-    """Writes such sums, and returns their number."""
+    """Writes such sums, one for each concatenation that reads a convolution, and returns the number of convolutions.
+
+    It comes behind ``split_convolutions.py``: backward may read the sum there, which must be in memory then.
+    """
     found = [node for node in graph.nodes if name_of(node) == "convolution" and _is_added_late(node)]
     for node in found:
-        x, bias, after = node_at(node, 0), node_at(node, 2), node.next
+        x, bias = node_at(node, 0), node_at(node, 2)
         node.args = (x, node.args[1], None, *node.args[3:])
-        channels = value_of(node).shape[1]
-        vector = call(graph, aten.view.default, bias, [1, channels, *(1,) * (value_of(node).dim() - 2)], before=after)
-        total = call(graph, aten.add.Tensor, node, vector, before=after)
-        total.meta[LATE] = True
-        node.replace_all_uses_with(total, lambda user, total=total: user is not total)
+        value = value_of(node)
+        sizes = [1, value.shape[1], *(1,) * (value.dim() - 2)]
+        for reader in list(node.users):
+            vector = call(graph, aten.view.default, bias, sizes, before=reader)
+            total = call(graph, aten.add.Tensor, node, vector, before=reader)
+            total.meta[LATE] = True
+            for made in (vector, total):
+                made.meta |= {name: reader.meta[name] for name in LABELS if name in reader.meta}
+            reader.replace_input_with(node, total)
     return len(found)
+
+
+def joins_channels(node: fx.Node) -> bool:
+    """Whether a node concatenates the channels of images."""
+    return name_of(node) == "cat" and node.args[1:] in ((1,), (1 - value_of(node).dim(),))
 
 
 def is_bias(node: object) -> bool:
@@ -49,11 +63,13 @@ def _is_added_late(node: fx.Node) -> bool:
         return False
     if value_of(node.args[2]).dtype != value.dtype or not _backend.takes_triton(value.device):
         return False
-    return all(_joins_channels(user) for user in node.users)
+    return all(_takes_biases(user) for user in node.users)
 
 
-def _joins_channels(node: fx.Node) -> bool:
-    if name_of(node) != "cat" or node.args[1:] not in ((1,), (1 - value_of(node).dim(),)):
+def _takes_biases(node: fx.Node) -> bool:
+    """Whether the kernel forms a concatenation.  A sum has memory of its own everywhere else."""
+    if not joins_channels(node) or not is_rows(value_of(node)):
         return False
     sources = nodes_at(node, 0)
-    return is_rows(value_of(node)) and len(set(sources)) == len(sources)
+    values = [value_of(source) for source in sources]
+    return len(set(sources)) == len(sources) and not has_symbols(*values) and are_rows(values)
