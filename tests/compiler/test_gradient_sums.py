@@ -48,6 +48,20 @@ class Read(nn.Module):
         return self.left(z) * self.right(z).sigmoid() + self.more(z)
 
 
+class First(nn.Module):
+    """A norm of the input, whose gradient nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
+        self.left, self.right = nn.AvgPool2d(2), nn.AvgPool2d(4, 2, 1)
+        self.last = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        z = self.first(x)
+        return self.last(self.left(z) + self.right(z))
+
+
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
     "ResNet-18": (lambda: ResNet18(10, width=4), (2, 3, 32, 32), 6),
@@ -55,6 +69,8 @@ NETWORKS = {
     "skip first": (Pooled, (2, 2, 12, 12), 1),
     "skip last, 3D": (lambda: Pooled(3, False), (2, 2, 8, 8, 8), 1),
     "three gradients": (Read, (2, 2, 9, 7), 1),
+    # Nothing is written over the first gradient here, so the kernel allocates beside both of them.
+    "norm of the input": (First, (2, 16, 32, 32), 0),
 }
 
 
