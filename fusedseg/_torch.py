@@ -112,6 +112,15 @@ def _fill_each(made: list[torch.Tensor]) -> None:
 # Copies of several tensors in one call, to other dtypes too, and zeros.
 foreach_copy = _or("torch._foreach_copy_", _copy_each)
 foreach_zero = _or("torch._foreach_zero_", _fill_each)
+
+
+def _no_trace(*args: object, **options: object) -> NoReturn:
+    raise RuntimeError("fusedseg: this version of PyTorch does not have the functions for a trace of CUDA's allocator")
+
+
+# The trace of CUDA's allocator.
+record_memory_history = _or("torch.cuda.memory._record_memory_history", _no_trace)
+memory_snapshot = _or("torch.cuda.memory._snapshot", _no_trace)
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.

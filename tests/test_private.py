@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 STOCK = {f"torch.nn.modules.{name}" for name in (
     "batchnorm._BatchNorm", "conv._ConvNd", "instancenorm._InstanceNorm", "loss._Loss")}  # fmt: skip
 # Ops that PyTorch's tracer writes into graphs, and that it calls; a version without them writes others.
-OPS_OF_GRAPHS = ("aten._native_batch_norm_legit", "aten._upsample_nearest_exact")
+OPS_OF_GRAPHS = ("aten._native_batch_norm_legit", "aten._upsample_nearest_exact", "aten._to_copy")
 # Gradients of float64 of order one; fused ops add in another order than stock ones.
 CLOSE = 1e-13
 

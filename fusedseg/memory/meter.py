@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
+from .._torch import FakeTensor, TorchDispatchMode, memory_snapshot, record_memory_history, tree_leaves
 from .workspaces import copies_of
 
 
@@ -300,13 +300,13 @@ def allocator_course(step: Callable[[], Any], device: torch.device | str = "cpu"
         return _course_on_cpu(step)
     torch.cuda.synchronize(device)
     # Traces without the stacks of Python.
-    torch.cuda.memory._record_memory_history("all", context=None, device=device, clear_history=True)
+    record_memory_history("all", context=None, device=device, clear_history=True)
     try:
         step()
         torch.cuda.synchronize(device)
-        traces = torch.cuda.memory._snapshot(device)["device_traces"]
+        traces = memory_snapshot(device)["device_traces"]
     finally:
-        torch.cuda.memory._record_memory_history(None, device=device)
+        record_memory_history(None, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     return course_of_trace(traces[index])
 

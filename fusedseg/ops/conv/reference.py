@@ -66,7 +66,7 @@ def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry, conv
     stride, padding, dilation, groups = geometry
     # This binding is called with less overhead than torch.ops.
     convolution = torch.convolution if _is_vendors(w, conv_backend) else conv3d.convolution
-    y = convolution(x, w, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+    y = convolution(x, w, bias, *(stride, padding, dilation, False, (0,) * len(stride), groups))
     return y.contiguous(memory_format=output_format(x, w))
 
 

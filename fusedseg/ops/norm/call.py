@@ -100,14 +100,16 @@ class Statistics(NamedTuple):
     total: Tensor | None = None
 
 
-class Joined(NamedTuple):
-    """A second gradient of z, which is added to the first one.
+class OutputGradient(NamedTuple):
+    """The gradient of z: ``dz``, or dz + ``also``, which has the shape and the dtype of dz.
 
-    ``also`` has the shape and the dtype of the first one.  ``spare`` says that the gradient of the residual may be
-    written over it; then it has the strides of x.
+    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  ``spare`` says that the gradient
+    of the residual may be written over ``also``; then that has the strides of x.
     """
 
-    also: Tensor
+    dz: Tensor
+    into: Tensor | None = None
+    also: Tensor | None = None
     spare: bool = False
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..layout import dense, like
 from . import passes
-from .call import Joined, Norm, Operands, Statistics, cast, statistics_count, stats_dtype
+from .call import Norm, Operands, OutputGradient, Statistics, cast, statistics_count, stats_dtype
 
 # The arguments of ``flat`` in a schema.
 SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
@@ -145,14 +145,12 @@ class Backward:
             second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
         into = dz if self.over and dz.dtype == x.dtype and dz.stride() == x.stride() else None
         dx, dweight, dbias, dresidual, _ = passes.backward(
-            dz,
+            OutputGradient(dz, into, also, self.spare),
             Operands(x, weight, bias, residual),
             _found(x, mean, second),
             norm,
             None,
             (True, affine, affine, self.of_residual, False),
-            into,
-            None if also is None else Joined(also, self.spare),
         )
         return (
             dx,

@@ -31,6 +31,7 @@ from .call import (
     Needs,
     Norm,
     Operands,
+    OutputGradient,
     Statistics,
     move_running,
     statistics_count,
@@ -100,7 +101,8 @@ class NormFunction(torch.autograd.Function):
         needs = need_x, need_weight, need_bias, need_residual and not passed_on, need_slope
 
         def gradients(dz, *saved):
-            return backward(dz, Operands(*saved[:5]), Statistics(*saved[5:]), norm, kept, needs, into).wanted(needs)
+            incoming = OutputGradient(dz, into)
+            return backward(incoming, Operands(*saved[:5]), Statistics(*saved[5:]), norm, kept, needs).wanted(needs)
 
         # All saved tensors are passed, because a graph of the gradients must lead back to each of them.
         dx, dweight, dbias, dresidual, dslope = differentiated_once(norm.name, gradients, dz, *tensors)
@@ -225,7 +227,7 @@ def norm_backward_op(dz, *call):
         residual_wanted,
         given.slope is not None,
     )
-    grads = backward(dz, given, found, norm, kept, needs).wanted(needs)
+    grads = backward(OutputGradient(dz), given, found, norm, kept, needs).wanted(needs)
     return [given.x.new_empty(0) if grad is None else grad for grad in grads]
 
 

@@ -15,10 +15,10 @@ from . import reference, sync, triton
 from .call import (
     Exchange,
     Gradients,
-    Joined,
     Needs,
     Norm,
     Operands,
+    OutputGradient,
     Statistics,
     adjacent,
     move_running,
@@ -50,21 +50,18 @@ class Implementation(Protocol):
 
     def backward(
         self,
-        dz: Tensor,
+        incoming: OutputGradient,
         given: Operands,
         stats: Statistics,
         norm: Norm,
         kept: Kept | None,
         needs: Needs,
-        into: Tensor | None,
         exchange: Exchange | None,
-        joined: Joined | None = None,
     ) -> Gradients:
         """The gradients, in the dtypes of the parameters.
 
-        ``dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``into`` is one of them.
-        ``into`` is memory for dx: that of the kept output or of dz, or None.  With ``joined``, which comes without
-        ``exchange``, the gradient of z is a sum.
+        ``incoming.dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``incoming.into`` is one of
+        them.  A second gradient comes without ``exchange``.
         """
         ...
 
@@ -148,20 +145,14 @@ def _prepared(given: Operands) -> Operands:
 
 
 def backward(
-    dz: Tensor,
+    incoming: OutputGradient,
     given: Operands,
     stats: Statistics,
     norm: Norm,
     kept: Kept | None,
     needs: Needs,
-    into: Tensor | None = None,
-    joined: Joined | None = None,
 ) -> Gradients:
-    """The gradients, in the dtypes of the parameters.  ``given.x`` is the tensor that was kept, which is dense.
-
-    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  With ``joined``, the gradient
-    of z is a sum.
-    """
+    """The gradients, in the dtypes of the parameters.  ``given.x`` is the tensor that was kept, which is dense."""
     x, exchange = given.x, None
     if stats.share is not None:
         assert norm.process_group is not None
@@ -174,7 +165,9 @@ def backward(
         dweight, dbias, dslope = zeros
         return Gradients(torch.empty_like(x), dweight, dbias, torch.empty_like(x) if needs[3] else None, dslope)
     run = implementation_of(x, norm.act).backward
-    return run(like(dz, x), _prepared(given), stats, norm, kept, needs, into, exchange, joined)
+    if incoming.dz.stride() != x.stride():
+        incoming = incoming._replace(dz=like(incoming.dz, x))
+    return run(incoming, _prepared(given), stats, norm, kept, needs, exchange)
 
 
 def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:

@@ -28,10 +28,10 @@ from ...activation import TABLE, Activation
 from .call import (
     Exchange,
     Gradients,
-    Joined,
     Needs,
     Norm,
     Operands,
+    OutputGradient,
     Statistics,
     cast,
     move_running,
@@ -160,19 +160,18 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
 
 
 def backward(
-    dz: Tensor,
+    incoming: OutputGradient,
     given: Operands,
     stats: Statistics,
     norm: Norm,
     kept: Kept | None,
     needs: Needs,
-    into: Tensor | None,
     exchange: Exchange | None,
-    joined: Joined | None = None,
 ) -> Gradients:
     """The gradients, in the dtypes of the parameters."""
-    if joined is not None:
-        dz = dz + joined.also
+    dz, into, also, _ = incoming
+    if also is not None:
+        dz = dz + also
     dx = torch.empty_like(given.x) if into is None else into
     dresidual = torch.empty_like(given.x) if needs[3] else None
     dzv, dxv = _view(dz, norm), _view(dx, norm)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..._backend import launching
 from ..layout import Layout, layout_of, pitch_of
-from .call import Exchange, Gradients, Joined, Needs, Norm, Operands, Statistics, move_running, variance_of
+from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, move_running, variance_of
 from .kept import Kept
 
 
@@ -79,15 +79,13 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
 
 
 def backward(
-    dz: Tensor,
+    incoming: OutputGradient,
     given: Operands,
     stats: Statistics,
     norm: Norm,
     kept: Kept | None,
     needs: Needs,
-    into: Tensor | None,
     exchange: Exchange | None,
-    joined: Joined | None = None,
 ) -> Gradients:
     _, kernels = _kernels()
     source, weight, bias, residual = given[:4]
@@ -95,14 +93,15 @@ def backward(
     if norm.keep == "input":
         # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = residual is not None
-    layout, also, pitch, dresidual = _layout(source, norm), None, None, None
-    if joined is not None:
-        also, pitch = joined.also, _pitch(joined.also, source, layout)
+    (dz, into, also, spare), layout = incoming, _layout(source, norm)
+    pitch = dresidual = None
+    if writes_g:
+        over = also is not None and spare and also.stride() == source.stride()
+        dresidual = also if over else torch.empty_like(source)
+    if also is not None:
+        pitch = _pitch(also, source, layout)
         if pitch is None:
             dz, also = torch.add(dz, also, out=into) if into is dz else dz + also, None
-    if writes_g:
-        spare = joined is not None and joined.spare and joined.also.stride() == source.stride()
-        dresidual = joined.also if joined is not None and spare else torch.empty_like(source)
     parameter = None if not (need_weight or need_bias) else bias if weight is None else weight
     tensors = dz, source, layout, weight, bias, stats.rstd, stats.xhat
     options = {
