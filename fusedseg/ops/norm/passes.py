@@ -60,8 +60,8 @@ class Implementation(Protocol):
     ) -> Gradients:
         """The gradients, in the dtypes of the parameters.
 
-        ``incoming.dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``incoming.into`` is one of
-        them.  A second gradient comes without ``exchange``.
+        ``incoming.dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``incoming.into``
+        is one of them.  A second gradient comes without ``exchange``.
         """
         ...
 
