@@ -86,7 +86,13 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("nnU-Net", torch.bfloat16), ("nnU-Net", None), ("ResNet", torch.float16), ("two encoders", torch.bfloat16)],
+    [
+        ("nnU-Net", torch.bfloat16),
+        ("nnU-Net", None),
+        # A CPU takes a minute for both.
+        pytest.param("ResNet", torch.float16, marks=pytest.mark.slow),
+        pytest.param("two encoders", torch.bfloat16, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_bits(name, dtype, sources, monkeypatch):
@@ -176,7 +182,9 @@ PEAKS = {
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 0.5}], ids=["exact", "budget"])
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "ResNet" else []) for name in PEAKS]
+)
 def test_no_peak_becomes_higher(name, options, monkeypatch):
     """Bytes of the allocations of a step, of any size, beside those of single casts."""
     net, shape = PEAKS[name]

@@ -110,12 +110,22 @@ def loss(out):
     return sum(y.square().mean() for y in (out if isinstance(out, (tuple, list)) else [out]))
 
 
+# In planes, the two published networks take seconds in the interpreter.
+by_network = pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        pytest.param(name, rows, marks=[pytest.mark.slow] if "Net" in name and not rows else [])
+        for name in NETWORKS
+        for rows in (False, True)
+    ],
+)
+
+
 def joined(nodes):
     return [node for node in nodes if isinstance(node.target, Backward) and len(node.args) == 8]
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-@pytest.mark.parametrize("name", NETWORKS)
+@by_network
 def test_gradients_in_float64(name, rows):
     net, x = made(name, rows)
     net, x = net.double(), x.double()
@@ -127,8 +137,7 @@ def test_gradients_in_float64(name, rows):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-@pytest.mark.parametrize("name", NETWORKS)
+@by_network
 def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, backward, monkeypatch):
     """Counted by PyTorch's allocator, with kernels in Triton's interpreter."""
     net, x = made(name, rows)
