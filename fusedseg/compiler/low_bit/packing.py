@@ -83,8 +83,11 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     live = Live(joint, fused)
     cost = cost_of(live, counted)
     if counted.goal is None and not cost.is_within(exact):
-        decided.goal = counted.goal = LOWEST
-        cost = cost_of(live, counted)
+        counted.goal = LOWEST
+        lowest = cost_of(live, counted)
+        # The search is greedy, and may end higher.
+        if lowest.is_within(exact) or lowest.peak < cost.peak:
+            decided.goal, cost = LOWEST, lowest
     for node, label in labels.items():
         if label is not None:
             node.meta[keep.LABEL] = label
