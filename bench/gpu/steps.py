@@ -395,8 +395,8 @@ def check(run: Run) -> None:
         run.save("check", found)
         try:
             found["course"] = again(lambda: course_of(job, run.device))
-        except Exception:
-            # The bytes hold without it, and the log of the process has the rest.
+        except RuntimeError:
+            # A version of PyTorch may have no trace.  The bytes hold without it, and the log has the rest.
             traceback.print_exc()
     run.save("check", found)
 

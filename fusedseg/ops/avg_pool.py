@@ -1,7 +1,8 @@
 """The average pool of volumes that keeps channels_last: PyTorch's copies its input to contiguous.
 
 It pools the planes of each slice, and then the slices, by PyTorch's 2D pool, which keeps the format.  Both ops stand in
-graphs of the backend alone, for windows that lie side by side (``is_simple``); they have the arguments of aten's.
+graphs of the backend alone, for windows that lie side by side (``is_simple``).  They have the
+arguments of aten's, and read the size of the window alone.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,7 @@ def is_simple(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[in
     return simple and not ceil and divisor is None
 
 
-def forward(
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Tensor:
+def forward(x: Tensor, kernel_size: Sequence[int], *window: Any) -> Tensor:
     """The pool of a volume in channels_last."""
     N, _, D = x.shape[:3]
     planes = F.avg_pool2d(x.transpose(1, 2).flatten(0, 1), tuple(kernel_size[1:])).unflatten(0, (N, D))
@@ -37,16 +30,7 @@ def forward(
     return _laid_out(pooled.squeeze(1).unflatten(2, slices.shape[2:]).movedim(-1, 1))
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> Tensor:
+def backward(dy: Tensor, x: Tensor, kernel_size: Sequence[int], *window: Any) -> Tensor:
     """The gradient of the input ``x``, of which the size is read alone."""
     (N, C, d, h, w), (kd, kh, kw) = dy.shape, kernel_size
     each = (dy / (kd * kh * kw)).movedim(1, -1).reshape(N, d, 1, h, 1, w, 1, C)

@@ -58,19 +58,27 @@ def _call_of(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None
         sources, dim = node.args
         return _joining(dim), tuple(sources)  # type: ignore[arg-type]
     if function is concat.concat:
-        sources, dim, biases = node.args
-        return _joining(dim, len(sources)), (*sources, *biases)  # type: ignore
+        given: Any = node.args
+        sources, dim, biases = given
+        return _joining_with_biases(dim, len(sources)), (*sources, *biases)
     if function in TENSORS_FIRST:
         count = sum(isinstance(arg, fx.Node) for arg in node.args)
         return _bound(TENSORS_FIRST[function], node.args[count:]), node.args[:count]
     return None
 
 
-def _joining(dim: Any, sources: int | None = None) -> Callable[..., Any]:
-    """A concatenation of these tensors; of the first ``sources`` with the others as biases."""
+def _joining(dim: Any) -> Callable[..., Any]:
+    def joined(*tensors: Any) -> Any:
+        return concat.concat(tensors, dim)
+
+    return joined
+
+
+def _joining_with_biases(dim: Any, sources: int) -> Callable[..., Any]:
+    """A concatenation of the first ``sources`` tensors, with the others as their biases."""
 
     def joined(*tensors: Any) -> Any:
-        return concat.concat(tensors[:sources], dim, tensors[len(tensors[:sources]) :])
+        return concat.concat(tensors[:sources], dim, tensors[sources:])
 
     return joined
 
