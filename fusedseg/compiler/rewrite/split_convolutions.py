@@ -107,6 +107,9 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
     axis = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
     if axis != 1 or len(widths) < len(nodes) or len(set(nodes)) < len(nodes):
         return []
+    if any(value_of(node).dtype != value_of(x).dtype for node in nodes):
+        # A concatenation casts its sources to one dtype; a convolution of a mask alone has no kernel.
+        return []
     ends = list(accumulate(widths))
     slices = {} if dx is None else _slices_of_channels(dx, ends[-1])
     gradients = [slices.get((end - width, end)) for width, end in zip(widths, ends, strict=True)]
