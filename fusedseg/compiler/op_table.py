@@ -91,7 +91,8 @@ class OpRow:
         own decomposition is taken.
     sign_of: the place of the argument whose sign the op asks for.
     follows: ALL, FIRST or NOT_SECOND.
-    statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
+    statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power, or
+        another power.  It is never rounded.
     positions: whether the second result numbers positions in windows, whose size is the second argument.
     eager_keeps_input: whether eager mode keeps the first argument of the stock function for which the op stands.
 
@@ -374,7 +375,8 @@ _EXACT = (
     *_each(EXACT, "_log_softmax", "glu", "log_sigmoid_forward"),
     *_each(EXACT, "var", inductor=READS, layout=ANY),
     *_each(EXACT, "var_mean", statistics=0, inductor=READS, layout=ANY),
-    *_each(EXACT, "rsqrt", statistics=0),
+    # Small arguments give huge or infinite results, beside which a grid of few bits leaves nothing of the others.
+    *_each(EXACT, "rsqrt", "reciprocal", "pow", statistics=0),
     *_each(EXACT, "_fused_rms_norm", cheap=False, statistics=1),
     *_each(EXACT, "le", "gt", sign_of=0),
 )  # fmt: skip

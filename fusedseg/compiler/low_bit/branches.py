@@ -35,7 +35,9 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
         return LINEAR  # one of several results
     name = name_of(node)
     if name == "div":
-        return SMOOTH if reads(node.args[1]) else LINEAR if "rounding_mode" not in node.kwargs else EXACT
+        if reads(node.args[1]):
+            return SMOOTH if _is_sum_of_exponentials(node.args[1]) else EXACT
+        return LINEAR if "rounding_mode" not in node.kwargs else EXACT
     if name == "pow":
         return SMOOTH if node.args[1] in (1, 2, 3) else EXACT
     if name == "where" and reads(node.args[0]):
@@ -45,6 +47,11 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     if calls_view(node) or kind == op_table.PRODUCT:
         return LINEAR
     return kind
+
+
+def _is_sum_of_exponentials(divisor: Any) -> bool:
+    """Whether a divisor is that of a softmax, which is 1 or more.  Any other one may be rounded to 0."""
+    return name_of(divisor) == "sum" and name_of(divisor.args[0]) == "exp"
 
 
 def is_predicate(node: fx.Node) -> bool:
