@@ -235,6 +235,47 @@ def test_with_a_budget_and_with_bits(options):
         assert (a - b).norm() <= 0.03 * b.norm() + 1e-3
 
 
+class Clicked(nn.Module):
+    """Segmentation with clicks of a user: a mask of booleans, and coordinates in another precision, are channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        rows = torch.linspace(0, 1, x.shape[-1], dtype=torch.float32).expand(len(x), 1, *x.shape[2:])
+        return self.last(torch.cat([x[:, :1] > 0.5, self.first(x).relu(), rows], 1))
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.2}, {"bits": 8}], ids=str)
+def test_sources_of_several_dtypes_are_convolved_together(options):
+    """Backward of a convolution of the mask alone raised "not implemented for 'Bool'"."""
+    net, x = Clicked().double(), torch.randn(2, 2, 16, 16, dtype=torch.float64)
+    found = results(net, compiled(net, **options), [x], steps=1)
+    for a, b in zip(found, results(net, net, [x], steps=1), strict=True):
+        assert (a - b).norm() <= (0.1 if "bits" in options else 1e-12) * b.norm()
+
+
+class Collected(nn.Module):
+    """A concatenation of a list of maps whose first one may be missing: an empty vector stands for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.last(torch.cat([self.first(x).relu(), torch.empty(0, dtype=x.dtype), x], 1))
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.2}, {"bits": 8}], ids=str)
+def test_an_empty_vector_is_no_source_to_convolve(options):
+    """Backward asked the vector for its channels: an IndexError while the network was compiled."""
+    net, x = Collected().double(), torch.randn(2, 2, 16, 16, dtype=torch.float64)
+    found = results(net, compiled(net, **options), [x], steps=1)
+    for a, b in zip(found, results(net, net, [x], steps=1), strict=True):
+        assert (a - b).norm() <= (0.1 if "bits" in options else 1e-12) * b.norm()
+
+
 def test_only_what_needs_a_copy_gets_one():
     """A slice that two such ops read is copied once; a sum, and slices of planes or samples, stay as they are."""
 

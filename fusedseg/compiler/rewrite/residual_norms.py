@@ -49,6 +49,9 @@ def _join(graph: fx.Graph, added: fx.Node) -> bool:
 def _may_join(y: fx.Node, residual: fx.Node, added: fx.Node) -> bool:
     """Whether a norm without an activation makes ``y`` for the sum alone, and the residual has the form of both."""
     norm: Any = y.args[0] if y.args else None
+    if residual is y:
+        # A sum of a result with itself, or with its detached form.
+        return False
     if not isinstance(norm, fx.Node) or norm.target is not norm_act or items_of(norm) != {0: y}:
         return False
     norm_given = arguments_of(norm)

@@ -103,9 +103,15 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
         width = number_of(value_of(x).shape[1])
         return [] if width is None else [ConvolutionSource(x, 0, width, dx, True)]
     nodes = nodes_at(x, 0)
+    if any(value_of(node).dim() != value_of(x).dim() for node in nodes):
+        # A concatenation takes an empty vector too, with which a loop may begin.
+        return []
     widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
     axis = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
     if axis != 1 or len(widths) < len(nodes) or len(set(nodes)) < len(nodes):
+        return []
+    if any(value_of(node).dtype != value_of(x).dtype for node in nodes):
+        # A concatenation casts its sources to one dtype; a convolution of a mask alone has no kernel.
         return []
     ends = list(accumulate(widths))
     slices = {} if dx is None else _slices_of_channels(dx, ends[-1])
