@@ -115,6 +115,13 @@ def test_from_a_convolution_keeps_its_mode_and_dtype():
     assert (head.training, head.weight, head.scale_factor, head.align_corners) == (False, conv.weight, 2, True)
 
 
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_from_a_convolution_whose_padding_has_a_name(padding):
+    """It was refused, although it pads nothing."""
+    conv, x = nn.Conv2d(3, 2, 1, padding=padding), torch.randn(1, 3, 4, 5)
+    assert torch.equal(fusedseg.ConvHead2d.from_conv(conv).eval()(x), conv(x))
+
+
 def test_refused_convolutions():
     with pytest.raises(TypeError, match=r"ConvHead3d.from_conv: conv must be an nn.Conv3d, got Conv2d"):
         fusedseg.ConvHead3d.from_conv(nn.Conv2d(3, 2, 1))
