@@ -71,6 +71,9 @@ def test_distributed_data_parallel_finds_its_tensors(tmp_path):
         parallel = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
         fusedseg.CrossEntropyLoss()(parallel(x), labels).backward()
         torch.testing.assert_close([p.grad for p in net.parameters()], [*expected])
+        # A run of the tests hung here.  The reducer was the last owner of the group: its destructor waited for a
+        # thread of gloo, and this thread waited for Python.
+        del parallel
     finally:
         torch.distributed.destroy_process_group()
 
