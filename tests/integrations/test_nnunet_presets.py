@@ -19,7 +19,7 @@ def test_a_small_plan_is_counted(tmp_path, monkeypatch):
     planned(tmp_path, monkeypatch, dataset_json(3), (24, 24, 24), (1.0, 1.0, 1.0))
     step = count(read(tmp_path / "preprocessed" / NAME / "nnUNetPlans.json"))
     assert step.eager.kept > step.exact.kept > step.four.kept > 0
-    assert step.eager.peak > step.exact.peak >= step.four.peak
+    assert step.eager.peak > max(step.exact.peak, step.four.peak)
     # parameters and momentum in fp32, and the batch
     network = read(tmp_path / "preprocessed" / NAME / "nnUNetPlans.json").build()
     batch = 4
