@@ -364,6 +364,7 @@ class BlockPlan:
     """
 
     def __init__(self, block: nn.Module) -> None:
+        self._block = block
         self._containers: list[Container] = []
         # Modules that return their input.
         self._idle: list[tuple[Any, type, bool]] = []
@@ -385,9 +386,12 @@ class BlockPlan:
             else:
                 yield from self._flat(step)
 
-    def fits(self) -> bool:
-        """Whether the block has the children that the plan knows."""
-        return all(container.is_as_it_was() for container in self._containers)
+    def fits(self, block: nn.Module) -> bool:
+        """Whether this is the block that the plan is of, with the children that the plan knows.
+
+        A replica of ``nn.DataParallel`` has all attributes of the block, and so its plan.
+        """
+        return self._block is block and all(container.is_as_it_was() for container in self._containers)
 
     def is_unseen(self) -> bool:
         """Whether nobody looks at the calls of the modules that a run leaves out."""
@@ -446,7 +450,7 @@ class FusedBlock(FusedStock):
         if torch.compiler.is_compiling() or not _is_usual(input):
             return self._stock.forward(self, input)
         plan = self.__dict__.get(self.PLAN)
-        if plan is None or not plan.fits():
+        if plan is None or not plan.fits(self):  # type: ignore[arg-type]
             plan = self.__dict__[self.PLAN] = BlockPlan(self)  # type: ignore[arg-type]
         if not plan.pairs or not plan.is_unseen():
             return self._stock.forward(self, input)

@@ -163,7 +163,8 @@ def segmentation_sums(
     t = target.reshape(N, -1, x.shape[2])
     m = torch.ones_like(t[:, :1]).double() if mask is None else mask.double().reshape(N, 1, -1)
     if ignore_index is not None:
-        m = m * (t != ignore_index)
+        # In float64, because a small integer dtype may lack the number, which would wrap.
+        m = m * (t.double() != ignore_index)
     classes = torch.arange(K, device=x.device).view(1, K, 1)
     y = t.double() if target.shape == logits.shape else (t == classes).double()
     sums = [torch.zeros(N, K, dtype=x.dtype, device=x.device)] * 5

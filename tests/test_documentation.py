@@ -181,6 +181,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("bench.report", arguments, monkeypatch)
         case ["python", "-m", "bench.rivals", *arguments]:
             parse("bench.rivals", arguments, monkeypatch)
+        case ["python", "-m", "tests.integrations.nnunet_presets"]:
+            assert (ROOT / "tests" / "integrations" / "nnunet_presets.py").exists()
         case ["python", "-m", "tests.mutation", *arguments]:
             parse("tests.mutation.__main__", arguments, monkeypatch)
         case ["tests/versions.sh", *versions]:

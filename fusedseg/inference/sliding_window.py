@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, combinations
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +102,7 @@ def sliding_window_labels(
     of_axes = _for_axes("overlap", overlap, image, "at least 0 and below 1", lambda o: 0 <= o < 1)
     sigmas = _for_axes("sigma_scale", sigma_scale, image, "above 0", lambda s: s > 0)
     axes = _mirrored_axes(mirror, image)
-    _check_regions(regions)
+    regions = _labels_of_regions(regions)
 
     inner = image.shape[2:]
     image, before = _padded(image, sizes, padding_mode, cval)
@@ -223,9 +225,26 @@ def _check_image(image: object) -> None:
         )
 
 
-def _check_regions(regions: bool | Sequence[int]) -> None:
-    if not isinstance(regions, bool) and not all(isinstance(label, int) and label >= 0 for label in regions):
+def _labels_of_regions(regions: bool | Sequence[int]) -> bool | Sequence[int]:
+    if isinstance(regions, bool):
+        return regions
+    labels = _values(regions)
+    if labels is None or not all(_is_integer(label) and label >= 0 for label in labels):
         raise ValueError(f"{OP}: regions must be True, False, or labels of at least 0, got {regions!r}")
+    return tuple(map(int, labels))
+
+
+def _values(given: Any) -> tuple[Any, ...] | None:
+    """The values of a sequence, which may be an array of NumPy; None for a single value, such as a number."""
+    try:
+        return tuple(given)
+    except TypeError:
+        return None
+
+
+def _is_integer(value: object) -> bool:
+    """Whether the value is an integer of Python or NumPy, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _read(image: Tensor) -> str:
@@ -235,19 +254,20 @@ def _read(image: Tensor) -> str:
 
 def _roi(roi: int | Sequence[int | None], image: Tensor) -> tuple[int, ...]:
     spatial = image.shape[2:]
-    given = tuple(roi) if isinstance(roi, Sequence) else (roi,) * len(spatial)
+    several = _values(roi)
+    given: tuple[Any, ...] = (roi,) * len(spatial) if several is None else several
     missing = len(given) - len(spatial)
     if missing in MISSING:
         raise ValueError(
             f"{OP}: image must have shape (N, C, *spatial) with {len(given)} spatial dimensions for roi {roi!r}, "
             f"got {tuple(image.shape)}, which has {MISSING[missing]}"
         )
-    if missing or not all(size is None or isinstance(size, int) for size in given):
+    if missing or not all(size is None or _is_integer(size) for size in given):
         raise ValueError(
             f"{OP}: roi must be one integer, or {len(spatial)} integers, one for each axis, got {roi!r} "
             f"for {_read(image)}"
         )
-    return tuple(n if size is None or size < 1 else size for size, n in zip(given, spatial, strict=True))
+    return tuple(n if size is None or size < 1 else int(size) for size, n in zip(given, spatial, strict=True))
 
 
 def _for_axes(
@@ -255,20 +275,21 @@ def _for_axes(
 ) -> tuple[float, ...]:
     """One number for each axis."""
     dims = image.dim() - 2
-    given = tuple(value) if isinstance(value, Sequence) else (value,) * dims
-    if len(given) != dims or not all(map(fits, given)):
+    several = _values(value)
+    given: tuple[Any, ...] = (value,) * dims if several is None else several
+    if len(given) != dims or not all(isinstance(one, Real) and fits(one) for one in given):
         raise ValueError(f"{OP}: {name} must be one number {text}, or {dims} of them, got {value!r} for {_read(image)}")
     return given
 
 
 def _mirrored_axes(mirror: Sequence[int], image: Tensor) -> list[tuple[int, ...]]:
     """Every set of axes of a window that is mirrored, in the order of nnU-Net."""
-    dims = image.dim() - 2
-    if len(set(mirror)) != len(mirror) or not all(0 <= axis < dims for axis in mirror):
+    dims, given = image.dim() - 2, _values(mirror)
+    if given is None or len(set(given)) != len(given) or not all(axis in range(dims) for axis in given):
         raise ValueError(
-            f"{OP}: mirror must have different axes from 0 to {dims - 1}, got {tuple(mirror)!r} for {_read(image)}"
+            f"{OP}: mirror must have different axes from 0 to {dims - 1}, got {mirror!r} for {_read(image)}"
         )
-    axes = [axis + 2 for axis in mirror]
+    axes = [int(axis) + 2 for axis in given]
     sets: Iterable[tuple[int, ...]] = chain.from_iterable(combinations(axes, i + 1) for i in range(len(axes)))
     return list(sets)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..activation import Activation, is_invertible, parse_activation
+from ..activation import TABLE, Activation, is_invertible, parse_activation
 from ..nn import InPlaceABN as _InPlaceABN
 from ..nn.sync import SYNCHRONISED, Synchronised, group_name
 from ..ops.norm.call import Norm, Operands
@@ -42,6 +42,8 @@ def _keep(activation: str, param: float) -> tuple[str, Activation]:
     # A leaky_relu of slope 0 is a ReLU.
     name = "relu" if activation == "leaky_relu" and param == 0 else activation
     act = parse_activation(OP, name, param if name in ("leaky_relu", "elu") else None)
+    if TABLE[act.name].learned:
+        raise ValueError(f"{OP}: activation must have no learned slope, got {activation!r}; use fusedseg.BatchNormAct")
     return "output" if is_invertible(act.name, act.param) else "input", act
 
 
@@ -62,7 +64,7 @@ class ABN(_InPlaceABN):
 
     Args:
         num_features, eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
-        activation: "relu", "leaky_relu", "elu", "identity", or another name of ``fusedseg.activation.NAMES``.
+        activation: "relu", "leaky_relu", "elu", "identity", or another name of ``fusedseg.activation.NAMES`` but prelu.
         activation_param: the slope of leaky_relu or the alpha of elu; other activations ignore it.
 
     Kept for backward: x, the statistics and the parameters, as in ``fusedseg.BatchNormAct``.

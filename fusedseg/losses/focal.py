@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _Loss
 
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import NLL, OTHER_NLL, SumsInputs, SumsSpec
+from ..ops.segmentation.spec import NLL, OTHER_NLL, SumsInputs, SumsSpec, differs
 from .monai import DiceLoss, InputForm, LossCall, check_not_negative, checked_reduction, class_weight
 
 
@@ -96,7 +96,7 @@ class Focal(NamedTuple):
         """The number of positions of each sample that are not ignored, (N,); None if none can be ignored."""
         mask, ignore = call.given.mask, call.spec.ignore
         if mask is None and ignore is not None:
-            mask = call.given.target != ignore
+            mask = differs(call.given.target, ignore)
         return None if mask is None else mask.flatten(1).sum(1).to(torch.get_default_dtype())
 
 

@@ -12,7 +12,7 @@ from ..ops.check import check_choice
 from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.op import sums
-from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec
+from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec, differs
 from .cross_entropy import CrossEntropy, binary_total, positions_of
 
 
@@ -89,7 +89,7 @@ class InputForm(NamedTuple):
         if ignore is None:
             return None
         if target.shape[1] == 1:
-            return target != ignore
+            return differs(target, ignore)
         if not 0 <= ignore < target.shape[1]:
             # Positions of no class.
             return target.sum(1, keepdim=True) > 0

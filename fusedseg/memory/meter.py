@@ -215,7 +215,10 @@ def without_nan_checks() -> torch.autograd.set_detect_anomaly:
 
 
 def mean_of(out: object) -> torch.Tensor:
-    return torch.stack([tensor.float().mean() for tensor in tensors_of(out)]).sum()
+    means = [tensor.float().mean() for tensor in tensors_of(out)]
+    if not means:
+        raise ValueError("fusedseg: the model must return a floating-point tensor, whose mean is the loss of the step")
+    return torch.stack(means).sum()
 
 
 def measure(

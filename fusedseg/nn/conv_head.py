@@ -85,9 +85,10 @@ class _ConvHead(Unscriptable):
         stock = cls._stock
         if type(conv) is not stock:
             raise TypeError(f"{cls._name()}.from_conv: conv must be an nn.{stock.__name__}, got {type(conv).__name__}")
-        form = conv.kernel_size, conv.stride, conv.padding, conv.groups
+        form = conv.kernel_size, conv.stride, conv.groups
         ones = (1,) * len(conv.kernel_size)
-        if form != (ones, ones, (0,) * len(ones), 1):
+        # "same" and "valid" add nothing to a kernel of size 1.
+        if form != (ones, ones, 1) or conv.padding not in ((0,) * len(ones), "same", "valid"):
             raise ValueError(
                 f"{cls._name()}.from_conv: conv must have kernel size 1, stride 1, no padding and one group, got {conv}"
             )

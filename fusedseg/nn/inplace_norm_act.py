@@ -89,6 +89,12 @@ class Invertible(Refreshed, StockNorm):
         self._kept.forget()
         self.refresh_kept()
 
+    def _replicate_for_data_parallel(self):
+        # The replica has parameters on another GPU, and needs a list there.
+        replica = super()._replicate_for_data_parallel()
+        replica._kept = KeptChannels()
+        return replica
+
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
         watch(self)

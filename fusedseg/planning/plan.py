@@ -149,10 +149,13 @@ class _Counted:
         self._say(f"{ways[0].label}, batch {batch}")
         inputs = self._inputs(batch)
         there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
-        chosen = {} if self._codegen is None else {"codegen": self._codegen}
-        asked = [replace(way, options={**chosen, **way.options}) for way in ways]
+        asked = [replace(way, options=self.options(way)) for way in ways]
         found = of_backend(self.models.net(EAGER), inputs, asked)
         return [StepBytes(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
+
+    def options(self, way: Way) -> dict[str, Any]:
+        """The options of the backend with which a way is counted."""
+        return {**({} if self._codegen is None else {"codegen": self._codegen}), **way.options}
 
     def _inputs(self, batch: int) -> list[Tensor]:
         return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
@@ -253,8 +256,9 @@ class _Search:
             return self._code
         if way.kind == EAGER:
             return ""
-        options = f", options={dict(way.options)}".replace("'", '"') if way.options else ""
-        return f'model = torch.compile(model, backend="fusedseg"{options})'
+        options = self._counted.options(way)
+        text = f", options={options}".replace("'", '"') if options else ""
+        return f'model = torch.compile(model, backend="fusedseg"{text})'
 
 
 def peak_text(nbytes: int) -> str:

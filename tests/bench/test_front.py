@@ -94,6 +94,16 @@ def measured() -> Iterator[tuple[str, str]]:
         yield from ((text, "ms") for text in spellings(1e3 / rate))
 
 
+# A row of the table of counted presets in docs/nnunet.md, from the peak in eager mode on.
+COUNTED = re.compile(r"^\| ResEnc \w+ \|(?:[^|]+\|){2}(.*)$", re.MULTILINE)
+
+
+def counted() -> Iterator[tuple[str, str]]:
+    """The counted peaks that the README repeats; ``tests/integrations/test_nnunet_presets.py`` counts them."""
+    for row in COUNTED.findall((ROOT / "docs" / "nnunet.md").read_text()):
+        yield from ((number, "GiB") for number in re.findall(r"\d+\.\d", row))
+
+
 def figures(text: str) -> list[tuple[str, str]]:
     text = NO_FIGURES.sub("", text)
     return [(match[1], match[2]) for pattern in (FIGURE, RANGE) for match in pattern.finditer(text)]
@@ -103,8 +113,8 @@ def test_every_figure_of_the_readme_has_a_file():
     """The page had 37.3 ms for a step that the file has with 34.2."""
     before, _, rest = (ROOT / "README.md").read_text().partition(FRONT.begin)
     found = figures(before + rest.partition(FRONT.end)[2])
-    assert len(found) > 30
-    assert set(found) - set(measured()) == set()
+    assert len(found) > 12
+    assert set(found) - set(measured()) - set(counted()) == set()
 
 
 def test_figures_are_found_in_text():

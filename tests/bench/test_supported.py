@@ -8,7 +8,7 @@ from bench import supported
 from tests.tools.threads import threads
 
 ROWS = json.loads(supported.FILE.read_text())
-QUICK = ("3D small", "ResNet-18", "two encoders")
+QUICK = ("3D small", "ResNet-18")
 
 
 def test_the_page_has_the_figures():
@@ -20,7 +20,7 @@ def test_exact(name):
     check(name, ["exact"])
 
 
-# ``test_exact`` checks a column of three rows.
+# ``test_exact`` checks a column of two rows.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name):

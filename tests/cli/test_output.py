@@ -35,7 +35,7 @@ def OUT():
 )
 def test_output_that_cannot_be_written(out, status, message):
     """``| head -1`` and ``> /dev/full`` ended in tracebacks."""
-    run = warm.run_bare(out + RUN, *PROFILE)
+    run = warm.run_bare(out + RUN, "doctor")
     assert (run.returncode, run.stderr) == (status, message)
 
 

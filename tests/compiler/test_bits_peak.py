@@ -106,8 +106,8 @@ def bytes_of(net, x, codegen, **options):
     return nbytes, allocator_peak(step)
 
 
-# Graphs of dozens of pools take long to compile, so two of them have one number of bits each.
-BITS = {"skeleton, squares": (4,), "skeleton behind a U-Net": (8,)}
+# Graphs of dozens of pools take long to compile, so they have one number of bits each.
+BITS = {"skeleton": (4,), "skeleton, squares": (4,), "skeleton behind a U-Net": (8,)}
 
 
 def check(name, most):

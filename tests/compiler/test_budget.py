@@ -75,12 +75,15 @@ def counted(monkeypatch):
 
 @pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
 def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
-    """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher."""
+    """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher.
+
+    The allocator's peak of a ResNet does not rise either.  Another order of equal parts let it rise by up to 1.4 %.
+    """
     # The temporaries of a norm are small beside its tensors, also in networks as small as these.
     monkeypatch.setattr(reference, "TILE_LEAST", 2**6)
     net, inputs = make(name)
     twin = copy.deepcopy(net)
-    wanted, peaks = results(twin, twin, inputs), []
+    wanted, peaks, allocated = results(twin, twin, inputs), [], []
     for budget in BUDGETS:
         one = copy.deepcopy(net)
         with warnings.catch_warnings():
@@ -92,22 +95,29 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
         out = run(*inputs)
         out.square().mean().backward()
         peaks.append(counted.peak - before)
-        if budget is not None:
+        of_run = kept(one, run, inputs)
+        if budget is None:
+            assert of_run < 0.75 * kept(twin, twin, inputs)
+        else:
             eager, plan, share = chosen[-1]
-            assert kept(one, run, inputs) <= plan.kept + out.nbytes
+            assert of_run <= plan.kept + out.nbytes
             assert plan.kept <= budget * eager or budget < 0.5
             assert share <= 0.35
             assert peaks[-1] <= plan.peak
-    assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
+        one.zero_grad()
+        allocated.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
+    # The other networks are so small that workspaces inside of convolutions decide what the allocator has.
+    for found in (peaks, allocated) if name == "ResNet" else (peaks,):
+        assert all(low <= 1.001 * high for high, low in pairwise(found)), (peaks, allocated)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be met")
-# attention has 8 bits too.  The batch norms of a ResNet have a budget above, and bits in test_bits.py.
+# The batch norms of a ResNet have a budget above, and bits in test_bits_noise.py.  test_nearly_free.py has attention.
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
         ("nnU-Net", 4),
-        ("attention", 8),
+        pytest.param("attention", 8, marks=pytest.mark.slow),
         pytest.param("nnU-Net", 8, marks=pytest.mark.slow),
         pytest.param("ResNet", 4, marks=pytest.mark.slow),
     ],
@@ -134,20 +144,6 @@ def test_with_bits(name, bits, chosen):
     assert found.size < 0.12
     assert found.size > 0 or name == "attention"
     assert not found.size or found.bias < MOST
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot be met")
-def test_allocator_peak():
-    """The allocator's peak does not rise either.  Another order of equal parts let it rise by up to 1.4 %."""
-    net, inputs = make("ResNet")
-    peaks = []
-    for budget in (None, 0.6, 0.4, 0.3):
-        run = budgeted(net, budget, extra_flops=0.35 if budget else None)
-        run(*inputs).square().mean().backward()
-        net.zero_grad()
-        peaks.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
-        net.zero_grad()
-    assert all(low <= 1.001 * high for high, low in pairwise(peaks)), peaks
 
 
 def test_equal_graphs_have_equal_choices(chosen):

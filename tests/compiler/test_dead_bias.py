@@ -252,6 +252,19 @@ def test_the_code_of_aten_keeps_the_bits_of_a_cpu(counts):
     assert counts == [0]
 
 
+def written(forward):
+    """The ops of a norm that writes its statistics, which gives each of three vectors the value that it has to have."""
+    x, vectors = torch.randn(2, 4, 3, 3), [torch.rand(4) for _ in range(3)]
+    wanted = [v.clone() for v in vectors]
+    forward(x, *wanted)
+    module = traced(forward, x, *vectors)
+    norms.write_statistics(module.graph)
+    module.recompile()
+    module(x, *vectors)
+    torch.testing.assert_close(vectors, wanted)
+    return names(module.graph)
+
+
 def test_running_means_are_written_in_place():
     """The bias is added after the norm has written the mean where it is."""
 
@@ -261,15 +274,7 @@ def test_running_means_are_written_in_place():
         aten.copy_(var, out[4])
         return out[0]
 
-    x, vectors = torch.randn(2, 4, 3, 3), [torch.rand(4) for _ in range(3)]
-    wanted = [v.clone() for v in vectors]
-    forward(x, *wanted)
-    module = traced(forward, x, *vectors)
-    norms.write_statistics(module.graph)
-    assert [name for name in names(module.graph) if name in ("copy_", "add", "add_")] == ["add_"]
-    module.recompile()
-    module(x, *vectors)
-    torch.testing.assert_close(vectors, wanted)
+    assert [name for name in written(forward) if name in ("copy_", "add", "add_")] == ["add_"]
 
 
 def test_what_is_added_keeps_its_value():
@@ -282,14 +287,7 @@ def test_what_is_added_keeps_its_value():
         aten.copy_(mean, added)
         return out[0]
 
-    x, vectors = torch.randn(2, 4, 3, 3), [torch.rand(4) for _ in range(3)]
-    wanted = [v.clone() for v in vectors]
-    forward(x, *wanted)
-    module = traced(forward, x, *vectors)
-    norms.write_statistics(module.graph)
-    module.recompile()
-    module(x, *vectors)
-    torch.testing.assert_close(vectors, wanted)
+    written(forward)
 
 
 def test_one_rule_says_where_bits_may_change(monkeypatch, needs_interpreter):

@@ -191,6 +191,33 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
         assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3
 
 
+@pytest.fixture
+def with_and_without(sources, monkeypatch):
+    """A step with 4 bits with a rewriting and without it: the gradients are the same.
+
+    Returns for both the calls of each graph, in forward and in backward.
+    """
+
+    def both(net, rows, rewriting):
+        x, found, called = torch.randn(2, 2, 35, 33), [], []
+        if rows:
+            net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        for apart in (False, True):
+            if apart:
+                monkeypatch.setattr(rewriting, "rewrite", lambda graph: 0)
+            # The same step of the same seed, compiled anew.
+            low_bit._steps.clear()
+            torch._dynamo.reset()
+            sources.clear()
+            model = copy.deepcopy(net)
+            found.append(results(model, compiled(model, bits=4), [x], 1))
+            called.append([calls([text]) for text in sources])
+        close(*found)
+        return called
+
+    return both
+
+
 class Skip(nn.Module):
     """The first activation has two readers, and the second norm's result has two as well."""
 
@@ -215,29 +242,20 @@ JOINED = {
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-@pytest.mark.parametrize("name", JOINED)
-def test_bits_put_activations_into_norms(name, rows, sources, monkeypatch):
-    """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes.
-
-    The same codes give the same gradients as with the gates apart.
-    """
+# What joins is decided without the layout, and rows take twice as long in the interpreter.
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        pytest.param(name, rows, marks=[pytest.mark.slow] if rows and name != "batch" else [], id=f"{name}-{layout}")
+        for name in JOINED
+        for rows, layout in ((False, "planes"), (True, "rows"))
+    ],
+)
+def test_bits_put_activations_into_norms(name, rows, with_and_without):
+    """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes."""
     norm, act, joined = JOINED[name]
     torch.manual_seed(0)
-    net, x, found, called = Skip(norm, act), torch.randn(2, 2, 35, 33), [], []
-    if rows:
-        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    for apart in (False, True):
-        if apart:
-            monkeypatch.setattr(activations, "rewrite", lambda graph: 0)
-        # The same step of the same seed, compiled anew.
-        low_bit._steps.clear()
-        torch._dynamo.reset()
-        sources.clear()
-        model = copy.deepcopy(net)
-        found.append(results(model, compiled(model, bits=4), [x], 1))
-        called.append(calls(sources))
-    close(*found)
+    called = [[call for graph in of for call in graph] for of in with_and_without(Skip(norm, act), rows, activations)]
     of_activations = [sum("elu" in call or "threshold" in call for call in of) for of in called]
     assert of_activations[1] - of_activations[0] == joined
     assert [of.count("backward") for of in called] == [3, 3]
@@ -259,29 +277,23 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-@pytest.mark.parametrize(("norm", "in_forward"), [(batch, 3), (instance, 0)], ids=["batch", "instance"])
-def test_bits_put_residuals_into_norms(norm, in_forward, rows, sources, monkeypatch):
+@pytest.mark.parametrize(
+    ("norm", "in_forward", "rows"),
+    [
+        pytest.param(batch, 3, False, id="batch-planes"),
+        pytest.param(batch, 3, True, id="batch-rows", marks=pytest.mark.slow),
+        pytest.param(instance, 0, False, id="instance-planes", marks=pytest.mark.slow),
+        pytest.param(instance, 0, True, id="instance-rows"),
+    ],
+)
+def test_bits_put_residuals_into_norms(norm, in_forward, rows, with_and_without):
     """Sums with shortcuts, and the activations after them, were passes of their own: 4 of 29 ms in ResNet-50, by their
     bytes.
 
-    The same codes give the same gradients.  In forward, norms of batches alone are divided, so that they may be last.
+    In forward, norms of batches alone are divided, so that they may be last.
     """
     torch.manual_seed(0)
-    net, x, found, called = Blocks(norm), torch.randn(2, 2, 35, 33), [], []
-    if rows:
-        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    for apart in (False, True):
-        if apart:
-            monkeypatch.setattr(residual_norms, "rewrite", lambda graph: 0)
-        # The same step of the same seed, compiled anew.
-        low_bit._steps.clear()
-        torch._dynamo.reset()
-        sources.clear()
-        model = copy.deepcopy(net)
-        found.append(results(model, compiled(model, bits=4), [x], 1))
-        called.append([calls([text]) for text in sources])
-    close(*found)
+    called = with_and_without(Blocks(norm), rows, residual_norms)
     sums, relus = ([[sum(word in call for call in graph) for graph in of] for of in called] for word in ("add", "relu"))
     joined = [apart - whole for whole, apart in zip(*sums, strict=True)]
     assert joined[0] == in_forward

@@ -44,8 +44,18 @@ RESIDUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", ["planes", "rows"])
-@pytest.mark.parametrize("name", RESIDUAL)
+# Bottlenecks have the sums of basic blocks, and a SwinUNETR takes half a minute.
+SLOW = ("ResNet-50-planes", "ResNet-50-rows", "SwinUNETR-planes")
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [
+        pytest.param(name, fmt, id=f"{name}-{fmt}", marks=[pytest.mark.slow] if f"{name}-{fmt}" in SLOW else [])
+        for name in RESIDUAL
+        for fmt in ("planes", "rows")
+    ],
+)
 def test_residual_norms_of_networks(name, fmt, monkeypatch):
     """Each is one op, in planes too; its backward gives the shortcut's gradient, and sums of gradients are in place."""
     torch.manual_seed(0)

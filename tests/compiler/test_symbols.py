@@ -67,8 +67,9 @@ class Convolved(nn.Module):
     ("dynamic", "options"),
     [
         (True, {"budget": 0.3}),
-        (True, {"budget": "1KiB"}),
-        (True, {"extra_flops": 0.5}),
+        # A budget that cannot be met, and the other option for the same search.
+        pytest.param(True, {"budget": "1KiB"}, marks=pytest.mark.slow),
+        pytest.param(True, {"extra_flops": 0.5}, marks=pytest.mark.slow),
         (True, {"bits": 8}),
         (None, {"budget": 0.3}),
     ],

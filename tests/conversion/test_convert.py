@@ -420,13 +420,18 @@ def test_compiled(options, x):
 
 
 def test_data_parallel_replicas_have_plans_of_their_own(x):
+    """A replica ran the modules of the block that it is a replica of, which are on another GPU."""
     stock, ours = converted(block(), x)
     ours(x)
     replica = ours._replicate_for_data_parallel()
     replica._modules = {name: child._replicate_for_data_parallel() for name, child in ours._modules.items()}
+    # The parameters have other values here, so that the result says whose they are.
     for name, child in ours._modules.items():
         for key, parameter in child._parameters.items():
-            setattr(replica._modules[name], key, parameter.detach().clone().requires_grad_())
+            setattr(replica._modules[name], key, (2 * parameter.detach()).requires_grad_())
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.mul_(2)
     torch.testing.assert_close(replica(x), stock(x))
     assert ours.__dict__[FusedStock.PLAN].pairs[0].norm is ours[1]
 

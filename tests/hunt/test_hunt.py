@@ -31,11 +31,11 @@ def test_a_few_networks(tmp_path):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["compiled", "compiled-networks", "compiled-budgets", "compiled-bits"])
-def test_a_few_that_are_compiled(kind, tmp_path):
-    crew.work(kind, (5, 8), tmp_path / "verdicts")
+def test_one_that_is_compiled(kind, tmp_path):
+    crew.work(kind, (5,), tmp_path / "verdicts")
     lines = map(json.loads, (tmp_path / "verdicts").read_text().splitlines())
     verdicts = [Verdict(*line["verdict"]) for line in lines if "verdict" in line]
-    assert [v.kind for v in verdicts] == ["same", "same"], verdicts
+    assert [v.kind for v in verdicts] == ["same"], verdicts
 
 
 @pytest.mark.usefixtures("one_thread")

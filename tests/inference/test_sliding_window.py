@@ -4,6 +4,7 @@ import io
 import itertools
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -266,6 +267,15 @@ def test_progress_on_a_terminal(monkeypatch):
         ({"padding_mode": "zeros"}, ValueError, "padding_mode must be one of constant, reflect, replicate, circular"),
         ({"padding_mode": "reflect", "cval": 1}, ValueError, "cval must be 0 for padding_mode 'reflect', got 1"),
         ({"mirror": (0, 0)}, ValueError, r"mirror must have different axes from 0 to 1, got \(0, 0\)"),
+        ({"mirror": 0}, ValueError, "mirror must have different axes from 0 to 1, got 0 for image"),
+        ({"regions": None}, ValueError, "regions must be True, False, or labels of at least 0, got None"),
+        ({"roi": True}, ValueError, "roi must be one integer, or 2 integers, one for each axis, got True"),
+        ({"sigma_scale": None}, ValueError, "sigma_scale must be one number above 0, or 2 of them, got None"),
+        (
+            {"overlap": "half"},
+            ValueError,
+            "overlap must be one number at least 0 and below 1, or 2 of them, got 'half'",
+        ),
         ({"mirror": (2,)}, ValueError, r"mirror must have different axes from 0 to 1, got \(2,\)"),
         ({"regions": (1, -1)}, ValueError, r"regions must be True, False, or labels of at least 0, got \(1, -1\)"),
         ({"regions": (1, 2)}, ValueError, "regions must have 5 labels, one for each class, got 2"),
@@ -286,6 +296,16 @@ def test_refused(change, error, text):
     given["model"] = model if callable(model) else lambda x: next(model)
     with pytest.raises(error, match=rf"^fusedseg.sliding_window_labels: .*{text}"):
         sliding_window_labels(**given)
+
+
+def test_numbers_of_numpy():
+    """Sizes from a plan of nnU-Net or a header of NIfTI were refused as no integers."""
+    model, image = Net(2), torch.randn(1, 2, 9, 9)
+    expected = sliding_window_labels(model, image, (4, 4), (0.5, 0.25), mirror=(0,), regions=(1, 2, 3, 4, 5))
+    roi, overlap = np.array([4, 4]), np.array([0.5, 0.25])
+    found = sliding_window_labels(model, image, roi, overlap, mirror=np.array([0]), regions=np.arange(1, 6))
+    assert torch.equal(found, expected)
+    assert torch.equal(sliding_window_labels(model, image, np.int64(4)), sliding_window_labels(model, image, 4))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes of exceptions")

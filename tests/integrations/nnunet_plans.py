@@ -21,8 +21,8 @@ def dataset_json(labels: int | dict, **more) -> dict:
     return {"channel_names": {"0": "T1"}, "labels": named, "numTraining": 1, "file_ending": ".nii.gz", **more}
 
 
-def planned(folder: Path, monkeypatch, described: dict, shape, spacing, shrink: float = 4e-4) -> dict:
-    """The plans for images of one shape and spacing, with patches that ``shrink`` makes small, and few features."""
+def fingerprint(folder: Path, monkeypatch, described: dict, shape, spacing) -> None:
+    """Writes what a planner of nnU-Net reads of a dataset whose images have one shape and spacing."""
     for name in ("raw", "preprocessed"):
         (folder / name / NAME).mkdir(parents=True)
         monkeypatch.setattr(default_experiment_planner, f"nnUNet_{name}", str(folder / name))
@@ -31,9 +31,14 @@ def planned(folder: Path, monkeypatch, described: dict, shape, spacing, shrink: 
     described["overwrite_image_reader_writer"] = "SimpleITKIO"
     (folder / "raw" / NAME / "dataset.json").write_text(json.dumps(described))
     statistics = {"mean": 0.0, "std": 1.0, "percentile_00_5": -3.0, "percentile_99_5": 3.0, "min": -5.0, "max": 5.0}
-    fingerprint = {"spacings": [spacing], "shapes_after_crop": [shape], "median_relative_size_after_cropping": 1.0}
-    fingerprint["foreground_intensity_properties_per_channel"] = {"0": statistics}
-    (folder / "preprocessed" / NAME / "dataset_fingerprint.json").write_text(json.dumps(fingerprint))
+    found = {"spacings": [spacing], "shapes_after_crop": [shape], "median_relative_size_after_cropping": 1.0}
+    found["foreground_intensity_properties_per_channel"] = {"0": statistics}
+    (folder / "preprocessed" / NAME / "dataset_fingerprint.json").write_text(json.dumps(found))
+
+
+def planned(folder: Path, monkeypatch, described: dict, shape, spacing, shrink: float = 4e-4) -> dict:
+    """The plans for images of one shape and spacing, with patches that ``shrink`` makes small, and few features."""
+    fingerprint(folder, monkeypatch, described, shape, spacing)
     planner = ExperimentPlanner(NAME)
     planner.UNet_base_num_features = 4
     planner.UNet_reference_val_3d *= shrink

@@ -88,6 +88,9 @@ def test_arguments_of_the_package():
     assert plugin.InPlaceABNSync(4, group=group).process_group is group
     with pytest.raises(ValueError, match=r"activation must be one of .*, got 'swish'"):
         plugin.InPlaceABN(4, activation="swish")
+    # The module was made, and its first forward raised an error about an argument that it does not have.
+    with pytest.raises(ValueError, match=r"no learned slope, got 'prelu'; use fusedseg.BatchNormAct"):
+        plugin.InPlaceABN(4, activation="prelu")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

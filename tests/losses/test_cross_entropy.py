@@ -27,6 +27,12 @@ def test_as_stock(shape):
         check_same((ours, labels.clamp(min=0)), (stock, labels.clamp(min=0)), x)
 
 
+def test_small_labels_of_many_classes():
+    """The default ignore_index, -100, is 156 in uint8, so this class was left out."""
+    x, labels = torch.randn(1, 160, 4, dtype=torch.float64), torch.tensor([[156, 159, 0, 3]])
+    check_same((fusedseg.CrossEntropyLoss(), labels.byte()), (nn.CrossEntropyLoss(), labels), x)
+
+
 def test_all_ignored_is_nan_as_in_stock():
     x, labels = torch.randn(1, 3, 4), torch.full((1, 4), -100)
     assert fusedseg.CrossEntropyLoss()(x, labels).isnan()

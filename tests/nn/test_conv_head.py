@@ -71,6 +71,9 @@ def test_distributed_data_parallel_finds_its_tensors(tmp_path):
         parallel = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
         fusedseg.CrossEntropyLoss()(parallel(x), labels).backward()
         torch.testing.assert_close([p.grad for p in net.parameters()], [*expected])
+        # A run of the tests hung here.  The reducer was the last owner of the group: its destructor waited for a
+        # thread of gloo, and this thread waited for Python.
+        del parallel
     finally:
         torch.distributed.destroy_process_group()
 
@@ -113,6 +116,13 @@ def test_from_a_convolution_keeps_its_mode_and_dtype():
     conv = nn.Conv3d(3, 2, 1, dtype=torch.bfloat16).eval()
     head = fusedseg.ConvHead3d.from_conv(conv, scale_factor=2, align_corners=True)
     assert (head.training, head.weight, head.scale_factor, head.align_corners) == (False, conv.weight, 2, True)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_from_a_convolution_whose_padding_has_a_name(padding):
+    """It was refused, although it pads nothing."""
+    conv, x = nn.Conv2d(3, 2, 1, padding=padding), torch.randn(1, 3, 4, 5)
+    assert torch.equal(fusedseg.ConvHead2d.from_conv(conv).eval()(x), conv(x))
 
 
 def test_refused_convolutions():

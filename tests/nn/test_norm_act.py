@@ -215,3 +215,17 @@ def test_saved_tensors_may_be_changed(activation):
         y.detach().zero_()
         (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("norm", [BatchNormAct, InstanceNormAct, GroupNormAct], ids=lambda norm: norm.__name__)
+def test_the_output_may_be_changed_in_place(norm, fmt, backend, device):
+    """A group norm returned a view on a CPU, and autograd refused ``y += x`` and dropout in place after it."""
+    groups = (2,) if norm is GroupNormAct else ()
+    ours = norm(*groups, 4, activation="gelu", device=device)
+    x = torch.randn(2, 4, 5, 3, device=device).to(memory_format=fmt).requires_grad_()
+    y = ours(x)
+    (expected,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    y += 1
+    (found,) = torch.autograd.grad((y - 1).square().sum(), x)
+    torch.testing.assert_close(found, expected)

@@ -41,6 +41,9 @@ REFUSED = {
         r"x must be float16, bfloat16, float32 or float64, got torch.int64"),
     "complex input": (lambda: call(torch.ones(2, 64, dtype=torch.complex64)), TypeError,
         r"x must be float16, bfloat16, float32 or float64, got torch.complex64"),
+    # It was said to overlap itself.
+    "sparse input": (lambda: call(torch.ones(2, 64).to_sparse()), TypeError,
+        r"x must be dense, with layout torch.strided, got torch.sparse_coo; pass x.to_dense\(\)"),
     "a vector": (lambda: call(torch.ones(64)), ValueError,
         r"x must have shape \(N, C\) or \(N, C, \*spatial\), got \(64,\)"),
     "relu": (lambda: call(activation="relu"), ValueError,

@@ -191,6 +191,19 @@ def test_list_lags_behind_an_optimizer_only(as_on_a_gpu):
     assert count() == 0
 
 
+def test_a_replica_of_data_parallel_has_a_list_of_its_own(as_on_a_gpu):
+    """It shared the list of its module, whose tensor is on another GPU."""
+    net, x = fusedseg.InPlaceABN(3), torch.randn(2, 3, 4, 4)
+    net(x.clone())
+    step_to(net.weight, [0.0, 1.0, 1.0])
+    replica = net._replicate_for_data_parallel()
+    replica.weight, replica.bias = (p.detach().clone().requires_grad_() for p in (net.weight, net.bias))
+    replica(x.clone())
+    assert replica._kept.kept.count == 1
+    assert net._kept.kept is None
+    assert as_on_a_gpu == []
+
+
 def test_a_step_asks_once_for_all_modules(as_on_a_gpu):
     """Each of 18 modules made eleven device ops, a pinned allocation and an event after every step."""
     layers = [fusedseg.InPlaceABN(4, activation=act) for act in ("leaky_relu", "elu") * 9]

@@ -112,6 +112,16 @@ def test_uint8_labels_of_more_than_256_classes(backend, device):
     compare(x, torch.arange(7, dtype=torch.uint8, device=device).view(1, 7), {"squared": True, "ignore_index": 255})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignore", [-100, -1, 511, None], ids=str)
+def test_uint8_labels_of_256_classes(ignore, backend, device):
+    """Labels 156 and 255 were ignored, because -100 and -1 wrapped in uint8; without them, all labels were refused."""
+    x = torch.randn(1, 256, 4, dtype=torch.float64, device=device)
+    labels = torch.tensor([[156, 255, 0, 3]], dtype=torch.uint8, device=device)
+    compare(x, labels, {"ignore_index": ignore})
+    assert sum(count.sum() for count in tp_fp_fn(x, labels, ignore_index=ignore)[::2]) == 4
+
+
 @pytest.mark.parametrize("K", [3, 20])
 def test_a_fraction_is_cut_off_where_the_host_reads_no_value(backend, device, K, monkeypatch):
     """On a GPU, a label with a fraction counted for no class on aten."""

@@ -36,17 +36,28 @@ def stock(x, given, corners):
     return F.interpolate(x, mode=op.MODES[x.dim() - 2], align_corners=corners, **given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@FORMATS
+# Each case in fp64 and bf16, one in each format; an image and a volume have all dtypes in both.  A signal has one.
+COMBINED = [
+    (name, dtype, rows)
+    for name in CASES
+    for rows in ((False,) if name == "line" else (False, True))
+    for dtype in (DTYPES if name in ("double", "volume-odd", "line") else ["bf16" if rows else "fp64"])
+]
+
+
 @by_corners
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows"),
+    [
+        pytest.param(name, DTYPES[dtype], rows, id=f"{name}-{dtype}" + "-channels_last" * rows)
+        for name, dtype, rows in COMBINED
+    ],
+)
 def test_values_and_gradients_are_those_of_float64(name, corners, rows, dtype, needs_interpreter, monkeypatch, device):
     import fusedseg
 
     monkeypatch.setattr(fusedseg, "backend", "triton")
     shape, given = CASES[name]
-    if rows and len(shape) == 3:
-        pytest.skip("a signal has no other memory format")
     x = torch.randn(shape).to(dtype)
     leaf = x.double().requires_grad_()
     expected = stock(leaf, given, corners)
@@ -80,8 +91,8 @@ def test_the_weights_of_an_axis(sizes, corners):
 
 
 def test_gradients_of_first_and_second_order(backend, device):
-    x = torch.randn(1, 2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
-    for given in ({"scale_factor": 2}, {"size": (2, 5)}):
+    x = torch.randn(1, 2, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
+    for given in ({"scale_factor": 2}, {"size": (1, 3)}):
         assert torch.autograd.gradcheck(lambda x, given=given: upsample(x, **given), x)
         assert torch.autograd.gradgradcheck(lambda x, given=given: upsample(x, **given).square(), x)
 

@@ -137,7 +137,10 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
     y, mean, rstd = torch.native_group_norm(
         image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.groups, norm.eps
     )
-    return _finished(y.as_strided(x.shape, x.stride()), given, norm), Statistics(mean.flatten(), rstd.flatten())
+    if image is not x:
+        # Autograd refuses writes into views that a function returns.  The result of ``unsafe_chunk`` is none.
+        y = y.as_strided(x.shape, x.stride()).unsafe_chunk(1)[0]
+    return _finished(y, given, norm), Statistics(mean.flatten(), rstd.flatten())
 
 
 def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm) -> Tensor:

@@ -36,6 +36,8 @@ from .spec import (
     TARGET,
     SumsInputs,
     SumsSpec,
+    differs,
+    holds,
     sums_dtype,
     wide_dtype,
 )
@@ -75,9 +77,11 @@ def _check_labels(labels: Tensor, ignore: int | None, K: int) -> None:
     if not _has_cheap_values(labels) or not labels.numel():
         return
     check_whole(labels)
-    wrong = (labels < 0) | (labels >= K)
+    wrong = labels < 0
+    if holds(labels.dtype, K):
+        wrong |= labels >= K
     if ignore is not None:
-        wrong &= labels != ignore
+        wrong &= differs(labels, ignore)
     if wrong.any():
         raise IndexError(f"{OP}: a label must be a class below {K} or ignored, got {labels[wrong][0].item()}")
 
@@ -89,7 +93,7 @@ def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
         labels = labels.trunc()
     K = like.shape[1]
     # Numbers of classes in the dtype of small integers would wrap.
-    dtype = labels.dtype if labels.is_floating_point() or torch.iinfo(labels.dtype).max >= K else torch.int64
+    dtype = labels.dtype if holds(labels.dtype, K) else torch.int64
     classes = torch.arange(K, dtype=dtype, device=labels.device).view(1, K, 1)
     # The comparison writes numbers at once, so that no tensor of truth values has to be converted.
     return torch.eq(labels, classes, out=torch.empty_like(like))
@@ -99,7 +103,7 @@ def tile_of(x: Tensor, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> T
     """The tile of logits in the dtype of the arithmetic, of labels with one class or a dense target, and of a mask."""
     m = None if mask is None else mask.to(x.dtype)
     if spec.ignore is not None:
-        valid = (target != spec.ignore).to(x.dtype)
+        valid = differs(target, spec.ignore).to(x.dtype)
         m = valid if m is None else valid * m
     if spec.dense:
         return Tile(x, target.to(x.dtype), m)

@@ -127,3 +127,19 @@ def wide_dtype(logits: Tensor) -> torch.dtype:
 def sums_dtype(logits: Tensor, spec: SumsSpec) -> torch.dtype:
     """The dtype of the sums; that of counts is float64, in which they are exact."""
     return torch.float64 if spec.hard else wide_dtype(logits)
+
+
+def holds(dtype: torch.dtype, value: int) -> bool:
+    """Whether a tensor of this dtype may have this whole number.
+
+    PyTorch casts a number to the dtype of the tensor that it is compared with: -100 equals 156 in uint8.
+    """
+    if dtype.is_floating_point or dtype == torch.bool:
+        return True
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
+def differs(target: Tensor, value: int) -> Tensor:
+    """``target != value``, where the dtype of the target may lack the value."""
+    return target != value if holds(target.dtype, value) else torch.ones_like(target, dtype=torch.bool)
