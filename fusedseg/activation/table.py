@@ -49,11 +49,13 @@ class Inverse:
     y: (z, p, out) -> y, in ``out`` unless ``out`` is None.  If y equals z, the result may be ``z`` itself.
     grad: (dz, z, p, out) -> dz * phi'(y), in ``out`` unless ``out`` is None.
     slope: p -> the factor, at most 1, by which z may be smaller than a small y.
+    saturates: whether z comes so close to a limit that rounding takes the digits of a negative y.
     """
 
     y: Callable[[Tensor, float, Tensor | None], Tensor]
     grad: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
     slope: Callable[[float], float] = lambda p: 1.0
+    saturates: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +168,7 @@ _ROWS = (
             y=_elu_inverse,
             grad=_elu_grad,
             slope=lambda p: min(p, 1.0),
+            saturates=True,
         ),
     ),
     ActivationRow(
@@ -178,6 +181,7 @@ _ROWS = (
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
+            saturates=True,
         ),
     ),
     ActivationRow(

@@ -20,7 +20,9 @@ class CrossEntropy(NamedTuple):
     reduction: str = "mean"
 
     def likelihood(self) -> str:
-        """The likelihood of the sums that it needs."""
+        """The likelihood of the sums that it needs.  Raises ValueError for a smoothing that is no probability."""
+        if not 0 <= self.smoothing <= 1:
+            raise ValueError(f"fusedseg.losses: label_smoothing must be from 0 to 1, got {self.smoothing}")
         return "smoothed" if self.smoothing else "softmax"
 
     def total(self, sums: Tensor, divisor: Tensor | int = 1) -> Tensor:
@@ -47,11 +49,24 @@ class CrossEntropy(NamedTuple):
         return self._weighted(sums[TARGET])
 
     def _weighted(self, per_class: Tensor) -> Tensor:
+        if self.weight is not None:
+            _check_weight("weight", self.weight, per_class, self.weight.shape == per_class.shape[-1:])
         return (per_class if self.weight is None else per_class * self.weight.to(per_class)).sum()
+
+
+def _check_weight(name: str, weight: Tensor, per_class: Tensor, fits: bool) -> None:
+    """Raises ValueError unless the weight fits; PyTorch would broadcast a single value, or all classes."""
+    if not fits:
+        K = per_class.shape[-1]
+        raise ValueError(
+            f"fusedseg.losses: {name} must have {K} values, one for each class, got shape {tuple(weight.shape)}"
+        )
 
 
 def binary_total(sums: Tensor, pos_weight: Tensor | None) -> Tensor:
     """The sum of ``F.binary_cross_entropy_with_logits`` over all elements; ``pos_weight`` has 1 or K values."""
+    if pos_weight is not None:
+        _check_weight("pos_weight", pos_weight, sums, pos_weight.numel() in (1, sums.shape[2]))
     nll = sums[NLL] if pos_weight is None else sums[NLL] * pos_weight.flatten().to(sums)
     return (nll + sums[OTHER_NLL]).sum()
 

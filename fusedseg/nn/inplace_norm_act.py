@@ -126,8 +126,8 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         num_features: the number of channels.
         eps, momentum, affine, track_running_stats: as in ``nn.BatchNorm2d``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
-            ignore it.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; for ``nn.ELU()`` pass 1.0.
+            Activations without a parameter ignore it.
         bias, device, dtype: as in ``nn.BatchNorm2d``.
 
     Kept for backward: the output, 1 / sqrt(var + eps), the parameters, the residual, and the normalised input of some
@@ -201,8 +201,8 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         num_features: the number of channels.
         eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
-            ignore it.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; for ``nn.ELU()`` pass 1.0.
+            Activations without a parameter ignore it.
 
     By default there are neither parameters nor running statistics.
 
@@ -266,8 +266,8 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as in ``nn.GroupNorm``.
         activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0.  Activations without a parameter
-            ignore it.
+        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; for ``nn.ELU()`` pass 1.0.
+            Activations without a parameter ignore it.
 
     Kept for backward: the output, 1 / sqrt(var + eps) of each group of each sample, the parameters, the residual, and
     the normalised input of the kept channels (see ``InPlaceABN``).

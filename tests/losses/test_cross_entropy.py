@@ -46,3 +46,26 @@ def test_refused():
         fusedseg.CrossEntropyLoss(size_average=True)
     with pytest.raises(ValueError, match="ignore_index must be < 0 for a target of probabilities, got 1"):
         fusedseg.CrossEntropyLoss(ignore_index=1)(torch.randn(1, 3, 4), torch.rand(1, 3, 4))
+
+
+@pytest.mark.parametrize("values", [1, 4])
+def test_weights_of_other_classes_are_refused(values):
+    """A single weight was broadcast over all classes, where the stock loss raises an error."""
+    x, labels, weight = torch.randn(2, 3, 4), torch.randint(3, (2, 1, 4)), torch.ones(values)
+    text = rf"fusedseg.losses: weight must have 3 values, one for each class, got shape \({values},\)"
+    for loss in (fusedseg.CrossEntropyLoss(weight), fusedseg.losses.DC_and_CE_loss({}, {"weight": weight})):
+        with pytest.raises(ValueError, match=text):
+            loss(x, labels)
+
+
+def test_weights_of_other_classes_are_refused_for_one_class():
+    """Three weights counted the cross-entropy of one class three times."""
+    x, target = torch.randn(2, 1, 4), torch.rand(2, 1, 4)
+    with pytest.raises(ValueError, match=r"pos_weight must have 1 values, one for each class, got shape \(3,\)"):
+        fusedseg.DiceCELoss(sigmoid=True, weight=torch.ones(3))(x, target)
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.5])
+def test_a_smoothing_that_is_no_probability_is_refused(smoothing):
+    with pytest.raises(ValueError, match=rf"label_smoothing must be from 0 to 1, got {smoothing}"):
+        fusedseg.CrossEntropyLoss(label_smoothing=smoothing)(torch.randn(2, 3, 4), torch.randint(3, (2, 4)))

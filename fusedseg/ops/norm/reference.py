@@ -138,8 +138,8 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
         image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.groups, norm.eps
     )
     if image is not x:
-        # Autograd refuses writes into views that a function returns.  The result of ``unsafe_chunk`` is none.
-        y = y.as_strided(x.shape, x.stride()).unsafe_chunk(1)[0]
+        # Autograd refuses writes into views that a function returns.  The result of ``data`` is none.
+        y = y.as_strided(x.shape, x.stride()).data
     return _finished(y, given, norm), Statistics(mean.flatten(), rstd.flatten())
 
 
