@@ -243,14 +243,7 @@ JOINED = {
 
 @pytest.mark.usefixtures("packed")
 # What joins is decided without the layout, and rows take twice as long in the interpreter.
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        pytest.param(name, rows, marks=[pytest.mark.slow] if rows and name != "batch" else [], id=f"{name}-{layout}")
-        for name in JOINED
-        for rows, layout in ((False, "planes"), (True, "rows"))
-    ],
-)
+@pytest.mark.parametrize(("name", "rows"), [*((name, False) for name in JOINED), ("batch", True)])
 def test_bits_put_activations_into_norms(name, rows, with_and_without):
     """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes."""
     norm, act, joined = JOINED[name]
@@ -277,15 +270,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize(
-    ("norm", "in_forward", "rows"),
-    [
-        pytest.param(batch, 3, False, id="batch-planes"),
-        pytest.param(batch, 3, True, id="batch-rows", marks=pytest.mark.slow),
-        pytest.param(instance, 0, False, id="instance-planes", marks=pytest.mark.slow),
-        pytest.param(instance, 0, True, id="instance-rows"),
-    ],
-)
+@pytest.mark.parametrize(("norm", "in_forward", "rows"), [(batch, 3, False), (instance, 0, True)])
 def test_bits_put_residuals_into_norms(norm, in_forward, rows, with_and_without):
     """Sums with shortcuts, and the activations after them, were passes of their own: 4 of 29 ms in ResNet-50, by their
     bytes.

@@ -44,17 +44,10 @@ RESIDUAL = {
 }  # fmt: skip
 
 
-# Bottlenecks have the sums of basic blocks, and a SwinUNETR takes half a minute.
-SLOW = ("ResNet-50-planes", "ResNet-50-rows", "SwinUNETR-planes")
-
-
+# Bottlenecks have the sums of basic blocks.
+@pytest.mark.parametrize("fmt", ["planes", "rows"])
 @pytest.mark.parametrize(
-    ("name", "fmt"),
-    [
-        pytest.param(name, fmt, id=f"{name}-{fmt}", marks=[pytest.mark.slow] if f"{name}-{fmt}" in SLOW else [])
-        for name in RESIDUAL
-        for fmt in ("planes", "rows")
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ResNet-50")) for name in RESIDUAL]
 )
 def test_residual_norms_of_networks(name, fmt, monkeypatch):
     """Each is one op, in planes too; its backward gives the shortcut's gradient, and sums of gradients are in place."""

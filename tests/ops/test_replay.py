@@ -78,27 +78,11 @@ def direct(needs_interpreter, monkeypatch):
     launcher.forget_plans()
 
 
-# Each layout in two and in three dimensions; the slow ones are the same calls in the other layout.
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("U-Net", "planes"),
-        ("3D U-Net", "rows"),
-        ("nnU-Net", "planes"),
-        ("ResNet", "rows"),
-        ("mixed", "planes"),
-        *(
-            pytest.param(name, layout, marks=pytest.mark.slow)
-            for name, layout in (
-                ("U-Net", "rows"),
-                ("3D U-Net", "planes"),
-                ("nnU-Net", "rows"),
-                ("ResNet", "planes"),
-                ("mixed", "rows"),
-            )
-        ),
-    ],
-)
+# Each layout in two and in three dimensions.
+LAYOUTS = {"U-Net": "planes", "3D U-Net": "rows", "nnU-Net": "planes", "ResNet": "rows", "mixed": "planes"}
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS.items())
 def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh):
     """Outputs, gradients and buffers of steps whose ops are called, and of steps that launch without them."""
     net, inputs = make(name)
