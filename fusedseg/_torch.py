@@ -83,19 +83,14 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
-def _empty_on_gpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-def _empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
+def _empty_on(device: str) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 # Memory without values, by type of device: the allocation of Inductor's code, which parses fewer arguments than
 # ``torch.empty_strided``.
 EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
-    "cuda": _or("torch._C._dynamo.guards._empty_strided_cuda", _empty_on_gpu),
-    "cpu": _or("torch._C._dynamo.guards._empty_strided_cpu", _empty_on_cpu),
+    device: _or(f"torch._C._dynamo.guards._empty_strided_{device}", _empty_on(device)) for device in ("cuda", "cpu")
 }
 
 
@@ -114,13 +109,6 @@ foreach_copy = _or("torch._foreach_copy_", _copy_each)
 foreach_zero = _or("torch._foreach_zero_", _fill_each)
 
 
-def _no_trace(*args: object, **options: object) -> NoReturn:
-    raise RuntimeError("fusedseg: this version of PyTorch does not have the functions for a trace of CUDA's allocator")
-
-
-# The trace of CUDA's allocator.
-record_memory_history = _or("torch.cuda.memory._record_memory_history", _no_trace)
-memory_snapshot = _or("torch.cuda.memory._snapshot", _no_trace)
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.
