@@ -165,11 +165,9 @@ def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]
     return inputs
 
 
-def _without_values(leaf: object) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    bare = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return bare.requires_grad_(leaf.requires_grad)
+def _without_values(tensor: Tensor) -> Tensor:
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return bare.requires_grad_(tensor.requires_grad)
 
 
 def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
