@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -72,6 +72,19 @@ def later(path: str, feature: str) -> Any:
     """The object of a path that is looked up at its first use, because its module takes long to import."""
     found = _find(path)
     return _raise(path, feature) if found is _ABSENT else found
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: Function) -> Function:
+    """Lets the compiler call the function once, while it traces, and treat the result as a constant.
+
+    It replaces ``torch.compiler.assume_constant_result``.  PyTorch's decorator imports ``torch._dynamo``, and with it
+    triton and sympy, which takes longer than the rest of ``import fusedseg``.  Then it only sets this attribute.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # A context in which no function mode sees calls.
