@@ -13,12 +13,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from .._torch import assume_constant_result
 from ..activation import parse_invertible
 from ..ops import unfused
-from ..ops.norm.kept import Kept, KeptChannels, Refreshed, serve_compiled_code, watch
+from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
 from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
 from .stock_norm import StockNorm
 
 
-class Invertible(Refreshed, StockNorm):
+class Invertible(StockNorm):
     """A base class that stands before a stock norm, which brings ``weight`` and ``bias``."""
 
     KEEP = "output"

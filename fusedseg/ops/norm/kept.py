@@ -119,7 +119,8 @@ def find(
 
 
 _optimizer_steps = 0
-_modules: weakref.WeakSet = weakref.WeakSet()
+# Modules that compiled code reads kept channels from, by their ``refresh_kept()``.
+_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _compiled = False
 
 
@@ -138,16 +139,7 @@ def refresh_modules() -> None:
     # An optimizer may step on fake tensors.  The modules of this loop may have real parameters, which must be read.
     with unset_fake_temporarily():
         for module in tuple(_modules):
-            # A module that has become a stock module again has no list.
-            if isinstance(module, Refreshed):
-                module.refresh_kept()
-
-
-class Refreshed:
-    """The base class of modules that compiled code reads kept channels from."""
-
-    def refresh_kept(self) -> None:
-        raise NotImplementedError
+            module.refresh_kept()
 
 
 def watch(module) -> None:
