@@ -27,10 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import _backend, _torch
+from ... import _backend
+from ..check import wide_dtype
 from ..layout import laid_out
 from . import reference
-from .spec import lines_of, mixed, rank, signed, wide_dtype
+from .spec import lines_of, mixed, rank, signed
 
 # A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
 # the difference of a value and a far kink would have few digits.
@@ -93,14 +94,9 @@ def round_op(t, bits, key, place, kink, stride):
     return pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
 
 
-def _is_launched(t: Tensor) -> bool:
-    """Whether a fake tensor's launches are listed."""
-    return _torch.is_listed(t) and _backend.use_triton(t, "low_bit")
-
-
 @round_op.register_fake
 def _(t, bits, key, place, kink, stride):
-    if _is_launched(t):
+    if _backend.lists_launches(t, "low_bit"):
         # The key has no value there, and none is needed.
         return pack(_laid_out(t, stride), kink, bits, place)
     return packed_like(_laid_out(t, stride), kink, bits)
@@ -133,7 +129,7 @@ def unpack(codes, lowest, highest, kink, bits, size, stride):
 
 @unpack_op.register_fake
 def _(codes, lowest, highest, kink, bits, size, stride):
-    if _is_launched(lowest):
+    if _backend.lists_launches(lowest, "low_bit"):
         return unpack(codes, lowest, highest, kink, bits, size, stride)
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
@@ -183,7 +179,7 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
 
 @norm_kink.register_fake
 def _(x, mean, rstd, weight, bias, of_samples):
-    if _is_launched(mean):
+    if _backend.lists_launches(mean, "low_bit"):
         return kink_of(x, mean, rstd, weight, bias, of_samples)
     count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))

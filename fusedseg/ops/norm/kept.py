@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
+from ..check import wide_dtype
 
 # A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
 # 2**-18 and 2**-41.
@@ -80,7 +81,7 @@ def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype,
     weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
     floor = floor_of(act, dtype, residual)
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(weight.dtype)
     return bias.detach().to(wide).abs().clamp(min=floor) > weight.detach().to(wide).abs() * KAPPA[dtype]
 
 
@@ -213,7 +214,7 @@ def request(device: torch.device) -> Arriving:
     weights, biases = [of.parameters[0] for of in changed], [of.parameters[1] for of in changed]
     floors, kappas = limits_of(tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device)
     flat = torch.cat([*weights, *biases])
-    weight, bias = flat.to(torch.promote_types(flat.dtype, torch.float32)).abs_().chunk(2)
+    weight, bias = flat.to(wide_dtype(flat.dtype)).abs_().chunk(2)
     arriving = Arriving(torch.maximum(bias, floors) > weight * kappas)
     first = 0
     for of, w in zip(changed, weights, strict=True):

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _backend, _torch
+from ... import _backend
 from .. import layout
+from ..check import wide_dtype
 from ..double_backward import differentiated_once, refuse_in_graphs
 from . import reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
-from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype, wide_dtype
+from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
 from .tiles import Grads
 
 Needs = Sequence[bool]
@@ -90,7 +91,7 @@ def _conv_backward(
 ) -> tuple[Tensor | None, ...]:
     # Both passes need features whose positions are one axis.
     conv = conv._replace(features=layout.dense(conv.features)[0])
-    dtype = wide_dtype(conv.features)
+    dtype = wide_dtype(conv.features.dtype)
     # With an interpolation, no logit may depend on some of the features.
     like = torch.empty_like if conv.form.size is None else torch.zeros_like
     dfeatures = like(conv.features) if needs[0] else None
@@ -154,7 +155,7 @@ def sums_op(*args):
 def _is_launched(given: SumsInputs) -> bool:
     """Whether a fake tensor's launches are listed."""
     x = given.logits
-    return isinstance(x, Tensor) and _torch.is_listed(x) and _backend.use_triton(x, "sums")
+    return isinstance(x, Tensor) and _backend.lists_launches(x, "sums")
 
 
 @sums_op.register_fake

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
-from ..check import check_input
+from ..check import check_input, wide_dtype
 from . import reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
 from .op import dense_logits, no_autocast
 from .reference import check_whole
-from .spec import SumsInputs, SumsSpec, wide_dtype
+from .spec import SumsInputs, SumsSpec
 
 OP = "fusedseg.argmax_labels"
 
@@ -114,7 +114,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
         return values.flatten(1)
     given: Tensor | Conv = logits.conv if isinstance(logits, ConvLogits) else dense_logits(logits)[0]
     if not logits.numel():
-        return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given)))
+        return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given).dtype))
     check_whole(labels)
     with no_autocast(labels):
         return reference.cross_entropy(given, labels, options)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..check import wide_dtype
 from ..layout import layout_of
 
 OP = "fusedseg.segmentation_sums"
@@ -119,11 +120,6 @@ def sizes_of(logits: Tensor) -> Sizes | None:
     return Sizes(N, K, math.prod(spatial), layout.rows)
 
 
-def wide_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: float64 for float64 logits, otherwise float32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def sums_dtype(logits: Tensor, spec: SumsSpec) -> torch.dtype:
     """The dtype of the sums; that of counts is float64, in which they are exact."""
-    return torch.float64 if spec.hard else wide_dtype(logits)
+    return torch.float64 if spec.hard else wide_dtype(logits.dtype)
