@@ -36,9 +36,7 @@ Needs = Sequence[bool]
 def dense_logits(logits: Tensor) -> tuple[Tensor, Sizes]:
     """Logits that are contiguous or channels_last, and their sizes."""
     logits, _ = layout.dense(logits)
-    sizes = sizes_of(logits)
-    assert sizes is not None
-    return logits, sizes
+    return logits, sizes_of(logits)
 
 
 def no_autocast(t: Tensor) -> Any:
@@ -139,12 +137,10 @@ _CALL = f"{_TENSORS}, {_FORM}, {SCHEMA}"
 NO_FORM = (None, False, None)
 
 
-def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype | None) -> ConvForm | None:
-    return None if dtype is None else ConvForm(None if size is None else tuple(size), align_corners, dtype)
-
-
 def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
-    return _inputs(_form(*args[5:8]), *args[:5]), SumsSpec(*args[8:])
+    size, align_corners, dtype = args[5:8]
+    form = None if dtype is None else ConvForm.of(size, align_corners, dtype)
+    return _inputs(form, *args[:5]), SumsSpec(*args[8:])
 
 
 @torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")

@@ -3,7 +3,7 @@
 ``fusedseg.functional.argmax_labels`` is public.  From the cross-entropy, a loss chooses the positions that count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,10 +79,6 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     return labels
 
 
-def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> ConvForm:
-    return ConvForm(None if size is None else tuple(size), align_corners, dtype)
-
-
 @torch.library.custom_op(
     "fusedseg::conv_argmax",
     mutates_args=(),
@@ -90,12 +86,12 @@ def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -
     "ScalarType labels) -> Tensor",
 )
 def conv_argmax_op(features, weight, bias, size, align_corners, dtype, labels):
-    return labels_of(Conv(features, weight, bias, _form(size, align_corners, dtype)), labels)
+    return labels_of(Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)), labels)
 
 
 @conv_argmax_op.register_fake
 def _(features, weight, bias, size, align_corners, dtype, labels):
-    N, _, *spatial = Conv(features, weight, bias, _form(size, align_corners, dtype)).shape
+    N, _, *spatial = Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)).shape
     return features.new_empty(N, *spatial, dtype=labels)
 
 

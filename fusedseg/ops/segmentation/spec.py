@@ -111,11 +111,10 @@ class Sizes(NamedTuple):
     rows: bool
 
 
-def sizes_of(logits: Tensor) -> Sizes | None:
-    """The sizes of logits in memory; None if they are neither contiguous nor channels_last."""
+def sizes_of(logits: Tensor) -> Sizes:
+    """The sizes in memory of logits that are contiguous or channels_last."""
     layout = layout_of(logits)
-    if layout is None:
-        return None
+    assert layout is not None
     N, K, *spatial = logits.shape
     return Sizes(N, K, math.prod(spatial), layout.rows)
 
