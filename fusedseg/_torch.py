@@ -247,7 +247,7 @@ else:
 
 
 class ListingMode(FakeTensorMode):
-    """A fake mode whose tensors are launched on like those of their device, where launches are only listed."""
+    """A fake mode in which ops choose as on the device of their tensors; launches are listed, and not made."""
 
 
 def is_listed(t: torch.Tensor) -> bool:
@@ -357,7 +357,7 @@ def decomposition(op: object) -> Any:
 
 
 def uncompiled(compiled: Callable[..., object]) -> Any:
-    """The module or function of which ``torch.compile`` has made ``compiled``."""
+    """The module or function from which ``torch.compile`` has made ``compiled``."""
     if is_optimized_module(compiled):
         return compiled._orig_mod
     return inspect.unwrap(getattr(compiled, "_torchdynamo_orig_callable", compiled))

@@ -123,7 +123,7 @@ LIBRARY: dict[tuple[str, str], Block] = {
 
 
 def digest_of(cls: type[nn.Module]) -> str:
-    """Of the source of a class's constructor and forward; "" if there is no source."""
+    """The digest of the source of a class's constructor and forward; "" if there is no source."""
     try:
         source = inspect.getsource(cls.__init__) + inspect.getsource(cls.forward)
     except (OSError, TypeError):

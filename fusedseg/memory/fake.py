@@ -186,7 +186,7 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
 
 
 class _PlainTensors(TorchFunctionMode):
-    """Copies tensors without their values: those in attributes of a module that are no parameters or buffers."""
+    """Copies, without values, the tensors in attributes of a module that are neither parameters nor buffers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -147,9 +147,9 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     """The kinks of a norm of ``x``, (N, C, *spatial).
 
     Args:
-        mean, rstd: (C,); or those of samples, one value for each of their groups, of which a channel may be one.
+        mean, rstd: (C,); or with ``of_samples`` one value for each group of channels of each sample.
         weight, bias: (C,), or None.
-        of_samples: whether the statistics are those of samples.
+        of_samples: whether each sample has statistics of its own.
 
     Returns:
         (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
@@ -240,7 +240,7 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         target: the op.
         value: what is packed, or unpacked; it may have no values, and symbolic sizes.
         numel: the number of its elements.
-        bits: those of an element.
+        bits: the bits of an element.
     """
     if target in (bits_pack._opoverload, bits_unpack._opoverload):
         # Chunks are larger than most tensors.

@@ -22,8 +22,8 @@ OP = "fusedseg.segmentation_sums"
 OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
 ROWS = 5
 
-# The functions of the logits that give p, and those of them that are 1 or 0: the first class with the largest logit,
-# and every class with a logit above 0.
+# The functions of the logits that give p.  For HARD, p is 1 or 0: "argmax" is 1 for the first class with the largest
+# logit, and "positive" for every class with a logit above 0.
 HARD = ("argmax", "positive")
 PROBABILITIES = ("softmax", "sigmoid", "identity", *HARD, "none")
 

@@ -1,8 +1,8 @@
 """Logits tile by tile, so that a tile and its few copies stay in the cache: of a tensor, or of a 1x1 convolution.
 
 ``tiles`` computes one tile after the other.  In backward its consumer writes the gradient of each tile.  The logits of
-a convolution are never formed as a whole: ``tiles`` goes on from the gradient of a tile to those of features, weight
-and bias.
+a convolution are never formed as a whole: ``tiles`` continues from the gradient of a tile to the gradients of
+features, weight and bias.
 
 With an interpolation, the convolution comes first, because both are linear and interpolation weights sum to one.  The
 spatial axes are planes, rows and columns; two dimensions are volumes of one plane.  A slab of planes is interpolated
@@ -196,14 +196,14 @@ class Interpolation(NamedTuple):
         return self.planes.inputs(slab.start, slab.stop)
 
     def last_used(self, slab: slice) -> slice:
-        """Those of the small planes that no later slab reads."""
+        """The small planes that a slab reads and no later slab."""
         used = self.used(slab)
         if slab.stop == self.planes.large:
             return used
         return slice(used.start, min(self.planes.first(slab.stop), used.stop))
 
     def along_planes(self, z: Tensor, slab: slice) -> Tensor:
-        """The planes of a slab, from those that it uses; rows and columns stay small."""
+        """The planes of a slab, from the small planes that it uses; rows and columns stay small."""
         if not self.has_planes:
             return z
         weights = self.of_planes[slab, self.used(slab)]
