@@ -67,7 +67,7 @@ def contenders(x: Tensor, weight: Tensor) -> dict[str, Pair]:
         name: (partial(vendor_forward, benchmark), partial(vendor_gradient, benchmark))
         for name, benchmark in (("eager", False), ("cudnn.benchmark", True))
     }
-    if not conv3d.serves(x, weight, *conv3d.PLAIN[:3], 1):
+    if not conv3d.PLAIN.served(x, weight):
         # Without a GPU, the op calls the vendor.
         return vendor | {"ours": vendor["eager"]}
     return vendor | {"ours": (partial(conv3d.forward, bias=None), conv3d.input_gradient)}

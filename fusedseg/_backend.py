@@ -160,6 +160,11 @@ def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
     return not why_not(x, family)
 
 
+def lists_launches(x: torch.Tensor, family: str) -> bool:
+    """Whether ``x`` is a fake tensor on which Triton kernels of a family are listed (``_torch.ListingMode``)."""
+    return is_listed(x) and use_triton(x, family)
+
+
 class EstimateMode(FakeTensorMode):
     """A fake mode whose tensors stand for those of a GPU, whatever their device is.
 

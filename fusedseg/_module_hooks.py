@@ -10,13 +10,10 @@ from torch import nn
 from . import _torch
 
 
+@_torch.assume_constant_result
 def has_global_hooks() -> bool:
     """Whether code has registered hooks of all modules."""
     return any(_torch.global_module_hooks)
-
-
-# The compiler runs this once, while it traces (``unfused.assume_constant_result`` in ops).
-has_global_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_hooks(module: nn.Module) -> bool:

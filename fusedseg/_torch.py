@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -74,6 +74,19 @@ def later(path: str, feature: str) -> Any:
     return _raise(path, feature) if found is _ABSENT else found
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: Function) -> Function:
+    """Lets the compiler call the function once, while it traces, and treat the result as a constant.
+
+    It replaces ``torch.compiler.assume_constant_result``.  PyTorch's decorator imports ``torch._dynamo``, and with it
+    triton and sympy, which takes longer than the rest of ``import fusedseg``.  Then it only sets this attribute.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # A context in which no function mode sees calls.
 DisableTorchFunction = _or("torch._C.DisableTorchFunction", nullcontext)
 # The number of the backward pass that runs in this thread, or -1.  Without it, the second forward of a checkpoint moves
@@ -83,19 +96,14 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
-def _empty_on_gpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-def _empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
+def _empty_on(device: str) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 # Memory without values, by type of device: the allocation of Inductor's code, which parses fewer arguments than
 # ``torch.empty_strided``.
 EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
-    "cuda": _or("torch._C._dynamo.guards._empty_strided_cuda", _empty_on_gpu),
-    "cpu": _or("torch._C._dynamo.guards._empty_strided_cpu", _empty_on_cpu),
+    device: _or(f"torch._C._dynamo.guards._empty_strided_{device}", _empty_on(device)) for device in ("cuda", "cpu")
 }
 
 
@@ -114,13 +122,6 @@ foreach_copy = _or("torch._foreach_copy_", _copy_each)
 foreach_zero = _or("torch._foreach_zero_", _fill_each)
 
 
-def _no_trace(*args: object, **options: object) -> NoReturn:
-    raise RuntimeError("fusedseg: this version of PyTorch does not have the functions for a trace of CUDA's allocator")
-
-
-# The trace of CUDA's allocator.
-record_memory_history = _or("torch.cuda.memory._record_memory_history", _no_trace)
-memory_snapshot = _or("torch.cuda.memory._snapshot", _no_trace)
 # The transforms of torch.func.
 peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
 # The class of ops in torch.ops.
@@ -246,7 +247,7 @@ else:
 
 
 class ListingMode(FakeTensorMode):
-    """A fake mode whose tensors are launched on like those of their device, where launches are only listed."""
+    """A fake mode in which ops choose as on the device of their tensors; launches are listed, and not made."""
 
 
 def is_listed(t: torch.Tensor) -> bool:
@@ -356,7 +357,7 @@ def decomposition(op: object) -> Any:
 
 
 def uncompiled(compiled: Callable[..., object]) -> Any:
-    """The module or function of which ``torch.compile`` has made ``compiled``."""
+    """The module or function from which ``torch.compile`` has made ``compiled``."""
     if is_optimized_module(compiled):
         return compiled._orig_mod
     return inspect.unwrap(getattr(compiled, "_torchdynamo_orig_callable", compiled))

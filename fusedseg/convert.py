@@ -38,9 +38,12 @@ from .ops.norm.op import normalise_eagerly
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.GroupNorm)
+# The dimensions of the input of each norm; ``nn.GroupNorm`` takes any number from 2 on.
+DIMS: dict[type, tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+    nn.InstanceNorm1d: (3,), nn.InstanceNorm2d: (4,), nn.InstanceNorm3d: (5,),
+}  # fmt: skip
+NORMS = (*DIMS, nn.GroupNorm)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 POOLS: dict[type[nn.Module], int] = {nn.MaxPool2d: 2, nn.MaxPool3d: 3}
@@ -120,7 +123,7 @@ LIBRARY: dict[tuple[str, str], Block] = {
 
 
 def digest_of(cls: type[nn.Module]) -> str:
-    """Of the source of a class's constructor and forward; "" if there is no source."""
+    """The digest of the source of a class's constructor and forward; "" if there is no source."""
     try:
         source = inspect.getsource(cls.__init__) + inspect.getsource(cls.forward)
     except (OSError, TypeError):
@@ -188,20 +191,12 @@ def _is_untouched(module: nn.Module, cls: type) -> bool:
     )
 
 
-# The dimensions of the input of each norm; any number from 2 on for ``nn.GroupNorm``.
-DIMS: dict[type, tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
-    nn.InstanceNorm1d: (3,), nn.InstanceNorm2d: (4,), nn.InstanceNorm3d: (5,),
-}  # fmt: skip
-
-
 def _takes(norm: Any, x: Tensor) -> bool:
     """Whether a stock norm takes the input, as one batch with the channels that it was made for."""
-    if isinstance(norm, nn.GroupNorm):
-        return x.layout is torch.strided and x.numel() > 0 and x.shape[1] == norm.num_channels
-    if x.layout is not torch.strided or x.dim() not in DIMS[type(norm)]:
+    of_groups = isinstance(norm, nn.GroupNorm)
+    if x.layout is not torch.strided or not (of_groups or x.dim() in DIMS[type(norm)]):
         return False
-    return x.numel() > 0 and x.shape[1] == norm.num_features
+    return x.numel() > 0 and x.shape[1] == (norm.num_channels if of_groups else norm.num_features)
 
 
 def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:

@@ -8,8 +8,6 @@ import time
 # A command that ends earlier shows no line.
 QUIET_SECONDS = 1.0
 REDRAW_SECONDS = 0.5
-# Where no terminal shows a line that changes, a new line comes so often.
-LINE_SECONDS = 10.0
 CLEAR = "\r\x1b[K"
 
 
@@ -56,21 +54,3 @@ class Progress:
             self._done.wait(REDRAW_SECONDS)
         sys.stderr.write(CLEAR)
         sys.stderr.flush()
-
-
-class ProgressLines:
-    """Prints what a long command is doing, and for how long, a line every ten seconds.
-
-    It is for output that goes into a file or a pipe.  The lines go to stdout, because stderr is for errors there.  If
-    stderr is a terminal, it prints nothing, because a bar is drawn there.
-    """
-
-    def __init__(self) -> None:
-        self._start, self._last = time.monotonic(), -LINE_SECONDS
-        self._silent = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        now = time.monotonic()
-        if not self._silent and now - self._start - self._last >= LINE_SECONDS:
-            self._last = now - self._start
-            print(f"{text} ({self._last:.0f} s)", flush=True)

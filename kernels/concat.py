@@ -19,7 +19,7 @@ import math
 import triton
 import triton.language as tl
 
-from .launch import acc_dtype, warps_of
+from .launch import acc_dtype, least_idle, warps_of
 from .launcher import Launcher, plan
 
 # The sources of a launch.  More sources take several launches.
@@ -70,10 +70,10 @@ def concat_kernel(x0_ptr, x1_ptr, x2_ptr, x3_ptr, bias0_ptr, bias1_ptr, bias2_pt
 
 
 def lanes_of(channels):
-    """The channels of a program: the power of two that leaves the fewest lanes idle; between equals, the larger one."""
+    """The number of channels of a program, a power of two."""
     widest = triton.next_power_of_2(max(channels))
     candidates = [lanes for lanes in (MOST_LANES >> k for k in range(5)) if lanes <= widest] or [widest]
-    return min(candidates, key=lambda lanes: (sum(triton.cdiv(C, lanes) * lanes for C in channels), -lanes))
+    return least_idle(candidates, *channels)
 
 
 @plan

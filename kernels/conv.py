@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .launch import multiprocessors
+from .launch import least_idle, multiprocessors
 
 # Programs per multiprocessor.  With several waves, programs that end early cost less.  Fewer programs leave fewer
 # partial statistics.
@@ -78,10 +78,9 @@ def conv_blocks(
     # A swizzled row of shared memory holds 128 bytes of channels.  Without tensor cores both operands are in registers,
     # and operands of 32 channels would spill.
     block_c = min(max(MIN_REDUCED, triton.next_power_of_2(C)), 128 // dtype.itemsize if tensor_cores else MIN_REDUCED)
-    # The tile that wastes the fewest channels is taken; between equals, the larger one.  On sm_100, the scale and shift
-    # of 128 channels would take 128 registers per thread beside the product, and hundreds of bytes would spill.
-    candidates = (128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16)
-    block_k = min(candidates, key=lambda block: (triton.cdiv(K, block) * block, -block))
+    # On sm_100, the scale and shift of 128 channels would take 128 registers per thread beside the product, and
+    # hundreds of bytes would spill.
+    block_k = least_idle((128, 64, 32, 16) if tensor_cores and not affine else (64, 32, 16), K)
     tiles = triton.cdiv(M, TILE_ROWS) * triton.cdiv(K, block_k) * groups
     block_m = TILE_ROWS if tiles >= multiprocessors(device) else TILE_ROWS // 2
     # With 4 warps the epilogue of a 128 x 64 tile spills on sm_80 and sm_100, and so does a 128 x 16 tile in fp32.

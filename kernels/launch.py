@@ -5,6 +5,7 @@ Here and in the launchers, ``layout`` is a ``Layout`` of ``fusedseg/ops/layout.p
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,16 +75,17 @@ def acc_dtype(dtype: torch.dtype):
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def row_lanes(C: int, at_most: int) -> int:
-    """The number of channels of a program.
+def least_idle(candidates: Sequence[int], *channels: int) -> int:
+    """The block of channels that leaves the fewest lanes idle; between equals, the larger one."""
+    return min(candidates, key=lambda block: (sum(triton.cdiv(C, block) * block for C in channels), -block))
 
-    It is the power of two that leaves the fewest lanes idle; between equals, the larger one.
-    """
+
+def row_lanes(C: int, at_most: int) -> int:
+    """The number of channels of a program, a power of two."""
     candidates = [at_most]
     while candidates[-1] > 16:
         candidates.append(candidates[-1] // 2)
-    candidates = [lanes for lanes in candidates if lanes < 2 * C] or [triton.next_power_of_2(C)]
-    return min(candidates, key=lambda lanes: (triton.cdiv(C, lanes) * lanes, -lanes))
+    return least_idle([lanes for lanes in candidates if lanes < 2 * C] or [triton.next_power_of_2(C)], C)
 
 
 def warps(elements: int, per_thread: int) -> int:

@@ -257,7 +257,7 @@ def groups_of(I, S, C, row_bytes, kinks, ROWS: tl.constexpr, INDEX: tl.constexpr
 @triton.jit
 def tile_of(step, exists, first, S, C, row_bytes, ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK_G: tl.constexpr,
             BLOCK_P: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Of a step: the places in the group, and offsets and masks of values and of bytes, from where the groups begin.
+    """For a step: the places in the group, and offsets and masks of values and of bytes, from where the groups begin.
 
     WHOLE says that all groups are whole and fill all programs, so that the compiler sees that nothing is masked.
     """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 # Largest relative error (2-norms, against float64) of an output.  Rounding to the stored dtype costs up to its unit
@@ -28,6 +28,10 @@ GRADIENT_TOLERANCE = {
 
 # The parameters of activations that the tests use.  They differ from the stock defaults.
 PARAMS = {"leaky_relu": 0.2, "elu": 1.3, "celu": 1.5}
+# The modules of stock activations that no op of this package has, by the names of their functions.
+UNFUSED: dict[str, type[nn.Module]] = {
+    "hardtanh": nn.Hardtanh, "rrelu": nn.RReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "hardsigmoid": nn.Hardsigmoid,
+}  # fmt: skip
 
 
 def stock_activation(name: str, param: Any = 0.0) -> Callable[[Tensor], Tensor]:

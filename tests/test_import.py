@@ -102,7 +102,7 @@ def test_the_command_line_does_not_load_matplotlib(found):
 
 def test_a_function_is_marked_constant_as_pytorch_marks_it():
     """``assume_constant_result`` stands for PyTorch's decorator, so both must leave the same attributes."""
-    from fusedseg.ops.unfused import assume_constant_result
+    from fusedseg._torch import assume_constant_result
 
     marked, ours = (mark(lambda: True) for mark in (torch.compiler.assume_constant_result, assume_constant_result))
     assert vars(ours) == vars(marked) != {}

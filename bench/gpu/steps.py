@@ -30,7 +30,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedseg.memory import allocator_peak, checkpoint_blocks
-from fusedseg.memory.meter import allocator_course
 from fusedseg.unet import UNet
 from tests.resnet import ResNet50
 
@@ -41,6 +40,7 @@ from ..jobs import NetJob, net_tolerance, step_results
 from ..networks import plain_unet, residual_unet, swin_unetr
 from ..results import spread
 from ..test_compiler import with_backend, with_budget
+from .course import allocator_course
 from .kinds import Launches, by_kind
 
 # fp16 needs a scale of the loss.  It is static: the bench has no overflow, and a dynamic scale makes the host wait.

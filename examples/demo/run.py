@@ -10,11 +10,31 @@ from pathlib import Path
 import torch
 
 from fusedseg.memory.tables import open_new, write_json
-from fusedseg.progress import ProgressLines
 
 from . import report, training
 
 EXTRAS = ("nilearn", "matplotlib", "tqdm")
+# Where no terminal shows a line that changes, a new line comes so often.
+LINE_SECONDS = 10.0
+
+
+class ProgressLines:
+    """Prints what the command is doing, and for how long, a line every ten seconds.
+
+    It is for output that goes into a file or a pipe.  The lines go to stdout, because stderr is for errors there.  If
+    stderr is a terminal, it prints nothing, because a bar is drawn there.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._last = -LINE_SECONDS
+        self._silent = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._silent and now - self._start - self._last >= LINE_SECONDS:
+            self._last = now - self._start
+            print(f"{text} ({self._last:.0f} s)", flush=True)
 
 
 class Refused(Exception):

@@ -10,7 +10,7 @@ from .arguments import (
     parse_activation,
     parse_invertible,
 )
-from .table import OF_MODULE, OTHERS, TABLE, ActivationRow, Inverse, is_invertible
+from .table import OF_MODULE, TABLE, ActivationRow, Inverse, is_invertible
 
 __all__ = [
     "EXACT_ONLY",
@@ -18,7 +18,6 @@ __all__ = [
     "INVERTIBLE",
     "NAMES",
     "OF_MODULE",
-    "OTHERS",
     "TABLE",
     "Activation",
     "ActivationRow",

@@ -1,7 +1,7 @@
 """The only table of the properties of each activation function.
 
-Everything outside ``kernels/`` reads ``TABLE``: the ops on aten, programs that are exported, modules, conversion and
-the memory report.  To add an activation, add a row here and a branch to each function of ``kernels/activation.py``.
+Everything outside ``kernels/`` reads ``TABLE``: the ops on aten, programs that are exported, modules and conversion.
+To add an activation, add a row here and a branch to each function of ``kernels/activation.py``.
 
 In the table, y is the input of the activation, z is its output, and p is its parameter.  p is 0 for activations without
 a parameter.
@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,9 @@ class ActivationRow:
     grad: (dz, y, p, out) -> dz * phi'(y), in ``out`` if aten has an op for that, otherwise in new memory.  ``out`` may
         be dz or y.  Autograd calls these ops for the stock function of y.  For the function that overwrites y, autograd
         calls other ops, which round differently.
-    node: the beginning of the name of the node that autograd makes for it; "" if the memory report gives no advice.
     parameter: the meaning of ``activation_param``, or None if there is no parameter.
     inverse: the functions that need only z; None if y cannot be found from z.
     identity: z equals y, so the gradient of y is dz, and a parameter has no effect.
-    idempotent: applying it twice gives the same result as applying it once.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they support.
     selected_by: for a row that a word selects, the public name and the word.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
@@ -85,11 +83,9 @@ class ActivationRow:
     function: Callable[[Tensor, Any], Tensor]
     forward: Callable[[Tensor, Any], Tensor]
     grad: Callable[[Tensor, Tensor, Any, Tensor], Any]
-    node: str = ""
     parameter: Parameter | None = None
     inverse: Inverse | None = None
     identity: bool = False
-    idempotent: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
     learned: bool = False
@@ -148,7 +144,6 @@ _ROWS = (
         function=F.leaky_relu,
         forward=lambda y, p: _nn.leaky_relu_(y, p),
         grad=lambda dz, y, p, out: write_gradient(aten.leaky_relu_backward, out, dz, y, p, False),
-        node="LeakyRelu",
         parameter=Parameter("slope", "negative_slope", 0.01),
         inverse=Inverse(
             y=_leaky_relu_inverse,
@@ -162,7 +157,6 @@ _ROWS = (
         function=F.elu,
         forward=lambda y, p: _nn.elu_(y, p),
         grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, p, 1, 1, False, y),
-        node="Elu",
         parameter=Parameter("alpha", "alpha", 1.0),
         inverse=Inverse(
             y=_elu_inverse,
@@ -177,7 +171,6 @@ _ROWS = (
         function=lambda y, p: F.selu(y),
         forward=lambda y, p: torch.selu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y),
-        node="Elu",
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
@@ -193,7 +186,6 @@ _ROWS = (
         grad=lambda dz, y, p, out: write_gradient(
             aten.elu_backward, out, dz, p, 1, 1 / ctypes.c_float(p).value, False, y
         ),
-        node="Celu",
         parameter=Parameter("alpha", "alpha", 1.0),
     ),
     ActivationRow(
@@ -203,7 +195,6 @@ _ROWS = (
         forward=lambda y, p: y,
         grad=lambda dz, y, p, out: dz,
         identity=True,
-        idempotent=True,
         inverse=Inverse(
             y=lambda z, p, out: z,
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
@@ -215,8 +206,6 @@ _ROWS = (
         function=lambda y, p: F.relu(y),
         forward=lambda y, p: torch.relu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.threshold_backward, out, dz, y, 0),
-        node="Relu",
-        idempotent=True,
     ),
     ActivationRow(
         "silu",
@@ -224,7 +213,6 @@ _ROWS = (
         function=lambda y, p: F.silu(y),
         forward=lambda y, p: _nn.silu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.silu_backward, out, dz, y),
-        node="Silu",
     ),
     ActivationRow(
         "gelu",
@@ -232,7 +220,6 @@ _ROWS = (
         function=lambda y, p: F.gelu(y),
         forward=lambda y, p: _nn.gelu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.gelu_backward, out, dz, y),
-        node="Gelu",
         parameter=_APPROXIMATION,
     ),
     ActivationRow(
@@ -241,7 +228,6 @@ _ROWS = (
         function=lambda y, p: F.gelu(y, approximate="tanh"),
         forward=lambda y, p: _nn.gelu_(y, approximate="tanh"),
         grad=lambda dz, y, p, out: write_gradient(aten.gelu_backward, out, dz, y, approximate="tanh"),
-        node="Gelu",
         parameter=_APPROXIMATION,
         selected_by=("gelu", "tanh"),
     ),
@@ -251,7 +237,6 @@ _ROWS = (
         function=lambda y, p: F.mish(y),
         forward=lambda y, p: _nn.mish_(y),
         grad=lambda dz, y, p, out: aten.mish_backward.default(dz, y),
-        node="Mish",
     ),
     ActivationRow(
         "hardswish",
@@ -259,7 +244,6 @@ _ROWS = (
         function=lambda y, p: F.hardswish(y),
         forward=lambda y, p: _nn.hardswish_(y),
         grad=lambda dz, y, p, out: aten.hardswish_backward.default(dz, y),
-        node="Hardswish",
     ),
     ActivationRow(
         "relu6",
@@ -267,8 +251,6 @@ _ROWS = (
         function=lambda y, p: F.relu6(y),
         forward=lambda y, p: _nn.hardtanh_(y, 0.0, 6.0),
         grad=lambda dz, y, p, out: write_gradient(aten.hardtanh_backward, out, dz, y, 0.0, 6.0),
-        node="Hardtanh",
-        idempotent=True,
     ),
     ActivationRow(
         "softplus",
@@ -276,7 +258,6 @@ _ROWS = (
         function=lambda y, p: F.softplus(y),
         forward=lambda y, p: _nn.softplus(y, out=y),
         grad=lambda dz, y, p, out: write_gradient(aten.softplus_backward, out, dz, y, 1, 20),
-        node="Softplus",
         fixed=(("beta", 1.0), ("threshold", 20.0)),
     ),
     ActivationRow(
@@ -291,28 +272,6 @@ _ROWS = (
 )
 TABLE: dict[str, ActivationRow] = {row.name: row for row in _ROWS}
 
-
-class Other(NamedTuple):
-    """A stock activation that no fused op has: its function, its module, and ``node`` as in ``ActivationRow``.
-
-    ``random`` is True if it draws random numbers in training.
-    """
-
-    name: str
-    module: type[nn.Module] | None
-    node: str = ""
-    random: bool = False
-
-
-OTHERS = (
-    Other("hardtanh", nn.Hardtanh),
-    Other("rrelu", nn.RReLU, random=True),
-    Other("sigmoid", nn.Sigmoid, "Sigmoid"),
-    Other("tanh", nn.Tanh, "Tanh"),
-    Other("hardsigmoid", nn.Hardsigmoid),
-    Other("clamp", None),
-    Other("clamp_min", None),
-)
 
 # The row of each class of stock modules.  If a word selects among several rows, this is the first row.
 OF_MODULE: dict[type[nn.Module], ActivationRow] = {

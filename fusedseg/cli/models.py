@@ -165,13 +165,11 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def build(source: ModelSource, on_fake_tensors: bool = False) -> nn.Module:
-    """The stock model; raises Refused if the constructor fails, or returns no module."""
+def build(source: ModelSource) -> nn.Module:
+    """The stock model without values; raises Refused if the constructor fails, or returns no module."""
     try:
-        if on_fake_tensors:
-            with fake.fake_mode() as mode:
-                return fake.build(source.build, mode)
-        return source.build()
+        with fake.fake_mode() as mode:
+            return fake.build(source.build, mode)
     # A constructor may raise any error.
     except Exception as error:
         raise Refused(f"{source.name} cannot be built: {first_line(error)}{place_of(error)}") from error
@@ -188,7 +186,7 @@ def split_batch(source: ModelSource, args: argparse.Namespace, named: bool) -> t
         if source.sample is None:
             raise Refused("--input is needed, unless MODEL is a plans file of nnU-Net")
         return [source.sample], batch or source.batch
-    convs = (module for module in build(source, on_fake_tensors=True).modules() if isinstance(module, _ConvNd))
+    convs = (module for module in build(source).modules() if isinstance(module, _ConvNd))
     dims = next((len(conv.kernel_size) for conv in convs), None)
     if dims is not None and len(shapes[0]) in (dims + 1, dims + 2):
         named = len(shapes[0]) == dims + 2

@@ -73,10 +73,11 @@ def inplace_abn(
     op = NAMES["output"]
     act = parse_invertible(op, activation, activation_param)
     given = Operands(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    return _normalised(op, given, Norm("output", act, eps=eps, momentum=momentum, own=training))
+    return normalised(op, given, Norm("output", act, eps=eps, momentum=momentum, own=training))
 
 
-def _normalised(op: str, given: Operands, norm: Norm) -> Tensor:
+def normalised(op: str, given: Operands, norm: Norm) -> Tensor:
+    """The norm of unchecked arguments; an op that keeps its output reads weight and bias to find the kept channels."""
     check(op, given, norm)
     in_place, residual = norm.keep == "output", given.residual is not None
     kept = find(given.weight, given.bias, norm.act, given.x.dtype, residual) if in_place else None
@@ -117,7 +118,7 @@ def inplace_instance_norm_act(
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
     given = Operands(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
     norm = Norm("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance")
-    return _normalised(op, given, norm)
+    return normalised(op, given, norm)
 
 
 def inplace_group_norm_act(
@@ -144,7 +145,7 @@ def inplace_group_norm_act(
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
     given = Operands(x, weight=weight, bias=bias, residual=residual)
-    return _normalised(op, given, Norm("output", act, eps=eps, kind="group", groups=num_groups))
+    return normalised(op, given, Norm("output", act, eps=eps, kind="group", groups=num_groups))
 
 
 def norm_act(
@@ -197,4 +198,4 @@ def norm_act(
     of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
     given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip
-    return _normalised(op, given, of_call)
+    return normalised(op, given, of_call)

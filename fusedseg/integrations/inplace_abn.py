@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ..activation import TABLE, Activation, is_invertible, parse_activation
+from ..functional.norms import normalised
 from ..nn import InPlaceABN as _InPlaceABN
 from ..nn.sync import SYNCHRONISED, Synchronised, group_name
 from ..ops.norm.call import Norm, Operands
-from ..ops.norm.checks import check
-from ..ops.norm.kept import Kept, find
-from ..ops.norm.op import normalise
+from ..ops.norm.kept import Kept
 
 OP = "fusedseg.integrations.inplace_abn"
 # The modules of the package.
@@ -168,9 +167,7 @@ def inplace_abn(
     keep, act = _keep(activation, activation_param)
     group = process_group if training else None
     norm = Norm(keep, act, eps=eps, momentum=momentum, own=training, process_group=group)
-    check(norm.name, given, norm)
-    kept = find(weight, bias, act, x.dtype, False) if keep == "output" else None
-    return normalise(given, norm, kept)
+    return normalised(norm.name, given, norm)
 
 
 def inplace_abn_sync(*args: Any, group: object = None, **options: Any) -> Tensor:

@@ -90,7 +90,7 @@ class SMPDiceLoss(_Loss):
             target = target.reshape(x.shape)
         dense = self.mode != "multiclass"
         function = "identity" if not self.from_logits else "sigmoid" if dense else "softmax"
-        # Of two truth values or labels, the product is the minimum.
+        # The product of two truth values or labels is their minimum.
         minimum = dense and target.is_floating_point()
         spec = SumsSpec(function, "none", self.ignore_index, minimum=minimum, dense=dense)
         return sums(SumsInputs(x, target), spec)[: TARGET + 1].sum(1)

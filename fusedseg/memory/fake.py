@@ -165,11 +165,9 @@ def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]
     return inputs
 
 
-def _without_values(leaf: object) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    bare = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return bare.requires_grad_(leaf.requires_grad)
+def _without_values(tensor: Tensor) -> Tensor:
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return bare.requires_grad_(tensor.requires_grad)
 
 
 def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
@@ -188,7 +186,7 @@ def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Mod
 
 
 class _PlainTensors(TorchFunctionMode):
-    """Copies tensors without their values: those in attributes of a module that are no parameters or buffers."""
+    """Copies, without values, the tensors in attributes of a module that are neither parameters nor buffers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from .._torch import FakeTensor, TorchDispatchMode, memory_snapshot, record_memory_history, tree_leaves
+from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
 from .workspaces import copies_of
 
 
@@ -289,39 +289,11 @@ def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") 
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return max(0, *_course_on_cpu(step))
+    return max(0, *course_on_cpu(step))
 
 
-def allocator_course(step: Callable[[], Any], device: torch.device | str = "cpu") -> list[int]:
-    """The bytes that the allocator had handed out after each allocation and each release in ``step()``, in order.
-
-    They are those beyond the bytes before the step, and come from the same sources as ``allocator_peak``.  On CUDA the
-    order is that of the host, which runs ahead of the GPU, as the allocator does.
-    """
-    device = torch.device(device)
-    if device.type != "cuda":
-        return _course_on_cpu(step)
-    torch.cuda.synchronize(device)
-    # Traces without the stacks of Python.
-    record_memory_history("all", context=None, device=device, clear_history=True)
-    try:
-        step()
-        torch.cuda.synchronize(device)
-        traces = memory_snapshot(device)["device_traces"]
-    finally:
-        record_memory_history(None, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return course_of_trace(traces[index])
-
-
-def course_of_trace(trace: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The bytes handed out after each event of a trace of PyTorch's CUDA allocator."""
-    # A release is requested and then completed, later if another stream reads the memory.
-    signs = {"alloc": 1, "free_completed": -1}
-    return list(accumulate(signs[event["action"]] * event["size"] for event in trace if event["action"] in signs))
-
-
-def _course_on_cpu(step: Callable[[], Any]) -> list[int]:
+def course_on_cpu(step: Callable[[], Any]) -> list[int]:
+    """The bytes that the allocator of a CPU had handed out after each event in ``step()``, beyond those before it."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     # One cycle has nothing to accumulate, but PyTorch 2.11 warns without `acc_events`.
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:

@@ -27,21 +27,6 @@ def activation_module(act: Activation) -> nn.Module:
     return row.module(**param, inplace=True)
 
 
-def convolved_and_normalised(
-    name: str,
-    conv: nn.Conv2d | nn.Conv3d,
-    norm: InPlaceABN,
-    sources: tuple[Source, ...],
-    conv_backend: Backend = "auto",
-) -> Tensor:
-    """Computes ``norm(conv(...))`` of the sources as one op.  It calls neither module, so their hooks do not run."""
-    call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))._replace(conv_backend=conv_backend)
-    given, of_norm = norm._call(call.w, None)
-    op.check(call, given, of_norm)
-    kept = norm._kept_now(norm.weight, norm.bias, call.w.dtype, False)
-    return op.conv_abn(call, given, of_norm, kept)
-
-
 class _ConvABN(Unscriptable, nn.Module):
     # nn.Conv2d or nn.Conv3d; typed Any, because their signatures differ in the lengths of tuples.
     conv_class: Any
@@ -96,7 +81,13 @@ class _ConvABN(Unscriptable, nn.Module):
             return norm(conv(concatenated(sources)).clone())
         if type(conv) not in (self.conv_class, self.join_class) or type(norm) is not InPlaceABN:
             return norm(conv(concatenated(sources)))
-        return convolved_and_normalised(name, conv, norm, sources, self.conv_backend)
+        # The op does the work of both children, and calls neither.
+        call = prepared(name, sources, conv.weight, conv.bias, geometry_of(conv))
+        call = call._replace(conv_backend=self.conv_backend)
+        given, of_norm = norm._call(call.w, None)
+        op.check(call, given, of_norm)
+        kept = norm._kept_now(norm.weight, norm.bias, call.w.dtype, False)
+        return op.conv_abn(call, given, of_norm, kept)
 
     def extra_repr(self) -> str:
         return "" if self.conv_backend == "auto" else f"conv_backend={self.conv_backend}"

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from .._torch import assume_constant_result
 from ..activation import parse_invertible
 from ..ops import unfused
-from ..ops.norm.kept import Kept, KeptChannels, Refreshed, serve_compiled_code, watch
+from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
 from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
 from .stock_norm import StockNorm
 
 
-class Invertible(Refreshed, StockNorm):
+class Invertible(StockNorm):
     """A base class that stands before a stock norm, which brings ``weight`` and ``bias``."""
 
     KEEP = "output"
@@ -59,7 +60,7 @@ class Invertible(Refreshed, StockNorm):
         self._trace_kept(dtype, residual)
         return None if self._kept_slots is None else Kept(self._kept_slots, self._kept_count)
 
-    @unfused.assume_constant_result
+    @assume_constant_result
     def _trace_kept(self, dtype: torch.dtype, residual: bool) -> bool:
         """Finds the kept channels for compiled code; it runs once, while the forward is traced."""
         self._kept_as = dtype, residual

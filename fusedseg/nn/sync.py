@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from ..ops import unfused
+from .._torch import assume_constant_result
 from .inplace_norm_act import InPlaceABN
 from .norm_act import BatchNormAct
 from .norm_statistics import BatchStatistics
@@ -44,7 +44,7 @@ class Synchronised:
             return None
         return self._group()
 
-    @unfused.assume_constant_result
+    @assume_constant_result
     def _group(self) -> str | None:
         """``group_name``, which in compiled code runs once, while the forward is traced."""
         return group_name(self.process_group)

@@ -1,8 +1,8 @@
 """The average pool of volumes that keeps channels_last: PyTorch's copies its input to contiguous.
 
-It pools the planes of each slice, and then the slices, by PyTorch's 2D pool, which keeps the format.  Both ops stand in
-graphs of the backend alone, for windows that lie side by side (``is_simple``).  They have the
-arguments of aten's, and read the size of the window alone.
+It pools the planes of each slice, and then the slices, by PyTorch's 2D pool, which keeps the format.  Only graphs of
+the backend call these two ops, for windows that lie side by side (``is_simple``).  They take the arguments of aten's
+ops, and read only the size of the window.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def forward(x: Tensor, kernel_size: Sequence[int], *window: Any) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor, kernel_size: Sequence[int], *window: Any) -> Tensor:
-    """The gradient of the input ``x``, of which the size is read alone."""
+    """The gradient of the input ``x``; only the size of ``x`` is read."""
     (N, C, d, h, w), (kd, kh, kw) = dy.shape, kernel_size
     each = (dy / (kd * kh * kw)).movedim(1, -1).reshape(N, d, 1, h, 1, w, 1, C)
     dx = each.expand(N, d, kd, h, kh, w, kw, C).reshape(N, d * kd, h * kh, w * kw, C).movedim(-1, 1)

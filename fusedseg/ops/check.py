@@ -10,6 +10,11 @@ HALF = (torch.float16, torch.bfloat16)
 ACTIVATION_DTYPES = (*HALF, torch.float32, torch.float64)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an op computes with tensors of a dtype: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def has_values(t: Tensor) -> bool:
     """Whether a tensor has values; fake tensors and those of the device "meta" have none."""
     return not isinstance(t, FakeTensor) and not t.is_meta

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         return "group" if self.D > 1 else "instance" if self.I > 1 else "batch"
 
     def by_sample(self, samples: int, groups: int | None) -> "Layout":
-        """The layout for statistics of each sample, in ``groups`` groups of channels; None means those of the batch."""
+        """The layout for statistics of each sample, in ``groups`` groups of channels; None keeps this one."""
         if groups is None:
             return self
         N = self.N // samples if samples else 0

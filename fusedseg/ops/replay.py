@@ -69,8 +69,9 @@ class Launch(NamedTuple):
 class Program(NamedTuple):
     """What an op allocates and launches.
 
-    Tensors are numbered: the arguments, behind them what is allocated, and last a None, for an absent tensor.  So are
-    addresses, where those of ``parts`` come before the None.  A part begins some bytes behind the address of a tensor.
+    Tensors are numbered: first the arguments, then what is allocated, and last a None, which stands for an absent
+    tensor.  Addresses are numbered in the same way, with the addresses of ``parts`` before the None.  A part begins
+    some bytes behind the address of a tensor.
 
     forms: the dtype and the strides of the arguments with two dimensions or more; None for the others.
     results: takes the results from all tensors.

@@ -22,9 +22,9 @@ def _holders(t: Tensor) -> int:
     return _torch.storage_use_count(t.untyped_storage()._cdata)
 
 
-def _counts(tensors: list[Tensor], i: int) -> tuple[int, int, int]:
-    """The numbers of references to ``tensors[i]`` from Python, of references from C++, and of holders of its memory."""
-    t: Any = tensors[i]
+def _counts(tensors: list[Tensor]) -> tuple[int, int, int]:
+    """The numbers of references to ``tensors[0]`` from Python, of references from C++, and of holders of its memory."""
+    t: Any = tensors[0]
     return sys.getrefcount(t), t._use_count(), _holders(t)
 
 
@@ -38,8 +38,8 @@ class _AloneProbe(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         saved = list(ctx.saved_tensors)
-        ctx.found.append(_counts(saved, 0))
-        ctx.found.append(_counts([dx], 0))
+        ctx.found.append(_counts(saved))
+        ctx.found.append(_counts([dx]))
         return dx, None
 
 
@@ -64,8 +64,8 @@ def is_large(t: Tensor) -> bool:
     return not torch.compiler.is_compiling() and t.nbytes >= LEAST_BYTES
 
 
-def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
-    """Whether ``tensors[i]``, in backward, is large and seen by nobody but the caller.
+def alone(tensors: list[Tensor], gradient: bool = False) -> bool:
+    """Whether ``tensors[0]``, in backward, is large and seen by nobody but the caller.
 
     The caller may then free it, or write over it.
 
@@ -74,7 +74,7 @@ def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
             the argument of backward.
         gradient: whether the tensor is the argument of backward.
     """
-    t = tensors[i]
+    t = tensors[0]
     if t.nbytes < LEAST_BYTES or not (type(t) is Tensor or type(t) is FakeTensor) or torch.is_grad_enabled():
         return False
     if not _torch.counts_holders:
@@ -83,7 +83,7 @@ def alone(tensors: list[Tensor], i: int, gradient: bool = False) -> bool:
     with _torch.DisableTorchFunction():
         if any(isinstance(t, Tensor) and is_batch(t) for t in tensors):
             return False
-        if not tensors[i].untyped_storage().resizable():
+        if not tensors[0].untyped_storage().resizable():
             return False
         most = _counts_if_alone()[gradient]
-        return all(count <= limit for count, limit in zip(_counts(tensors, i), most, strict=True))
+        return all(count <= limit for count, limit in zip(_counts(tensors), most, strict=True))

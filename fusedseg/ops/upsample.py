@@ -231,7 +231,7 @@ def _linear(
     mode: str,
     corners: bool | None,
 ) -> Linear | None:
-    """The interpolation of ``t``, or of which ``t`` is a gradient, if the Triton kernels compute it; otherwise None."""
+    """The interpolation, if Triton kernels compute it for ``t``: its input, or the gradient of its result."""
     if mode != MODES.get(len(small)) or (t.is_cpu and torch.is_autocast_enabled("cpu")):
         # On a CPU autocast interpolates in fp32.
         return None
@@ -318,7 +318,7 @@ def parse(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Enlarging | None:
-    """The arguments of ``F.interpolate`` as those of the op; None where its kernels have no backward that we know."""
+    """The arguments of the op for a call of ``F.interpolate``; None if we know no backward of the call."""
     x, dims = input, input.dim() - 2
     if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
         return None

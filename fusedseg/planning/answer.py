@@ -1,5 +1,6 @@
 """``Plan``, the answer of ``fusedseg.plan``: what each way to run a step needs, and the ways worth choosing."""
 
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,7 @@ class Plan:
         labels: dict[str, list[str]] = {}
         for option in named:
             labels.setdefault(option.code, []).append(option.label)
-        code = [f"\n{', '.join(of)}:\n{_indented(lines)}" for lines, of in labels.items() if lines]
+        code = [f"\n{', '.join(of)}:\n{textwrap.indent(lines, '    ')}" for lines, of in labels.items() if lines]
         return "\n".join([title, "═" * len(title), self.table(), "", text, *code])
 
     def _wanted(self) -> tuple[list[Option], list[str]]:
@@ -217,7 +218,3 @@ def _share(option: Option) -> str:
 
 def _price(option: Option) -> str:
     return f"with {_share(option)} of repeated arithmetic" if option.repeated else "without repeated arithmetic"
-
-
-def _indented(code: str) -> str:
-    return "\n".join(f"    {line}" for line in code.splitlines())

@@ -117,17 +117,3 @@ def test_progress_is_silent_for_as_long_as_its_caller_says(monkeypatch):
         shown.update("eager, batch 8")
         assert not terminal.drawn.wait(0.1)
     assert terminal.getvalue() == ""
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, monkeypatch, capsys):
-    """``python -m examples.demo slices | tee log`` printed nothing for its whole run."""
-    now = 100.0
-    monkeypatch.setattr("fusedseg.progress.time.monotonic", lambda: now)
-    monkeypatch.setattr("sys.stderr", Terminal(is_terminal))
-    lines = progress.ProgressLines()
-    for step in range(1, 26):
-        now += 1.0
-        lines.say(f"step {step}")
-    printed = [] if is_terminal else ["step 1 (1 s)", "step 11 (11 s)", "step 21 (21 s)"]
-    assert capsys.readouterr().out.splitlines() == printed

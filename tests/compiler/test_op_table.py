@@ -12,9 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedseg.activation import OTHERS, TABLE
+from fusedseg.activation import TABLE
 from fusedseg.compiler.graph import is_cheap, name_of
 from fusedseg.compiler.op_table import ANY, EXACT, FLAG, FORM, LINEAR, OF_OP, PASSES, PRODUCT, ROWS, SMOOTH
+from tests.reference import UNFUSED
 
 aten = torch.ops.aten
 CALLS = [(row, call) for row in ROWS for call in row.calls]
@@ -310,6 +311,8 @@ def test_rows_agree_about_an_op():
 def test_each_op_exists():
     """A row for an op that PyTorch has renamed would never be looked up."""
     importlib.import_module("torch._inductor.inductor_prims")
+    # It imports the files that define ops of graphs.  Alone, this file did not find the op of average pools.
+    importlib.import_module("fusedseg.compiler.partition")
     homes = {"": (aten, torch.ops.prims), "fusedseg": (torch.ops.fusedseg,)}
     for op in OF_OP:
         namespace, _, name = op.rpartition("::")
@@ -342,8 +345,9 @@ def test_the_result_is_the_argument(op):
 
 def test_each_activation_has_a_row():
     rows = {row.name: row for row in ROWS}
-    stock = [row for row in TABLE.values() if row.module is not None]
-    stock += [row for row in OTHERS if row.module is not None and not row.random]
-    for row in stock:
-        assert row.name in rows
-        assert rows[row.name].cheap
+    fused = [row.name for row in TABLE.values() if row.module is not None]
+    # In training, rrelu draws random numbers.
+    unfused = [name for name in UNFUSED if name != "rrelu"]
+    for name in fused + unfused:
+        assert name in rows
+        assert rows[name].cheap

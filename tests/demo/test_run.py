@@ -164,3 +164,17 @@ def test_held_out_overlap_is_that_of_eager(extras, name, tmp_path):
     assert figures["fusedseg / eager"]["kept"] < 0.5
     # Both networks must have learned: networks that learn nothing are equal too.
     assert min(figures["networks"]["eager"]["iou"].values()) > 0.4
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_come_every_ten_seconds_where_stderr_is_no_terminal(is_terminal, monkeypatch, capsys):
+    """``python -m examples.demo slices | tee log`` printed nothing for its whole run."""
+    now = 100.0
+    monkeypatch.setattr(command.time, "monotonic", lambda: now)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    lines = command.ProgressLines()
+    for step in range(1, 26):
+        now += 1.0
+        lines.say(f"step {step}")
+    printed = [] if is_terminal else ["step 1 (1 s)", "step 11 (11 s)", "step 21 (21 s)"]
+    assert capsys.readouterr().out.splitlines() == printed

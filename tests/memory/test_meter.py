@@ -8,7 +8,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg.memory import SavedBytes, allocator_peak
-from fusedseg.memory.meter import LiveBytes, allocator_course, course_of_trace, measure
+from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.conv import reference
 
 CHANNELS = 8
@@ -129,30 +129,6 @@ def test_allocator_peak_of_a_chain_is_two_tensors():
     x = torch.randn(512, 512)
     peak = allocator_peak(lambda: x.add(1).add(1).add(1))
     assert 2 * x.nbytes <= peak < 2 * x.nbytes + 1024
-
-
-def test_allocator_course_of_a_chain():
-    x = torch.randn(512, 512)
-    course = allocator_course(lambda: x.add(1).add(1))
-    # The scalars that are added have small events of their own.
-    sizes = [round(nbytes / x.nbytes) for nbytes in course]
-    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [1, 2, 1, 0]
-
-
-@pytest.mark.gpu
-def test_the_largest_value_of_a_course_is_the_peak(device):
-    net, x = conv_bn_act(2).to(device), torch.randn(SHAPE, device=device)
-
-    def step() -> None:
-        net(x).square().mean().backward()
-
-    step()
-    assert max(allocator_course(step, device)) == pytest.approx(allocator_peak(step, device), rel=0.02, abs=4096)
-
-
-def test_a_release_counts_when_it_is_completed():
-    events = ("segment_alloc", 9), ("alloc", 4), ("alloc", 2), ("free_requested", 4), ("free_completed", 4)
-    assert course_of_trace({"action": action, "size": size} for action, size in events) == [4, 6, 2]
 
 
 def test_footprint_prints_its_units():

@@ -12,7 +12,6 @@ from tests.ops import conv_abn_cases
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last, empty
 
-GEOMETRY = ((1, 1, 1), (1, 1, 1), (1, 1, 1), 1)
 REST = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
 TOLERANCE = 2e-3
 
@@ -101,9 +100,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refused(case, triton):
     x, weight, _ = inputs()
-    given = {"x": x, "weight": weight, **dict(zip(("stride", "padding", "dilation", "groups"), GEOMETRY, strict=True))}
-    assert op.serves(**given)
-    assert not op.serves(**{**given, **case})
+    assert op.PLAIN.served(x, weight)
+    arguments = op.PLAIN._replace(**{name: value for name, value in case.items() if name not in ("x", "weight")})
+    assert not arguments.served(case.get("x", x), case.get("weight", weight))
 
 
 def test_only_hopper_is_served(triton, monkeypatch):
@@ -116,7 +115,7 @@ def test_only_hopper_is_served(triton, monkeypatch):
 
 def test_nothing_is_served_by_aten(monkeypatch):
     monkeypatch.setattr(fusedseg, "backend", "aten")
-    assert not op.serves(*inputs()[:2], *GEOMETRY)
+    assert not op.PLAIN.served(*inputs()[:2])
 
 
 @pytest.mark.gpu
@@ -194,7 +193,7 @@ def test_the_vendor_computes_what_is_not_served(timed, launched):
     # Nobody asks for the gradient of the input.
     op.convolution_backward(x, x, weight, None, *REST, [False, True, False])
     # A transposed convolution.
-    op.convolution(x, weight, None, *GEOMETRY[:3], True, (0, 0, 0), 1)
+    op.convolution(x, weight, None, *op.PLAIN._replace(transposed=True))
     assert not launched
     assert not timed["measured"]
 
@@ -420,4 +419,4 @@ def test_fake_tensors_on_a_gpu_ask_no_gpu():
     with FakeTensorMode():
         x = torch.empty(2, 16, 3, 5, 7, dtype=torch.float16, device="cuda").to(memory_format=torch.channels_last_3d)
         w = torch.empty(32, 16, 3, 3, 3, dtype=torch.float16, device="cuda")
-        assert not op.serves(x, w, *GEOMETRY)
+        assert not op.PLAIN.served(x, w)

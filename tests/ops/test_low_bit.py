@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.memory.meter import LiveBytes
+from fusedseg.ops.check import wide_dtype
 from fusedseg.ops.low_bit import graph, reference
-from fusedseg.ops.low_bit.spec import lines_of, mixed, wide_dtype
+from fusedseg.ops.low_bit.spec import lines_of, mixed
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
 

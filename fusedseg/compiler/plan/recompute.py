@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ... import _torch
-from ...ops.low_bit.spec import wide_dtype
+from ...ops.check import wide_dtype
 from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
 from ...ops.norm.graph import norm_act
 from ..graph import arguments_of, call, form_in, items_of, name_of, node_at, value_of

@@ -38,9 +38,9 @@ class FusedPredictor(nnUNetPredictor):
     order of additions are those of nnU-Net; the resampling computes the same products and sums
     (``resampling.SlabLabels``), on the device of the logits.
 
-    Held are, for each fold, the logits in half precision of the planes that a row of windows shares with the next one,
-    and for one fold those of a row.  nnU-Net holds the logits of the image, and for the resampling a second time in
-    float64.  Nothing here is sent to background processes: labels are resampled between windows.
+    For each fold it holds, in half precision, the logits of the planes that a row of windows shares with the next row;
+    for one fold at a time it holds the logits of a whole row.  nnU-Net holds the logits of the image, and for the
+    resampling a second time in float64.  Nothing is sent to background processes: labels are resampled between windows.
 
     Refused with a ValueError, because nnU-Net's own code needs all logits at once: ``save_probabilities``, resampling
     functions other than nnU-Net's default, and label managers of another class.  A NaN raises a RuntimeError, as an

@@ -132,13 +132,9 @@ def could_win(x: Tensor, w: Tensor, geometry: Geometry) -> bool:
     )
 
 
-def device_name(device: torch.device) -> str:
-    return _gpu_name(device) if device.type == "cuda" else device.type
-
-
 @functools.cache
-def _gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def key_of(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -> Key:

@@ -4,10 +4,10 @@
 convolutions of sources (``reference.py``).  They are for code without autograd.  The kernel computes the convolution
 and the gradient of its input.  The gradient of the weight is always the vendor's.
 
-The kernel takes the vendor's place if ``serves`` allows it, and if a measurement at the first call of a kind of
-convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can be
-made, so while a CUDA graph is captured.  It also computes if deterministic algorithms are required, because a choice by
-time differs between runs.
+The kernel takes the vendor's place if ``Arguments.served`` allows it, and if a measurement at the first call of a kind
+of convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can
+be made, so while a CUDA graph is captured.  It also computes if deterministic algorithms are required, because a choice
+by time differs between runs.
 
 Sums are fp32 in a fixed order, and the result is rounded once.  A bias is added before that, where the vendor rounds
 twice.
@@ -57,11 +57,46 @@ class Arguments(NamedTuple):
     groups: int
 
     def served(self, x: Tensor, weight: Tensor) -> bool:
-        return not self.transposed and serves(x, weight, self.stride, self.padding, self.dilation, self.groups)
+        """Whether the kernel computes this convolution, and the gradient of its input.
+
+        It needs what ``fit`` names, and x in channels_last_3d without gaps.
+        """
+        return (
+            self.fit(x, weight)
+            and x.is_contiguous(memory_format=CHANNELS_LAST)
+            # A fake tensor may be on a GPU that is not there, and which cannot be asked for its architecture.
+            and (type(x) is Tensor or _backend.use_triton(x))
+            and runs_on(x.device)
+            # This comes last, because it may test the kernel.
+            and _backend.use_triton(x, FAMILY)
+        )
 
     def fit(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether ``served`` may be true, as far as shapes and dtypes tell; they do not change in a compiled graph."""
-        return not self.transposed and fits(x, weight, self.stride, self.padding, self.dilation, self.groups)
+        """Whether the kernel computes convolutions of such shapes and dtypes, which do not change in a compiled graph.
+
+        It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
+        dilation 1 and without groups, and samples of fewer than 2**31 elements.
+        """
+        # Cheap conditions come first, because most convolutions fail one of them.
+        return (
+            not self.transposed
+            and x.dim() == 5
+            and x.dtype in HALF
+            and weight.dtype == x.dtype
+            and weight.device == x.device
+            and tuple(weight.shape[2:]) == (3, 3, 3)
+            and self.groups == 1
+            and tuple(self.stride) == tuple(self.padding) == tuple(self.dilation) == ONES
+            and x.shape[1] == weight.shape[1]
+            # A loop over both numbers of channels would take three more calls.
+            and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
+            and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
+            and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
+            # A single position has the same strides in both formats.
+            and x.shape[0] > 0
+            and x.shape[2:].numel() > 1
+            and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
+        )
 
 
 PLAIN = Arguments(ONES, ONES, ONES, False, (0, 0, 0), 1)
@@ -74,60 +109,13 @@ def runs_on(device: torch.device) -> bool:
     )
 
 
-def serves(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> bool:
-    """Whether the kernel computes a convolution, and the gradient of its input.
-
-    It needs what ``fits`` names, and x in channels_last_3d without gaps.
-    """
-    return (
-        fits(x, weight, stride, padding, dilation, groups)
-        and x.is_contiguous(memory_format=CHANNELS_LAST)
-        # A fake tensor may be on a GPU that is not there, and which cannot be asked for its architecture.
-        and (type(x) is Tensor or _backend.use_triton(x))
-        and runs_on(x.device)
-        # This comes last, because it may test the kernel.
-        and _backend.use_triton(x, FAMILY)
-    )
-
-
-def fits(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> bool:
-    """Whether the kernel computes convolutions of such shapes and dtypes.
-
-    It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
-    dilation 1 and without groups, and samples of fewer than 2**31 elements.
-    """
-    # Cheap conditions come first, because most convolutions fail one of them.
-    return (
-        x.dim() == 5
-        and x.dtype in HALF
-        and weight.dtype == x.dtype
-        and weight.device == x.device
-        and tuple(weight.shape[2:]) == (3, 3, 3)
-        and groups == 1
-        and tuple(stride) == tuple(padding) == tuple(dilation) == ONES
-        and x.shape[1] == weight.shape[1]
-        # A loop over both numbers of channels would take three more calls.
-        and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
-        and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
-        and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
-        # A single position has the same strides in both formats.
-        and x.shape[0] > 0
-        and x.shape[2:].numel() > 1
-        and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
-    )
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution of ``x`` by the kernel; ``serves`` is true."""
+    """The convolution of ``x`` by the kernel; ``served`` is true."""
     return _launch(x, weight, bias, weight.shape[0], backward=False)
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input by the kernel; ``serves`` is true, and ``dy`` has no gaps in channels_last_3d."""
+    """The gradient of the input by the kernel; ``served`` is true, and ``dy`` has no gaps in channels_last_3d."""
     return _launch(dy, weight, None, weight.shape[1], backward=True)
 
 

@@ -142,14 +142,13 @@ def autocast(
     return cast_sources(sources, dtype), cast(w, dtype), None if bias is None else bias.to(dtype)
 
 
-def join_conv(call: Convolution, formed: Tensor | None = None) -> Tensor:
-    """The op on checked arguments.  ``formed`` is the concatenation of the sources if the caller has formed it."""
+def join_conv(call: Convolution) -> Tensor:
+    """The op on checked arguments."""
     sources, w, bias, geometry, _ = call
     if unfused.wanted():
         return stock_convolution(concatenated(sources), w, bias, geometry)
     if torch.compiler.is_compiling():
         # The compiler traces these stock functions, and decides itself how much of the concatenation to form.
         return convolve_sources(sources, w, bias, geometry)
-    given = sources if formed is None else (formed.detach(),)
-    convolve = partial(convolve_sources, given, w, bias, geometry)
+    convolve = partial(convolve_sources, sources, w, bias, geometry)
     return ConvolutionFunction.apply(OP, call, convolve, False, w, bias, *tensors_of(sources))

@@ -180,7 +180,7 @@ class Term(NamedTuple):
 
 
 def _terms(sources: Sequence[Source], w: Tensor, whole: Sequence[bool]) -> list[Term]:
-    """A term for each source; those of ``Interpolated`` sources come first.
+    """A term for each source; the terms of ``Interpolated`` sources come first.
 
     Interpolation needs memory for a moment, so it runs before the other terms allocate memory.  An ``Interpolated``
     with more channels than the result is split into ranges of as many channels as the result has, unless it stays

@@ -27,10 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import _backend, _torch
+from ... import _backend
+from ..check import wide_dtype
 from ..layout import laid_out
 from . import reference
-from .spec import lines_of, mixed, rank, signed, wide_dtype
+from .spec import lines_of, mixed, rank, signed
 
 # A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
 # the difference of a value and a far kink would have few digits.
@@ -93,14 +94,9 @@ def round_op(t, bits, key, place, kink, stride):
     return pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
 
 
-def _is_launched(t: Tensor) -> bool:
-    """Whether a fake tensor's launches are listed."""
-    return _torch.is_listed(t) and _backend.use_triton(t, "low_bit")
-
-
 @round_op.register_fake
 def _(t, bits, key, place, kink, stride):
-    if _is_launched(t):
+    if _backend.lists_launches(t, "low_bit"):
         # The key has no value there, and none is needed.
         return pack(_laid_out(t, stride), kink, bits, place)
     return packed_like(_laid_out(t, stride), kink, bits)
@@ -133,7 +129,7 @@ def unpack(codes, lowest, highest, kink, bits, size, stride):
 
 @unpack_op.register_fake
 def _(codes, lowest, highest, kink, bits, size, stride):
-    if _is_launched(lowest):
+    if _backend.lists_launches(lowest, "low_bit"):
         return unpack(codes, lowest, highest, kink, bits, size, stride)
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
@@ -151,9 +147,9 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     """The kinks of a norm of ``x``, (N, C, *spatial).
 
     Args:
-        mean, rstd: (C,); or those of samples, one value for each of their groups, of which a channel may be one.
+        mean, rstd: (C,); or with ``of_samples`` one value for each group of channels of each sample.
         weight, bias: (C,), or None.
-        of_samples: whether the statistics are those of samples.
+        of_samples: whether each sample has statistics of its own.
 
     Returns:
         (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
@@ -183,7 +179,7 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
 
 @norm_kink.register_fake
 def _(x, mean, rstd, weight, bias, of_samples):
-    if _is_launched(mean):
+    if _backend.lists_launches(mean, "low_bit"):
         return kink_of(x, mean, rstd, weight, bias, of_samples)
     count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
@@ -244,7 +240,7 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         target: the op.
         value: what is packed, or unpacked; it may have no values, and symbolic sizes.
         numel: the number of its elements.
-        bits: those of an element.
+        bits: the bits of an element.
     """
     if target in (bits_pack._opoverload, bits_unpack._opoverload):
         # Chunks are larger than most tensors.

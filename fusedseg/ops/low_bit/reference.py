@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..check import wide_dtype
 from .grid import JUMP, Grid, decoding_of, encoding_of, grid_of, limits_of, outward
-from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, ChannelLines, signed, wide_dtype
+from .spec import FRACTION_BITS, GOLDEN, GROUP, MULTIPLIER, NEAR, ChannelLines, signed
 
 # The number of values of a part, for each thread.
 PART = 1 << 18

@@ -76,11 +76,6 @@ def lines_of(t: Tensor, kinks: int) -> ChannelLines:
     return ChannelLines(1, t.numel(), 1)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def mixed(*numbers: int) -> int:
     """A number below 2**32 that depends on all given integers, such as a seed, a step and a place.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _backend, _torch
+from ... import _backend
 from .. import unfused
 from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
@@ -43,7 +43,7 @@ def _rows(x: Tensor) -> bool:
 
 def _is_computed(t: Tensor) -> bool:
     """Whether there is something to compute, or a launch to list.  Pieces of a fake tensor would take seconds."""
-    return t.numel() > 0 and (has_values(t) or (_torch.is_listed(t) and _backend.use_triton(t, "pool")))
+    return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, "pool"))
 
 
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,7 @@ def _parts(rows: bool, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if _backend.off_cpu(tensors[0]):
         yield tensors
         return
-    # Both views are those of dense tensors.
+    # The tensors are dense, so that both are views.
     views = tensors if rows else tuple(t.flatten(0, 1).unsqueeze(1) for t in tensors)
     samples = max(1, PART_BYTES // (views[0].element_size() * views[0][0].numel()))
     yield from zip(*(t.split(samples) for t in views), strict=True)

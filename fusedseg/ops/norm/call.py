@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...activation import Activation
+from ..check import wide_dtype
 
 # The names of the ops in errors.
 NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
@@ -169,7 +170,7 @@ def on_adjacent(
 
 def stats_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which the statistics of ``x`` are computed and kept."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return wide_dtype(x.dtype)
 
 
 def cast(v: Tensor | None, dtype: torch.dtype) -> Any:

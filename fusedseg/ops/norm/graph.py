@@ -95,7 +95,7 @@ class Forward:
             running_mean, running_var = running_mean.clone(), running_var.clone()
         operands = Operands(x, weight, bias, residual, None, running_mean, running_var)
         if not norm.own:
-            # Of an op that keeps its input, autograd gets a copy of the running mean, which nobody reads here.
+            # An op that keeps its input would copy the running mean for autograd, and nobody reads the copy here.
             norm = norm._replace(keep="output")
         z, stats = passes.forward(operands, norm, None, out)
         if out is None and z._is_view():

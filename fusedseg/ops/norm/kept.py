@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
+from ..check import wide_dtype
 
 # A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
 # 2**-18 and 2**-41.
@@ -92,7 +93,7 @@ def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype,
     weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
     floor = floor_of(act, dtype, residual)
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(weight.dtype)
     bias, weight = bias.detach().to(wide), weight.detach().to(wide).abs()
     mask = bias.abs().clamp(min=floor) > weight * KAPPA[dtype]
     steepest = steepest_of(act, dtype, residual)
@@ -134,7 +135,8 @@ def find(
 
 
 _optimizer_steps = 0
-_modules: weakref.WeakSet = weakref.WeakSet()
+# Modules that compiled code reads kept channels from, by their ``refresh_kept()``.
+_modules: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _compiled = False
 
 
@@ -153,16 +155,7 @@ def refresh_modules() -> None:
     # An optimizer may step on fake tensors.  The modules of this loop may have real parameters, which must be read.
     with unset_fake_temporarily():
         for module in tuple(_modules):
-            # A module that has become a stock module again has no list.
-            if isinstance(module, Refreshed):
-                module.refresh_kept()
-
-
-class Refreshed:
-    """The base class of modules that compiled code reads kept channels from."""
-
-    def refresh_kept(self) -> None:
-        raise NotImplementedError
+            module.refresh_kept()
 
 
 def watch(module) -> None:
@@ -246,7 +239,7 @@ def request(device: torch.device) -> Arriving:
         tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device
     )
     flat = torch.cat([*weights, *biases])
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    flat = flat.to(wide_dtype(flat.dtype))
     weight, bias = flat.chunk(2)
     steep = None if steepest is None else weight.abs().mul_(3).sub_(bias) > steepest
     flat.abs_()

@@ -94,9 +94,9 @@ class NormFunction(torch.autograd.Function):
         need_residual, need_slope = more or (False, False)
         into = None
         if reuse.is_large(dz):
-            if fits(dz, tensors[0], norm) and reuse.alone([dz], 0, gradient=True):
+            if fits(dz, tensors[0], norm) and reuse.alone([dz], gradient=True):
                 into = dz
-            elif norm.keep == "output" and reuse.alone(tensors, 0):
+            elif norm.keep == "output" and reuse.alone(tensors):
                 into = tensors[0].detach()
         needs = need_x, need_weight, need_bias, need_residual and not passed_on, need_slope
 

@@ -1,7 +1,7 @@
 """``fusedseg.functional.ConvLogits``: the logits of a last 1x1 convolution, not yet computed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,11 @@ class ConvForm(NamedTuple):
     size: tuple[int, ...] | None
     align_corners: bool
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> "ConvForm":
+        """The form from the arguments of an op, for which a size is a list."""
+        return cls(None if size is None else tuple(size), align_corners, dtype)
 
 
 class Conv(NamedTuple):

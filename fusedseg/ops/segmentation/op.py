@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _backend, _torch
+from ... import _backend
 from .. import layout
+from ..check import wide_dtype
 from ..double_backward import differentiated_once, refuse_in_graphs
 from . import reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
-from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype, wide_dtype
+from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
 from .tiles import Grads
 
 Needs = Sequence[bool]
@@ -35,9 +36,7 @@ Needs = Sequence[bool]
 def dense_logits(logits: Tensor) -> tuple[Tensor, Sizes]:
     """Logits that are contiguous or channels_last, and their sizes."""
     logits, _ = layout.dense(logits)
-    sizes = sizes_of(logits)
-    assert sizes is not None
-    return logits, sizes
+    return logits, sizes_of(logits)
 
 
 def no_autocast(t: Tensor) -> Any:
@@ -90,7 +89,7 @@ def _conv_backward(
 ) -> tuple[Tensor | None, ...]:
     # Both passes need features whose positions are one axis.
     conv = conv._replace(features=layout.dense(conv.features)[0])
-    dtype = wide_dtype(conv.features)
+    dtype = wide_dtype(conv.features.dtype)
     # With an interpolation, no logit may depend on some of the features.
     like = torch.empty_like if conv.form.size is None else torch.zeros_like
     dfeatures = like(conv.features) if needs[0] else None
@@ -138,12 +137,10 @@ _CALL = f"{_TENSORS}, {_FORM}, {SCHEMA}"
 NO_FORM = (None, False, None)
 
 
-def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype | None) -> ConvForm | None:
-    return None if dtype is None else ConvForm(None if size is None else tuple(size), align_corners, dtype)
-
-
 def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
-    return _inputs(_form(*args[5:8]), *args[:5]), SumsSpec(*args[8:])
+    size, align_corners, dtype = args[5:8]
+    form = None if dtype is None else ConvForm.of(size, align_corners, dtype)
+    return _inputs(form, *args[:5]), SumsSpec(*args[8:])
 
 
 @torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
@@ -154,7 +151,7 @@ def sums_op(*args):
 def _is_launched(given: SumsInputs) -> bool:
     """Whether a fake tensor's launches are listed."""
     x = given.logits
-    return isinstance(x, Tensor) and _torch.is_listed(x) and _backend.use_triton(x, "sums")
+    return isinstance(x, Tensor) and _backend.lists_launches(x, "sums")
 
 
 @sums_op.register_fake

@@ -3,7 +3,7 @@
 ``fusedseg.functional.argmax_labels`` is public.  From the cross-entropy, a loss chooses the positions that count.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
-from ..check import check_input
+from ..check import check_input, wide_dtype
 from . import reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
 from .op import dense_logits, no_autocast
 from .reference import check_whole
-from .spec import SumsInputs, SumsSpec, wide_dtype
+from .spec import SumsInputs, SumsSpec
 
 OP = "fusedseg.argmax_labels"
 
@@ -79,10 +79,6 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     return labels
 
 
-def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> ConvForm:
-    return ConvForm(None if size is None else tuple(size), align_corners, dtype)
-
-
 @torch.library.custom_op(
     "fusedseg::conv_argmax",
     mutates_args=(),
@@ -90,12 +86,12 @@ def _form(size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -
     "ScalarType labels) -> Tensor",
 )
 def conv_argmax_op(features, weight, bias, size, align_corners, dtype, labels):
-    return labels_of(Conv(features, weight, bias, _form(size, align_corners, dtype)), labels)
+    return labels_of(Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)), labels)
 
 
 @conv_argmax_op.register_fake
 def _(features, weight, bias, size, align_corners, dtype, labels):
-    N, _, *spatial = Conv(features, weight, bias, _form(size, align_corners, dtype)).shape
+    N, _, *spatial = Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)).shape
     return features.new_empty(N, *spatial, dtype=labels)
 
 
@@ -114,7 +110,7 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
         return values.flatten(1)
     given: Tensor | Conv = logits.conv if isinstance(logits, ConvLogits) else dense_logits(logits)[0]
     if not logits.numel():
-        return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given)))
+        return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given).dtype))
     check_whole(labels)
     with no_autocast(labels):
         return reference.cross_entropy(given, labels, options)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._torch import FakeTensor
+from ..check import wide_dtype
 from .conv_logits import Conv, tensor_of
 from .spec import (
     NLL,
@@ -39,7 +40,6 @@ from .spec import (
     differs,
     holds,
     sums_dtype,
-    wide_dtype,
 )
 from .tiles import Grads, LogitTile, grid_of, tiles
 
@@ -262,8 +262,8 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
 
 
 def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, grads: Grads) -> None:
-    """Writes the gradient of the logits, or of the features, and adds to those of weight and bias."""
-    dsums = dsums.to(wide_dtype(tensor_of(given.logits))).unsqueeze(3)
+    """Writes the gradient of the logits, or of the features, and adds to the gradients of weight and bias."""
+    dsums = dsums.to(wide_dtype(tensor_of(given.logits).dtype)).unsqueeze(3)
     on_grid = _on_grid(given, spec)
     for tile in tiles(given.logits, grads):
         assert tile.into is not None
@@ -282,7 +282,7 @@ def cross_entropy(logits: Tensor | Conv, labels: Tensor, options: Mapping[str, A
     """``F.cross_entropy`` of each position, (N, S); ``options`` are its weight, ignore_index and label_smoothing."""
     N, grid = labels.shape[0], grid_of(logits)
     on_grid = labels.reshape(N, *grid)
-    values = labels.new_empty(N, *grid, dtype=wide_dtype(tensor_of(logits)))
+    values = labels.new_empty(N, *grid, dtype=wide_dtype(tensor_of(logits).dtype))
     for x, where, _ in tiles(logits):
         target = on_grid[where].reshape(x.shape[0], -1).long()
         values[where] = F.cross_entropy(x, target, reduction="none", **options).view_as(values[where])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..check import wide_dtype
 from ..layout import layout_of
 
 OP = "fusedseg.segmentation_sums"
@@ -21,8 +22,8 @@ OP = "fusedseg.segmentation_sums"
 OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
 ROWS = 5
 
-# The functions of the logits that give p, and those of them that are 1 or 0: the first class with the largest logit,
-# and every class with a logit above 0.
+# The functions of the logits that give p.  For HARD, p is 1 or 0: "argmax" is 1 for the first class with the largest
+# logit, and "positive" for every class with a logit above 0.
 HARD = ("argmax", "positive")
 PROBABILITIES = ("softmax", "sigmoid", "identity", *HARD, "none")
 
@@ -110,23 +111,17 @@ class Sizes(NamedTuple):
     rows: bool
 
 
-def sizes_of(logits: Tensor) -> Sizes | None:
-    """The sizes of logits in memory; None if they are neither contiguous nor channels_last."""
+def sizes_of(logits: Tensor) -> Sizes:
+    """The sizes in memory of logits that are contiguous or channels_last."""
     layout = layout_of(logits)
-    if layout is None:
-        return None
+    assert layout is not None
     N, K, *spatial = logits.shape
     return Sizes(N, K, math.prod(spatial), layout.rows)
 
 
-def wide_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: float64 for float64 logits, otherwise float32."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def sums_dtype(logits: Tensor, spec: SumsSpec) -> torch.dtype:
     """The dtype of the sums; that of counts is float64, in which they are exact."""
-    return torch.float64 if spec.hard else wide_dtype(logits)
+    return torch.float64 if spec.hard else wide_dtype(logits.dtype)
 
 
 def holds(dtype: torch.dtype, value: int) -> bool:

@@ -1,8 +1,8 @@
 """Logits tile by tile, so that a tile and its few copies stay in the cache: of a tensor, or of a 1x1 convolution.
 
 ``tiles`` computes one tile after the other.  In backward its consumer writes the gradient of each tile.  The logits of
-a convolution are never formed as a whole: ``tiles`` goes on from the gradient of a tile to those of features, weight
-and bias.
+a convolution are never formed as a whole: ``tiles`` continues from the gradient of a tile to the gradients of
+features, weight and bias.
 
 With an interpolation, the convolution comes first, because both are linear and interpolation weights sum to one.  The
 spatial axes are planes, rows and columns; two dimensions are volumes of one plane.  A slab of planes is interpolated
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import upsample
-from ..check import has_values
+from ..check import has_values, wide_dtype
 from .conv_logits import Conv
-from .spec import wide_dtype
 
 # The number of logits of a tile, for each thread.  A tile of fp32 has 1 MiB, beside a few copies.
 TILE = 1 << 18
@@ -78,7 +77,7 @@ def _of_tensor(logits: Tensor, grad: Tensor | None) -> Iterator[LogitTile]:
     x = logits.reshape(N, K, S)
     into = None if grad is None else grad.view(N, K, S)
     for n, s in _ranges(logits, K, S, tile_size(logits, DEVICE_TILE)):
-        yield LogitTile(x[n, :, s].to(wide_dtype(logits)), (n, s), None if into is None else into[n, :, s])
+        yield LogitTile(x[n, :, s].to(wide_dtype(logits.dtype)), (n, s), None if into is None else into[n, :, s])
 
 
 def _ranges(t: Tensor, channels: int, S: int, tile: int) -> Iterator[tuple[slice, slice]]:
@@ -100,7 +99,7 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, conv: Conv) -> "Wide":
-        dtype, rounded = wide_dtype(conv.features), conv.form.dtype
+        dtype, rounded = wide_dtype(conv.features.dtype), conv.form.dtype
         weight = conv.weight.reshape(conv.weight.shape[:2]).to(rounded).to(dtype)
         return cls(weight, None if conv.bias is None else conv.bias.to(rounded).to(dtype).view(1, -1, 1), rounded)
 
@@ -183,7 +182,8 @@ class Interpolation(NamedTuple):
         K, tile = conv.weight.shape[0], tile_size(conv.features, CONV_DEVICE_TILE)
         depth = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
         height = max(1, tile // (K * depth * columns.large))
-        of_planes, of_rows, of_columns = (axis.matrix(wide_dtype(conv.features), conv.features.device) for axis in axes)
+        dtype = wide_dtype(conv.features.dtype)
+        of_planes, of_rows, of_columns = (axis.matrix(dtype, conv.features.device) for axis in axes)
         return cls(planes, rows, of_planes, of_rows, of_columns, depth, height)
 
     @property
@@ -196,14 +196,14 @@ class Interpolation(NamedTuple):
         return self.planes.inputs(slab.start, slab.stop)
 
     def last_used(self, slab: slice) -> slice:
-        """Those of the small planes that no later slab reads."""
+        """The small planes that a slab reads and no later slab."""
         used = self.used(slab)
         if slab.stop == self.planes.large:
             return used
         return slice(used.start, min(self.planes.first(slab.stop), used.stop))
 
     def along_planes(self, z: Tensor, slab: slice) -> Tensor:
-        """The planes of a slab, from those that it uses; rows and columns stay small."""
+        """The planes of a slab, from the small planes that it uses; rows and columns stay small."""
         if not self.has_planes:
             return z
         weights = self.of_planes[slab, self.used(slab)]
