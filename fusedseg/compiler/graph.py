@@ -18,8 +18,6 @@ from torch.fx.node import Argument
 from .. import _torch
 from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
-# The mark of a sum that the kernel of the concatenation behind it computes, without memory (``rewrite/late_bias.py``).
-LATE = "added late"
 # Keep a result if recomputing it needs a recomputed input at least this many times its size.
 LARGER = 4
 # A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
@@ -397,7 +395,7 @@ def calls_view(node: fx.Node) -> bool:
 
 def may_alias(node: fx.Node) -> bool:
     """Whether the result of a node may lie in the memory of its argument, whatever its schema says."""
-    return calls_view(node) or row_of(node).aliases or LATE in node.meta
+    return calls_view(node) or row_of(node).aliases
 
 
 def writes(node: fx.Node) -> bool:

@@ -39,6 +39,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: conv3d.convolution,
     aten.convolution_backward.default: conv3d.convolution_backward,
     aten.cat.default: concat.concat,
+    torch.ops.fusedseg.concat_biased.default: concat.concat_biased,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
     aten.zeros.default: torch.zeros,
@@ -193,7 +194,6 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if not gradients and has_kernels:
         # Values are those of eager mode up to rounding anyway.
         concatenation.sums(module.graph)
-    concatenation.take_biases(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     if gradients:

@@ -3,8 +3,6 @@
 A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
 first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
 
-A source may be the sum of a map and a bias (``rewrite/late_bias.py``), which the kernel of ``ops/concat.py`` adds.
-
 A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
 enlarged map is convolved in slabs of samples.  This may change last bits.
 
@@ -21,11 +19,11 @@ from torch.fx.node import Argument
 
 from ... import _backend
 from ...ops import upsample
-from ...ops.concat import concat, dense
+from ...ops.concat import dense
 from ...ops.conv.reference import SLAB_BYTES, slabs
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
-from ..graph import LATE, has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
-from ..rewrite import late_bias
+from ..graph import has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
+from ..rewrite.late_bias import joins_channels
 
 aten = torch.ops.aten
 INTERPOLATE = upsample.interpolate_op._opoverload
@@ -108,46 +106,13 @@ def rewrite(graph: fx.Graph) -> int:
     return sum(_write(graph, node) for node in list(graph.nodes) if name_of(node) == "cat")
 
 
-def take_biases(graph: fx.Graph) -> int:
-    """Gives concatenations the biases of their sources, and returns how many have one."""
-    count = 0
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        pairs = [_bias_of(source) for source in nodes_at(node, 0)]
-        if late_bias.joins_channels(node) and any(bias is not None for _, bias in pairs):
-            views = [
-                node_at(source, 1) for source, (x, _) in zip(nodes_at(node, 0), pairs, strict=True) if source is not x
-            ]
-            sums = {user for view in views for user in view.users}
-            node.target, node.args = concat, ([x for x, _ in pairs], 1, [bias for _, bias in pairs])
-            for unread in (*sums, *views):
-                if not unread.users:
-                    graph.erase_node(unread)
-            count += 1
-    return count
-
-
-def _bias_of(source: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The map and the bias of a sum that concatenations alone read; for all else the source and None.
-
-    Only the sums of ``rewrite/late_bias.py`` have the shape and the dtype of their map.
-    """
-    if LATE in source.meta and all(map(late_bias.joins_channels, source.users)):
-        x, bias = node_at(source, 0), source.args[1]
-        if late_bias.is_bias(bias):
-            assert isinstance(bias, fx.Node)
-            return x, node_at(bias, 0)
-    return source, None
-
-
 def _write(graph: fx.Graph, node: fx.Node) -> bool:
     sources = nodes_at(node, 0)
     value = value_of(node)
     enlarged = [_is_large_map(source, node) for source in sources]
-    if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
+    if not any(enlarged) or has_symbols(value) or not value.is_contiguous() or not joins_channels(node):
         return False
-    if len(set(sources)) < len(sources) or node.args[1:] not in ((1,), (1 - value.dim(),)):
-        return False
-    if any(value_of(source).dtype != value.dtype for source in sources):
+    if len(set(sources)) < len(sources) or any(value_of(source).dtype != value.dtype for source in sources):
         return False
     with graph.inserting_before(node):
         whole = _allocated(graph, value)

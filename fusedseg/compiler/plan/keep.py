@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ...ops.low_bit.spec import FEWEST_VALUES
 from ..graph import (
     LARGER,
-    LATE,
     SMALL,
     Joint,
     behind,
@@ -88,7 +87,7 @@ def call_node(node: fx.Node) -> fx.Node:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a value needs no memory of its own."""
-    return calls_view(call_node(node)) or LATE in node.meta
+    return calls_view(call_node(node))
 
 
 def _may_run_again(node: fx.Node) -> bool:
