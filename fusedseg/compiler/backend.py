@@ -32,7 +32,7 @@ def backend(
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = with_codegen(parse(options))
-    compiler = _inductor if settings.codegen == "inductor" else _aten
+    compiler = _inductor if settings.fused_code else _aten
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(

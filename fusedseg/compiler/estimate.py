@@ -81,7 +81,7 @@ def estimate_ways(
 
     parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
     first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
-    fused = first.codegen == "inductor"
+    fused = first.fused_code
     divisions = [
         Partition(replace(way, codegen=first.codegen))
         if isinstance(way, settings.Settings)
@@ -111,12 +111,11 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     from .capture import passes
 
     parts = compiler_parts()
-    fused = asked.codegen == "inductor"
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
-    options: dict[str, Any] = {"decompositions": parts.decompositions} if fused else {}
+    options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
     compiler = parts.aot_autograd(
         fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.divide, keep_inference_input_mutations=True,
         **options,

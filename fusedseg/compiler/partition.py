@@ -40,15 +40,14 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        fused_code = self.settings.codegen == "inductor"
         eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         channels_last.run(module.graph, self.settings)
         simplify.run(module)
         one_channel.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
-        schedule.rewrite(backward, decision.goal, fused_code)
-        note_after(decision, (forward, backward), num_fwd_outputs, fused_code)
+        schedule.rewrite(backward, decision.goal, self.settings.fused_code)
+        note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward
 
 

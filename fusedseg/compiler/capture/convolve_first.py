@@ -5,8 +5,7 @@ A 1x1 convolution W and an interpolation U commute, because the weights of an in
     W U x + b = U (W x + b)
 
 So forward convolves a quarter of the positions (an eighth in 3D), and interpolates the channels of the result instead
-of those of x.  The same holds for backward.  Last bits differ, because additions have another order.  Code that
-promises the bits of eager mode asks for the pass only where Triton serves a tensor, as it does for norms.
+of those of x.  The same holds for backward.  Last bits differ, because additions have another order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,10 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 from torch.nn import functional as F
 
-from ... import _backend
 from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
 from ..graph import captured_value_of
+from ..settings import Settings
 
 NOT_TRANSPOSED = (torch.conv1d, torch.conv2d, torch.conv3d)
 # The arguments of a convolution after its weight, and their values where it looks at one position.
@@ -38,15 +37,12 @@ class InterpolatedConvolution(NamedTuple):
     small: fx.Node
 
 
-def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
-    """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number.
-
-    ``everywhere`` says that last bits may differ on every device.
-    """
+def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+    """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number."""
     graph, count = module.graph, 0
     for node in list(graph.nodes):
         pair = _pair(node) if node.target in NOT_TRANSPOSED else None
-        if pair is not None and _is_shorter(pair, everywhere) and _may_wait(pair):
+        if pair is not None and _is_shorter(pair, settings) and _may_wait(pair):
             _swap(graph, pair)
             count += 1
     if count:
@@ -70,7 +66,7 @@ def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     return InterpolatedConvolution(node, made, small) if isinstance(small, fx.Node) else None
 
 
-def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
+def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
     """Whether the pair commutes, and moves fewer bytes the other way round."""
     named = _arguments(pair.convolution)
     x, large, weight, y = map(captured_value_of, (pair.small, pair.interpolation, named["weight"], pair.convolution))
@@ -87,7 +83,7 @@ def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
     if x.is_cpu and (x.dtype in HALF or y.dtype != x.dtype):
         # PyTorch's interpolation adds in half precision on a CPU, or autocast interpolates in fp32 there.
         return False
-    return everywhere or _backend.takes_triton(x.device)
+    return settings.may_round(x.device)
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

@@ -51,7 +51,7 @@ HOW = len(fields(How))
 
 def wanted_by(settings: Settings) -> How:
     """What the backend wants of norms with these options."""
-    return How(settings.codegen == "inductor", settings.bits is None)
+    return How(settings.fused_code, settings.bits is None)
 
 
 class Tensors(NamedTuple):

@@ -63,7 +63,7 @@ def run(graph: fx.Graph, settings: Settings) -> int:
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
     laid_out = chosen(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
     if laid_out:
-        _Writer(graph, images, laid_out, settings.codegen == "inductor").write()
+        _Writer(graph, images, laid_out, settings.fused_code).write()
     return len(laid_out)
 
 
