@@ -81,8 +81,7 @@ class _Alive(NamedTuple):
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
     graph = schedule.BackwardGraph(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
-    needed = (estimated_workspace(step.node, fused) for step in alive.places)
-    most = max(map(operator.add, alive.bytes_at, needed))
+    most = alive.most_with(lambda node: estimated_workspace(node, fused))
     calls = zip(alive.places, alive.bytes_at, strict=True)
     return _Alive(alive.peak[0], most, [nbytes for step, nbytes in calls if step.node.op == "call_function"])
 

@@ -24,7 +24,7 @@ from ..graph import Joint, flops_of, nbytes_of
 from ..settings import OP
 from . import keep
 from .min_cut import Cut
-from .peak import Live
+from .peak import Cost, Live
 from .schedule import Goal
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
@@ -37,21 +37,6 @@ TRIES = 12
 NEAREST = 4
 # The share by which the peak may rise, for small tensors such as copies of biases.
 PEAK_SLACK = 1e-3
-
-
-class Cost(NamedTuple):
-    """The bytes that forward keeps, the arithmetic that backward repeats, and the most bytes at once.
-
-    with_workspaces: the most bytes at once with what convolutions and packing may need beside their results.
-    """
-
-    kept: int
-    flops: int
-    peak: int
-    with_workspaces: int
-
-    def is_within(self, most: "Cost") -> bool:
-        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
 
 
 class Choice(NamedTuple):
@@ -92,7 +77,7 @@ class Choices:
         return self.live.kept(decision)
 
     def cost(self, decision: keep.Decision) -> Cost:
-        return cost_of(self.live, decision)
+        return self.live.cost(decision)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -205,11 +190,6 @@ class WayDown:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
         return TrialResult.TAKEN
-
-
-def cost_of(live: Live, decision: keep.Decision) -> Cost:
-    peak = live.peak(decision)
-    return Cost(live.kept(decision), peak.flops, peak.nbytes, peak.with_workspaces)
 
 
 def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:

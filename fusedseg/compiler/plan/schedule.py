@@ -365,6 +365,10 @@ class Alive:
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))
 
+    def most_with(self, needed: Callable[[fx.Node], int]) -> int:
+        """The most bytes at once if each node needs as many bytes besides, while it runs, as ``needed`` says."""
+        return max(nbytes + needed(step.node) for step, nbytes in zip(self.places, self.bytes_at, strict=True))
+
     def _written_over(self, step: ScheduledNode, place: int) -> int:
         """The bytes of an input that the result is written over."""
         memory = [read.first for read in step.reads]
