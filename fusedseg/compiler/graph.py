@@ -24,10 +24,13 @@ LARGER = 4
 SMALL = 16
 
 
+def _tensors_in(value: object) -> list[Tensor]:
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+
+
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The results of a node, which are tensors without values."""
-    value = node.meta.get("val")
-    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+    return _tensors_in(value_of(node))
 
 
 def hint_of(size: int | torch.SymInt) -> int:
@@ -80,6 +83,16 @@ def captured_value_of(node: object) -> Any:
     return value if isinstance(value, Tensor) else None
 
 
+def captured_tensors_of(node: fx.Node) -> list[Tensor]:
+    """The tensors among the results of a node of a captured graph."""
+    return _tensors_in(node.meta.get("example_value"))
+
+
+def captured_arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a call of a captured graph by name; ``names`` are those of the first ones."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
 def in_one_grad_mode(first: fx.Node, last: fx.Node) -> bool:
     """Whether no call between two calls of a captured graph switches gradients on or off."""
     node = first
@@ -112,20 +125,22 @@ def is_random(node: fx.Node) -> bool:
 _NORMS = ("fusedseg::norm_act", "fusedseg::norm_act_backward")
 
 
+def _name_in_the_table(node: object) -> str:
+    """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims."""
+    return op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
+
+
 def name_of(node: object) -> str:
     """The name of the aten op of a node, or of such a norm, without its overload; "" for other nodes."""
-    if not is_op(node):
-        return ""
-    namespace, _, name = op_of(node)._schema.name.partition("::")
-    return name if namespace in ("aten", "prims") or f"{namespace}::{name}" in _NORMS else ""
+    name = _name_in_the_table(node)
+    if name in _NORMS:
+        return name.removeprefix("fusedseg::")
+    return "" if "::" in name else name
 
 
 def row_of(node: object) -> OpRow:
     """The row of ``op_table.py`` for the op of a node; ``UNKNOWN`` for other nodes and for ops without a row."""
-    if not is_op(node):
-        return UNKNOWN
-    namespace, _, name = op_of(node)._schema.name.partition("::")
-    return OF_OP.get(name if namespace in ("aten", "prims") else f"{namespace}::{name}", UNKNOWN)
+    return OF_OP.get(_name_in_the_table(node), UNKNOWN)
 
 
 def reads_size_alone(node: fx.Node) -> bool:
@@ -177,21 +192,19 @@ def is_compute_intensive(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
-    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
+    return is_op(node) and op_of(node).overloadpacket in flop_registry
 
 
 def is_cheap(node: fx.Node) -> bool:
     """Whether the compiler may recompute the node, with the same result and without much arithmetic."""
-    op = node.target
-    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
+    if not is_op(node) or writes(node) or is_random(node):
         return False
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
+    if any(isinstance(value_of(source), torch.SymFloat) for source in node.all_input_nodes):
         # The compiler cannot keep such a number for backward.
         return False
     if row_of(node).cheap:
         return True
+    op = op_of(node)
     return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view)
 
 

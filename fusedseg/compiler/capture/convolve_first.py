@@ -8,19 +8,19 @@ So forward convolves a quarter of the positions (an eighth in 3D), and interpola
 of those of x.  The same holds for backward.  Last bits differ, because additions have another order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from inspect import getcallargs
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
-from ..graph import captured_value_of
+from ..graph import captured_arguments_of, captured_tensors_of, captured_value_of
 from ..settings import Settings
 
 NOT_TRANSPOSED = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -50,13 +50,9 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> int:
     return count
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
-
-
 def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     """The convolution and the interpolation that nobody else reads."""
-    made = _arguments(node).get("input")
+    made = captured_arguments_of(node, ARGUMENTS).get("input")
     if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
         return None
     given = getcallargs(F.interpolate, *made.args, **made.kwargs)
@@ -68,7 +64,7 @@ def _pair(node: fx.Node) -> InterpolatedConvolution | None:
 
 def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
     """Whether the pair commutes, and moves fewer bytes the other way round."""
-    named = _arguments(pair.convolution)
+    named = captured_arguments_of(pair.convolution, ARGUMENTS)
     x, large, weight, y = map(captured_value_of, (pair.small, pair.interpolation, named["weight"], pair.convolution))
     if x is None or large is None or weight is None or y is None or x.dim() != weight.dim():
         return False
@@ -103,16 +99,10 @@ def _may_wait(pair: InterpolatedConvolution) -> bool:
     if not nodes:
         return True
     # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.
-    if any(_tensors(node) == [] or not node.users for node in nodes):
+    if any(not captured_tensors_of(node) or not node.users for node in nodes):
         return False
     value = captured_value_of(pair.small)
     return value is not None and not value.is_inference() and value._version == 0
-
-
-def _tensors(node: fx.Node) -> Sequence[object]:
-    value = node.meta.get("example_value")
-    of = value if isinstance(value, (tuple, list)) else [value]
-    return [t for t in of if isinstance(t, Tensor)]
 
 
 def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:

@@ -26,7 +26,7 @@ from ...ops.norm import stock
 from ...ops.norm.call import Norm, stats_dtype
 from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
 from .. import op_table
-from ..graph import captured_value_of, in_one_grad_mode, is_alike
+from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike
 from ..settings import Settings
 from .dead_bias import move_op
 
@@ -396,10 +396,8 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
         # It goes where the norm goes.
         node = node.next
     while node is not end:
-        results = node.meta.get("example_value")
         read = _memory(*map(captured_value_of, node.all_input_nodes))
-        returned = results if isinstance(results, (tuple, list)) else [results]
-        written = set() if _may_write_unseen(node) else _memory(*returned)
+        written = set() if _may_write_unseen(node) else _memory(*captured_tensors_of(node))
         if not memory.isdisjoint(written or read) or not running.isdisjoint(read):
             return False
         node = node.next

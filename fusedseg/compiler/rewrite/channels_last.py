@@ -32,7 +32,7 @@ from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norms
 from .. import graph as graphs
 from ..graph import arguments_of, computed, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
-from ..op_table import ANY, FORM, PASSES
+from ..op_table import ANY, PASSES
 from ..plan.min_cut import ENDLESS, Flow
 from ..settings import KEEP, Settings
 from .simplify import LABELS
@@ -247,7 +247,7 @@ def _is_gradient_of_weight(node: fx.Node) -> bool:
 
 def _reads_any(node: fx.Node) -> bool:
     """Whether a node reads images as they lie, without a copy."""
-    return row_of(node).kind == FORM or row_of(node).layout == ANY or _is_cast(node)
+    return graphs.reads_size_alone(node) or row_of(node).layout == ANY or _is_cast(node)
 
 
 class _Writer:
