@@ -107,12 +107,12 @@ class Choices:
                 verdict = way.walk(tried)
                 if verdict is TrialResult.DEAR and len(dear) < NEAREST:
                     dear.setdefault(tried, price)
-                if verdict is TrialResult.DEAR or len(way.refused) == TRIES:
+                if verdict is TrialResult.DEAR or way.is_over:
                     break
                 small = small | part if verdict is TrialResult.SMALL else frozenset()
                 if verdict is TrialResult.TAKEN:
                     yield way.best
-            if len(way.refused) == TRIES:
+            if way.is_over:
                 return
         if dear:
             way.refused.clear()
@@ -126,21 +126,20 @@ class Choices:
                 keep.call_node(node) for node in keep.decision_of(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
-                fits = self._flops_of(intensive - {call}) <= way.most_flops
-                verdict = way.walk(cut.with_intensive(intensive - {call}, dear[more])) if fits else TrialResult.DEAR
-                if verdict is TrialResult.TAKEN:
+                if self._flops_of(intensive - {call}) > way.most_flops:
+                    continue
+                if way.walk(cut.with_intensive(intensive - {call}, dear[more])) is TrialResult.TAKEN:
                     yield way.best
-                if len(way.refused) == TRIES:
-                    return
-                if verdict is TrialResult.TAKEN:
                     break
+                if way.is_over:
+                    return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
             intensive = cut.compute_intensive & {keep.call_node(node) for node in way.best.decision.recomputed}
             if call in intensive or self._flops_of(intensive | {call}) > way.most_flops:
                 continue
             if way.walk(way.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield way.best
-            if len(way.refused) == TRIES:
+            if way.is_over:
                 return
 
 
@@ -167,6 +166,11 @@ class WayDown:
         self.recomputed: frozenset[fx.Node] = frozenset()
         self.refused: set[frozenset[fx.Node]] = set()
         self._most = best.cost.peak
+
+    @property
+    def is_over(self) -> bool:
+        """Whether too many choices in a row peaked too high."""
+        return len(self.refused) == TRIES
 
     def walk(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
