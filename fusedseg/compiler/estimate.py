@@ -8,6 +8,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def estimate_ways(
     divisions = [
         Partition(replace(way, codegen=first.codegen))
         if isinstance(way, settings.Settings)
-        else _CompilersOwn(way, fused)
+        else partial(_compilers_own, budget=way, fused=fused)
         for way in parsed
     ]
     found: list[Found] = [[] for _ in ways]
@@ -164,17 +165,10 @@ class _Divisions:
         return stock
 
 
-class _CompilersOwn:
-    """Divides a graph as the compiler itself does with an ``activation_memory_budget``."""
-
-    def __init__(self, budget: float, fused: bool) -> None:
-        self._budget = budget
-        self._fused = fused
-
-    def __call__(self, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
-        made = _by_budget(self._budget, joint, joint_inputs, **options)
-        note_after(None, made, options["num_fwd_outputs"], self._fused)
-        return made
+def _compilers_own(joint: fx.GraphModule, joint_inputs: object, budget: float, fused: bool, **options: Any) -> None:
+    """Divides a graph as the compiler itself does with an ``activation_memory_budget``, and notes what it keeps."""
+    made = _by_budget(budget, joint, joint_inputs, **options)
+    note_after(None, made, options["num_fwd_outputs"], fused)
 
 
 def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:

@@ -153,12 +153,12 @@ def decide(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
     """What backward reads of forward; those of the kept compute-intensive ops that ``repeats`` names run again."""
     first = _by_rules(joint, set())
     twice_run = repeats(first.kept, joint)
-    found = _by_rules(joint, twice_run) if twice_run else first
-    for one in {id(first): first, id(found): found}.values():
-        _keep_later(one, joint)
-        _take_along(one)
     # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
-    return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
+    choices = [_by_rules(joint, twice_run), first] if twice_run else [first]
+    for choice in choices:
+        _keep_later(choice, joint)
+        _take_along(choice)
+    return min(choices, key=lambda choice: sum(map(nbytes_of, choice.kept)))
 
 
 def decision_of(joint: Joint, recomputed: Collection[fx.Node]) -> Decision:
@@ -366,8 +366,7 @@ class _Writer:
         if node not in self.changeable and all(source is other for source, other in swapped.items()):
             return _labelled(node, call)
         if node is call:
-            made = copied(self.graph, node, swapped, before)
-            return _labelled(made)
+            return _labelled(copied(self.graph, node, swapped, before))
         if call not in self.made:
             self.made[call] = _labelled(copied(self.graph, call, swapped, before))
         return _labelled(copied(self.graph, node, {call: self.made[call]}, before))
