@@ -93,14 +93,16 @@ def captured_arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
+def nodes_from(first: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph from one on, before another one."""
+    while first is not end:
+        yield first
+        first = first.next
+
+
 def in_one_grad_mode(first: fx.Node, last: fx.Node) -> bool:
     """Whether no call between two calls of a captured graph switches gradients on or off."""
-    node = first
-    while node is not last:
-        node = node.next
-        if _torch.changes_grad_mode(node):
-            return False
-    return True
+    return not any(map(_torch.changes_grad_mode, nodes_from(first, last)))
 
 
 def is_gradient(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ So forward convolves a quarter of the positions (an eighth in 3D), and interpola
 of those of x.  The same holds for backward.  Last bits differ, because additions have another order.
 """
 
-from collections.abc import Iterator
 from inspect import getcallargs
 from itertools import islice
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
-from ..graph import captured_arguments_of, captured_tensors_of, captured_value_of
+from ..graph import captured_arguments_of, captured_tensors_of, captured_value_of, nodes_from
 from ..settings import Settings
 
 NOT_TRANSPOSED = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -82,20 +81,13 @@ def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
     return settings.may_round(x.device)
 
 
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    node = first.next
-    while node is not last:
-        if node.op not in ("placeholder", "get_attr"):
-            yield node
-        node = node.next
-
-
 def _may_wait(pair: InterpolatedConvolution) -> bool:
     """Whether the small tensor can be read where the convolution is.
 
     Nothing may write over it in between, and no mode may change there, such as that of autograd.
     """
-    nodes = list(_between(pair.interpolation, pair.convolution))
+    between = nodes_from(pair.interpolation.next, pair.convolution)
+    nodes = [node for node in between if node.op not in ("placeholder", "get_attr")]
     if not nodes:
         return True
     # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.

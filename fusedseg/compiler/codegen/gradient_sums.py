@@ -17,7 +17,7 @@ from torch import fx
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
 from ...ops.norm.graph import Backward
-from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, value_of
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, nodes_from, value_of
 from .in_place import Memory
 
 aten = torch.ops.aten
@@ -70,12 +70,7 @@ def _is_sum(total: fx.Node, reader: fx.Node) -> bool:
         return False
     if reader.args.count(total) > 1 or not all(is_tensor(t) for t in total.args) or total.args[0] is total.args[1]:
         return False
-    node = total.next
-    while node is not reader:
-        if node.target is not operator.getitem and not calls_view(node):
-            return False
-        node = node.next
-    return True
+    return all(node.target is operator.getitem or calls_view(node) for node in nodes_from(total.next, reader))
 
 
 def _is_read(also: fx.Node, x: fx.Node) -> bool:

@@ -39,6 +39,7 @@ from ..graph import (
     is_random,
     nbytes_of,
     node_at,
+    nodes_from,
     size_of,
     tensors_of,
 )
@@ -359,7 +360,8 @@ class _Writer:
         if form is not None:
             last = before.prev
             made = form.write(self.graph, lambda n: self.read(n, before), before)
-            _label_new(last, before)
+            for new in nodes_from(last.next, before):
+                _labelled(new)
             return made
         call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
@@ -376,11 +378,3 @@ def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
     for one in (node, *others):
         one.meta[LABEL] = RECOMPUTE
     return node
-
-
-def _label_new(last: fx.Node, before: fx.Node) -> None:
-    """Labels the nodes that were made between two nodes."""
-    node = last.next
-    while node is not before:
-        node.meta[LABEL] = RECOMPUTE
-        node = node.next
