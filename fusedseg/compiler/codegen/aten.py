@@ -17,9 +17,8 @@ from ...ops import concat, upsample
 from ...ops.ahead import compile_kernels
 from ...ops.conv import conv3d
 from ...ops.max_pool import op as pools
-from ...ops.norm import graph as norm_ops
 from ...progress import Progress
-from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
+from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
 from ..rewrite import residual_norms
 from ..settings import OP, QUIET_SECONDS
 from . import activations, casts, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
@@ -78,8 +77,6 @@ class Code:
         """An argument as code."""
         if isinstance(value, fx.Node):
             return value.name
-        if isinstance(value, slice):
-            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
         if isinstance(value, (list, tuple)):
             inner = ", ".join(map(self.text, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
@@ -146,12 +143,6 @@ def _function(source: Code) -> Any:
     return names["run"]
 
 
-def _has_kernels(graph: fx.Graph) -> bool:
-    """Whether Triton kernels compute norms of a graph."""
-    found = (node_at(node, 0) for node in graph.nodes if node.target is norm_ops.norm_act)
-    return any(_backend.takes_triton(value_of(x).device) for x in found)
-
-
 def _launching(graph: fx.Graph) -> torch.device | None:
     """The device whose tensors Triton serves in a graph; None if there is none."""
     devices = {value_of(node).device for node in graph.nodes if is_tensor(node)}
@@ -185,15 +176,11 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if not gradients and norms.divide(module.graph):
         residual_norms.rewrite(module.graph)
     activations.rewrite(module.graph)
-    has_kernels = _has_kernels(module.graph)
     launching = _launching(module.graph)
     room = Room(module.graph)
     casts.rewrite(module.graph, room)
     shorter.rewrite(module.graph)
     norms.write_statistics(module.graph)
-    if not gradients and has_kernels:
-        # Values are those of eager mode up to rounding anyway.
-        concatenation.sums(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     if gradients:
