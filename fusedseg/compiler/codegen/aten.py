@@ -143,10 +143,14 @@ def _function(source: Code) -> Any:
     return names["run"]
 
 
+def devices_of(graph: fx.Graph) -> set[torch.device]:
+    """The devices of the tensors of a graph."""
+    return {value_of(node).device for node in graph.nodes if is_tensor(node)}
+
+
 def _launching(graph: fx.Graph) -> torch.device | None:
     """The device whose tensors Triton serves in a graph; None if there is none."""
-    devices = {value_of(node).device for node in graph.nodes if is_tensor(node)}
-    return next((device for device in devices if _backend.takes_triton(device)), None)
+    return next(filter(_backend.takes_triton, devices_of(graph)), None)
 
 
 def _kernels_first(run: Any, device: torch.device) -> Any:

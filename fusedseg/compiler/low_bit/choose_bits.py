@@ -34,29 +34,11 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import FIRST, NOT_SECOND
+from ..op_table import EXACT, FIRST, LINEAR, NOT_SECOND, SMOOTH
 from ..plan import nearly_free, recompute
-from ..plan.keep import (
-    Decision,
-    call_node,
-    decide,
-    decision_of,
-    is_free,
-    is_view,
-    leave,
-    sources_of,
-)
+from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import (
-    EXACT,
-    LINEAR,
-    SMOOTH,
-    is_multiplication,
-    is_predicate,
-    kind_of,
-    pointwise_chain_of,
-    write_pointwise_chain,
-)
+from .branches import is_multiplication, is_predicate, kind_of, pointwise_chain_of, write_pointwise_chain
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
