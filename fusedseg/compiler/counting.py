@@ -112,7 +112,7 @@ def gradient_bytes(backward: fx.GraphModule) -> int:
 
 def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:
     """For each class of modules the number of those of which backward recomputes something."""
-    # A result of several stands for its call; a node that the graph has no longer has None as its argument.
+    # One of several results stands for its call.  A node that was erased from the graph has None as its argument.
     calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
     modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
     return dict(Counter(module.kind or module.name for module in modules))

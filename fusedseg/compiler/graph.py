@@ -111,7 +111,7 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 def following(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that follow from a gradient that backward is given, with these gradients."""
+    """The gradients that backward is given, and the nodes that are computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_gradient(node) or any(source in found for source in node.all_input_nodes):
@@ -291,7 +291,7 @@ def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before:
 
 
 def number_of(size: object) -> int | None:
-    """A size, or the node of one, as a number; None if it may be another one for other inputs of the graph."""
+    """A size, or the node of a size, as a number; None if the size depends on the inputs of the graph."""
     known = value_of(size) if isinstance(size, fx.Node) else size
     return known.node.maybe_as_int() if isinstance(known, torch.SymInt) else known  # type: ignore[return-value]
 
@@ -348,11 +348,11 @@ class Joint:
         handed: nodes that forward computes although nothing of forward reads them.
 
     Attributes:
-        backward: the nodes that follow from a gradient.
+        backward: the gradients that backward is given, and the nodes that are computed from them.
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
-        changeable: what lies in the memory of a result that the program may change before backward.
-        held: what forward returns and backward may read, which lives anyway.
+        changeable: the nodes in the memory of a result that the program may change before backward.
+        held: the results of forward that backward may read; they live anyway.
         overwritten: arguments that are written to before backward, such as running statistics, and views of them:
             backward would find other values there.
     """

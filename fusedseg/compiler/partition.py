@@ -67,7 +67,7 @@ def cut(
 
 @contextmanager
 def _codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
-    """Forward returns what it packs, behind its own ``outputs``; gives the number of all.
+    """Forward also returns what it packs, behind its own ``outputs``; yields the number of all outputs.
 
     The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
     packed, and packs in backward, wherever codes and their ranges are not smaller.

@@ -410,5 +410,5 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 
 def _memory(*values: object) -> set[int]:
-    """What names the memory of the tensors among these."""
+    """The addresses of the memories of these tensors; None stands for no tensor."""
     return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}

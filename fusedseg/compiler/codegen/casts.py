@@ -25,7 +25,7 @@ from ...ops.replay import Allocation
 from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
 from .room import More, Room
 
-# PyTorch's kernel for many tensors does not know each of the others.
+# The dtypes that PyTorch's kernel for many tensors casts.
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 

@@ -13,7 +13,7 @@ from ..graph import calls_view, is_op, outputs_of, roots_of, value_of
 from ..plan.aliasing import first_result, may_overwrite, overwriting
 
 aten = torch.ops.aten
-# How these forms, and that of a choice by a mask, name the tensor that they write to.
+# The argument that is the tensor to write to, by the overload of the op.
 INTO = {"grad_input": "grad_input", "self_out": "out"}
 
 

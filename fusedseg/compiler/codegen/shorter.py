@@ -50,7 +50,7 @@ def rewrite(graph: fx.Graph) -> None:
 def write_convolutions(graph: fx.Graph) -> int:
     """Writes such convolutions and their gradients, and returns their number.
 
-    It is the last pass, because others look for the ops.
+    It comes after the passes that look for the ops.
     """
     found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
     for node in found:

@@ -45,9 +45,11 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``.
+    """The choices for one graph.
 
-    goal: that of the decision without a budget.
+    eager: the bytes that eager mode keeps.
+    fused: whether Inductor generates the code.
+    goal: the goal of the decision without a budget.
     """
 
     def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
@@ -158,7 +160,7 @@ class WayDown:
     Attributes:
         best: the choice.
         recomputed: the values that may be recomputed in it.
-        refused: those with which the peak was too high since then.
+        refused: the values that were tried since then, and with which the peak was too high.
     """
 
     def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
@@ -227,7 +229,7 @@ def met_or_nearest(choices: Choices, budget: Budget) -> Choice:
 
 
 def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
-    """Says which budget can be met; one without a number of bytes always is."""
+    """Says which budget can be met.  A budget without a number of bytes is always met."""
     eager = choices.eager
     most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
     if budget.peak is not None:

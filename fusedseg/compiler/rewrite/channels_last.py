@@ -10,7 +10,7 @@ caller.  The graph is a functional one, of forward and backward or of inference 
 
 1. ``_images`` says for each op which images it would read in channels_last.
 2. ``chosen`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
-   convolution that stays as it was costs ``PRICE`` of the bytes of its images.
+   convolution that stays as it was costs the bytes of its images.
 3. ``_Writer`` writes the graph: copies stand where they are first read, and all later readers share them.
 
 Weights are copied in each step, in one call with the cast of autocast; their bytes count nothing, because cuDNN copies
@@ -38,10 +38,6 @@ from ..settings import KEEP, Settings
 from .simplify import LABELS
 
 aten = torch.ops.aten
-# What a convolution costs that is not in channels_last, as a share of the bytes of the images that it reads and writes.
-# In a step of the PlainConvUNet on an H100, cuDNN's copies took more than three times the time of these bytes.
-# Convolutions of other shapes may gain less, and their copies must not make a step slower.
-PRICE = 1
 # Ops that stand in for those whose results PyTorch makes contiguous.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d.default: avg_pool.avg_pool3d_op._opoverload,
@@ -94,12 +90,16 @@ def weight_of(node: fx.Node) -> fx.Node | None:
 
 
 def _price(node: fx.Node) -> int:
-    """What a convolution costs that is not in channels_last, in bytes."""
+    """What a convolution costs that is not in channels_last: the bytes of the images that it reads and writes.
+
+    In a step of the PlainConvUNet on an H100, cuDNN's copies took more than three times the time of these bytes.
+    Convolutions of other shapes may gain less, and their copies must not make a step slower.
+    """
     made = value_of(node)
     # The gradient of the input, or None if nobody asks for it; the result of a convolution.
     first = made[0] if isinstance(made, (tuple, list)) else made
     read = sum(nbytes_of(graphs.node_at(node, place)) for place in row_of(node).images)
-    return int(PRICE * (read + (0 if first is None else first.nbytes)))
+    return read + (0 if first is None else int(first.nbytes))
 
 
 def in_channels_last(t: Tensor) -> bool:
@@ -114,7 +114,7 @@ def format_of(t: Tensor) -> torch.memory_format | None:
 
 
 def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
-    """What an op reads as images that may be in channels_last, with a result that is so too; [] for other ops."""
+    """The images that an op may read in channels_last, if its result is in channels_last then; [] for other ops."""
     if not _may_pass_on(node):
         return []
     found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() in dims]
