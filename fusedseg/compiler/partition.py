@@ -1,13 +1,6 @@
 """The partitioner, from a joint graph to the graphs of forward and backward; each phase is a file of its own.
 
-eager_mode.read     what eager mode keeps, on the graph as it was traced     plan/eager_mode.py
-channels_last.run   convolutions in channels_last, and what follows from it  rewrite/channels_last.py
-simplify.run        copies, calls and labels that the graph does not need    rewrite/simplify.py
-one_channel.rewrite images that lie in both memory formats                   rewrite/one_channel.py
-decide              what forward keeps, and in how many bits                 decide.py
-cut                 PyTorch's own partitioner, along the labels of decide    here
-schedule.rewrite    the order of backward                                    plan/schedule.py
-note_after          what the report says of it                               report.py
+"Life of a joint graph" in docs/design.md has what goes into each phase, and what comes out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -145,7 +145,7 @@ def of_stock(*call: Any) -> Tensor:
     if is_served(tensors, spec, how):
         return normalised(tensors, spec, residual)[0]
     y = _stock(Tensors(*call[:5]), given)
-    return TABLE[given.act.name].function(y if residual is None else y + residual, given.act.param)
+    return stock.activate(y if residual is None else y + residual, given.act)
 
 
 def _stock(tensors: Tensors, norm: Norm) -> Tensor:
@@ -174,7 +174,7 @@ def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
         z, *found = normalised(tensors, spec, residual)
     else:
         y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
-        z = TABLE[spec.act.name].function(y if residual is None else y + residual, spec.act.param)
+        z = stock.activate(y if residual is None else y + residual, spec.act)
     if mean is not None and var is not None and not spec.own:
         found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
     return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from ... import _backend, _torch
-from ...ops import concat, upsample
+from ...ops import concat
 from ...ops.ahead import compile_kernels
 from ...ops.conv import conv3d
-from ...ops.max_pool import op as pools
 from ...progress import Progress
 from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
 from ..rewrite import residual_norms
@@ -45,10 +44,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
-    torch.ops.fusedseg.interpolate.default: upsample.forward,
-    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
-    torch.ops.fusedseg.max_pool.default: pools.functional,
-    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
+    **replays.TENSORS_FIRST,
 }
 
 

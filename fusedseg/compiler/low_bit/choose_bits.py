@@ -1,7 +1,6 @@
 """What forward keeps in 8 or 4 bits a value, for the option "bits".
 
-    settled  which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
-    Storage  the nodes that pack in forward and unpack in backward
+``settled`` says which kept values are packed, and what must be exact beside them, by its readers (``branches.py``).
 
 A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  A
 predicate about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
