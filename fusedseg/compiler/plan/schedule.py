@@ -284,7 +284,8 @@ class BackwardGraph:
             if shared and step not in made and step.node in self.recomputed:
                 # Another step of the same node has run by now.
                 recomputed = next((new for new in made.values() if new.node is step.node and new is not step), None)
-                made |= {} if recomputed is None else {step: recomputed}
+                if recomputed is not None:
+                    made[step] = recomputed
             if step in made:
                 continue
             reads = [self._recompute(read, old, place, now, made, found) for read in step.reads]
