@@ -32,7 +32,7 @@ def backend(
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = with_codegen(parse(options))
-    compiler = _inductor if settings.codegen == "inductor" else _aten
+    compiler = _inductor if settings.fused_code else _aten
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -68,13 +68,12 @@ def _showing(progress: Progress, text: str, function: Callable[..., Any]) -> Cal
     return shown
 
 
-def _laying_out(
-    compiler: Callable[..., Any], lay_out: Callable[[fx.Graph, Settings], int], settings: Settings
-) -> Callable[..., Any]:
+def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     """A compiler of graphs without a backward, which no partitioner sees: they are laid out here."""
+    from .rewrite import channels_last
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if lay_out(module.graph, settings):
+        if channels_last.run(module.graph, settings):
             module.recompile()
         return compiler(module, inputs)
 
@@ -89,7 +88,6 @@ def _aten(
     from .codegen import cuda_graphs
     from .codegen.aten import emit
     from .partition import Partition
-    from .rewrite import channels_last
 
     parts = _torch.compiler_parts()
     compilers: dict[str, Callable[..., Any]] = dict.fromkeys(PHASES, emit)
@@ -100,7 +98,7 @@ def _aten(
             "bw_compiler": recorder.backward,
             "inference_compiler": recorder.inference,
         }
-    compilers["inference_compiler"] = _laying_out(compilers["inference_compiler"], channels_last.run, settings)
+    compilers["inference_compiler"] = _laying_out(compilers["inference_compiler"], settings)
     compilers = {key: _showing(progress, PHASES[key], function) for key, function in compilers.items()}
     divide = _showing(progress, "choosing what forward keeps", Partition(settings))
     compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)

@@ -1,8 +1,7 @@
 """What the options ``budget`` and ``extra_flops`` of the backend ask for."""
 
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from .._sizes import bytes_in
 
@@ -17,33 +16,6 @@ EXPECTED = (
 # 1 x 1 x 64^3 keeps 0.776 of the bytes and repeats 0.24 of its forward.  Without a limit it would keep 0.740 and repeat
 # 1.81 of it.
 MOST = 0.35
-
-
-class Asked(NamedTuple):
-    """The first three attributes of ``Budget``."""
-
-    fraction: float | None = None
-    nbytes: int | None = None
-    peak: int | None = None
-
-
-def _asked(op: str, budget: float | str) -> Asked:
-    """What an argument asks for; raises ``TypeError`` or ``ValueError`` for what is no budget."""
-    if isinstance(budget, bool) or not isinstance(budget, (float, int, str)):
-        raise TypeError(f"{op}: {EXPECTED}, got {budget!r}")
-    if isinstance(budget, float):
-        asked = Asked(fraction=budget)
-    elif isinstance(budget, int):
-        asked = Asked(nbytes=budget if budget >= FEWEST_BYTES else 0)
-    elif percent := re.fullmatch(r"(\d+(?:\.\d+)?)%", budget.strip()):
-        asked = Asked(fraction=float(percent[1]) / 100)
-    elif budget.strip().lower().startswith(PEAK):
-        asked = Asked(peak=bytes_in(budget.strip()[len(PEAK) :]))
-    else:
-        asked = Asked(nbytes=bytes_in(budget))
-    if asked.nbytes == 0 or asked.peak == 0 or not (asked.fraction is None or 0.0 < asked.fraction <= 1.0):
-        raise ValueError(f"{op}: {EXPECTED}, got {budget!r}")
-    return asked
 
 
 @dataclass(frozen=True)
@@ -76,14 +48,14 @@ class Budget:
         """
         if budget is None and extra_flops is None:
             return None
-        asked = Asked() if budget is None else _asked(op, budget)
+        asked = cls() if budget is None else _asked(op, budget)
         if extra_flops is None:
-            return cls(*asked)
+            return asked
         if isinstance(extra_flops, bool) or not isinstance(extra_flops, (float, int)):
             raise TypeError(f"{op}: extra_flops must be a number such as 0.02, got {extra_flops!r}")
         if not 0.0 <= extra_flops < float("inf"):
             raise ValueError(f"{op}: extra_flops must be finite and at least 0, got {extra_flops!r}")
-        return cls(*asked, float(extra_flops))
+        return replace(asked, most_flops=float(extra_flops))
 
     def bytes_of(self, eager: int) -> int | None:
         """The bytes that may be kept, of ``eager`` that the step keeps without fusedseg; None for the fewest."""
@@ -93,3 +65,22 @@ class Budget:
     def is_absolute(self) -> bool:
         """Whether it asks for bytes, and not for a share of those of eager mode."""
         return self.nbytes is not None or self.peak is not None
+
+
+def _asked(op: str, budget: float | str) -> Budget:
+    """What an argument asks for; raises ``TypeError`` or ``ValueError`` for what is no budget."""
+    if isinstance(budget, bool) or not isinstance(budget, (float, int, str)):
+        raise TypeError(f"{op}: {EXPECTED}, got {budget!r}")
+    if isinstance(budget, float):
+        asked = Budget(fraction=budget)
+    elif isinstance(budget, int):
+        asked = Budget(nbytes=budget if budget >= FEWEST_BYTES else 0)
+    elif percent := re.fullmatch(r"(\d+(?:\.\d+)?)%", budget.strip()):
+        asked = Budget(fraction=float(percent[1]) / 100)
+    elif budget.strip().lower().startswith(PEAK):
+        asked = Budget(peak=bytes_in(budget.strip()[len(PEAK) :]))
+    else:
+        asked = Budget(nbytes=bytes_in(budget))
+    if asked.nbytes == 0 or asked.peak == 0 or not (asked.fraction is None or 0.0 < asked.fraction <= 1.0):
+        raise ValueError(f"{op}: {EXPECTED}, got {budget!r}")
+    return asked

@@ -81,8 +81,7 @@ class _Alive(NamedTuple):
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
     graph = schedule.BackwardGraph(part.graph, fused)
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
-    needed = (estimated_workspace(step.node, fused) for step in alive.places)
-    most = max(map(operator.add, alive.bytes_at, needed))
+    most = alive.most_with(lambda node: estimated_workspace(node, fused))
     calls = zip(alive.places, alive.bytes_at, strict=True)
     return _Alive(alive.peak[0], most, [nbytes for step, nbytes in calls if step.node.op == "call_function"])
 
@@ -113,7 +112,7 @@ def gradient_bytes(backward: fx.GraphModule) -> int:
 
 def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:
     """For each class of modules the number of those of which backward recomputes something."""
-    # A result of several stands for its call; a node that the graph has no longer has None as its argument.
+    # One of several results stands for its call.  A node that was erased from the graph has None as its argument.
     calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
     modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
     return dict(Counter(module.kind or module.name for module in modules))

@@ -42,12 +42,12 @@ def _exact_choices(graph: fx.Graph, eager: EagerMode, settings: Settings) -> cho
     if _splits(graph, settings):
         # The last bits may differ from those of the graph as it is.
         split_convolutions.rewrite(graph)
-    if settings.codegen != "inductor":
+    if not settings.fused_code:
         late_bias.rewrite(graph)
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
     goal = None if settings.bits is None else schedule.LOWEST
-    return choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.codegen == "inductor", goal)
+    return choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.fused_code, goal)
 
 
 def _splits(graph: fx.Graph, settings: Settings) -> bool:
@@ -59,28 +59,29 @@ def _splits(graph: fx.Graph, settings: Settings) -> bool:
     limits, given = settings.limits, filter(is_tensor, graph.find_nodes(op="placeholder"))
     if any(_backend.on_gpu(value_of(node)) for node in given):
         return limits is not None and limits.peak is not None
-    return settings.codegen == "inductor" or limits is not None
+    return settings.fused_code or limits is not None
 
 
 def _rounded(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep.Decision:
     assert settings.bits is not None
-    graph, fused_code, limits = module.graph, settings.codegen == "inductor", settings.limits
+    graph = module.graph
+    limits = settings.limits
     exact_graph, _ = twin_of(graph)
     exact_choices = _exact_choices(exact_graph, eager, settings)
     exact, exact_met = choose.nearest(exact_choices, limits)
     split_convolutions.rewrite(graph)
-    if not fused_code:
+    if not settings.fused_code:
         late_bias.rewrite(graph)
     recompute.round_inputs(graph)
     graph.eliminate_dead_code()
     of = Joint(graph, eager.outputs)
-    choices: choose.Choices = packing.RoundedChoices(of, eager.kept, fused_code, settings.bits, exact.cost)
+    choices: choose.Choices = packing.RoundedChoices(of, eager.kept, settings.fused_code, settings.bits, exact.cost)
     wanted, met = None, True
     if limits is not None:
         choice, met = choose.nearest(choices, limits, exact.cost)
         wanted = choice.decision
     of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
-    cost = packing.packed(of, decided, found, settings.seed, fused_code, exact.cost)
+    cost = packing.packed(of, decided, found, settings.seed, settings.fused_code, exact.cost)
     if not cost.is_within(exact.cost):
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)

@@ -8,6 +8,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,11 @@ def estimate_ways(
 
     parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
     first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
-    fused = first.codegen == "inductor"
+    fused = first.fused_code
     divisions = [
         Partition(replace(way, codegen=first.codegen))
         if isinstance(way, settings.Settings)
-        else _CompilersOwn(way, fused)
+        else partial(_compilers_own, budget=way, fused=fused)
         for way in parsed
     ]
     found: list[Found] = [[] for _ in ways]
@@ -111,12 +112,11 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     from .capture import passes
 
     parts = compiler_parts()
-    fused = asked.codegen == "inductor"
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
-    options: dict[str, Any] = {"decompositions": parts.decompositions} if fused else {}
+    options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
     compiler = parts.aot_autograd(
         fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.divide, keep_inference_input_mutations=True,
         **options,
@@ -165,17 +165,10 @@ class _Divisions:
         return stock
 
 
-class _CompilersOwn:
-    """Divides a graph as the compiler itself does with an ``activation_memory_budget``."""
-
-    def __init__(self, budget: float, fused: bool) -> None:
-        self._budget = budget
-        self._fused = fused
-
-    def __call__(self, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
-        made = _by_budget(self._budget, joint, joint_inputs, **options)
-        note_after(None, made, options["num_fwd_outputs"], self._fused)
-        return made
+def _compilers_own(joint: fx.GraphModule, joint_inputs: object, budget: float, fused: bool, **options: Any) -> None:
+    """Divides a graph as the compiler itself does with an ``activation_memory_budget``, and notes what it keeps."""
+    made = _by_budget(budget, joint, joint_inputs, **options)
+    note_after(None, made, options["num_fwd_outputs"], fused)
 
 
 def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:

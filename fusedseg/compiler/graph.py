@@ -18,18 +18,19 @@ from torch.fx.node import Argument
 from .. import _torch
 from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
-# The mark of a sum that the kernel of the concatenation behind it computes, without memory (``rewrite/late_bias.py``).
-LATE = "added late"
 # Keep a result if recomputing it needs a recomputed input at least this many times its size.
 LARGER = 4
 # A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
 SMALL = 16
 
 
+def _tensors_in(value: object) -> list[Tensor]:
+    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+
+
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The results of a node, which are tensors without values."""
-    value = node.meta.get("val")
-    return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+    return _tensors_in(value_of(node))
 
 
 def hint_of(size: int | torch.SymInt) -> int:
@@ -82,14 +83,26 @@ def captured_value_of(node: object) -> Any:
     return value if isinstance(value, Tensor) else None
 
 
+def captured_tensors_of(node: fx.Node) -> list[Tensor]:
+    """The tensors among the results of a node of a captured graph."""
+    return _tensors_in(node.meta.get("example_value"))
+
+
+def captured_arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a call of a captured graph by name; ``names`` are those of the first ones."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def nodes_from(first: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph from one on, before another one."""
+    while first is not end:
+        yield first
+        first = first.next
+
+
 def in_one_grad_mode(first: fx.Node, last: fx.Node) -> bool:
     """Whether no call between two calls of a captured graph switches gradients on or off."""
-    node = first
-    while node is not last:
-        node = node.next
-        if _torch.changes_grad_mode(node):
-            return False
-    return True
+    return not any(map(_torch.changes_grad_mode, nodes_from(first, last)))
 
 
 def is_gradient(node: fx.Node) -> bool:
@@ -98,7 +111,7 @@ def is_gradient(node: fx.Node) -> bool:
 
 
 def following(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that follow from a gradient that backward is given, with these gradients."""
+    """The gradients that backward is given, and the nodes that are computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_gradient(node) or any(source in found for source in node.all_input_nodes):
@@ -114,20 +127,22 @@ def is_random(node: fx.Node) -> bool:
 _NORMS = ("fusedseg::norm_act", "fusedseg::norm_act_backward")
 
 
+def _name_in_the_table(node: object) -> str:
+    """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims."""
+    return op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
+
+
 def name_of(node: object) -> str:
     """The name of the aten op of a node, or of such a norm, without its overload; "" for other nodes."""
-    if not is_op(node):
-        return ""
-    namespace, _, name = op_of(node)._schema.name.partition("::")
-    return name if namespace in ("aten", "prims") or f"{namespace}::{name}" in _NORMS else ""
+    name = _name_in_the_table(node)
+    if name in _NORMS:
+        return name.removeprefix("fusedseg::")
+    return "" if "::" in name else name
 
 
 def row_of(node: object) -> OpRow:
     """The row of ``op_table.py`` for the op of a node; ``UNKNOWN`` for other nodes and for ops without a row."""
-    if not is_op(node):
-        return UNKNOWN
-    namespace, _, name = op_of(node)._schema.name.partition("::")
-    return OF_OP.get(name if namespace in ("aten", "prims") else f"{namespace}::{name}", UNKNOWN)
+    return OF_OP.get(_name_in_the_table(node), UNKNOWN)
 
 
 def reads_size_alone(node: fx.Node) -> bool:
@@ -179,21 +194,19 @@ def is_compute_intensive(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
 
-    return isinstance(node.target, _torch.OpOverload) and node.target.overloadpacket in flop_registry
+    return is_op(node) and op_of(node).overloadpacket in flop_registry
 
 
 def is_cheap(node: fx.Node) -> bool:
     """Whether the compiler may recompute the node, with the same result and without much arithmetic."""
-    op = node.target
-    if not isinstance(op, _torch.OpOverload) or op._schema.is_mutable:
+    if not is_op(node) or writes(node) or is_random(node):
         return False
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    if any(isinstance(source.meta.get("val"), torch.SymFloat) for source in node.all_input_nodes):
+    if any(isinstance(value_of(source), torch.SymFloat) for source in node.all_input_nodes):
         # The compiler cannot keep such a number for backward.
         return False
     if row_of(node).cheap:
         return True
+    op = op_of(node)
     return op.namespace in ("aten", "prims") and (torch.Tag.pointwise in op.tags or op.is_view)
 
 
@@ -278,7 +291,7 @@ def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before:
 
 
 def number_of(size: object) -> int | None:
-    """A size, or the node of one, as a number; None if it may be another one for other inputs of the graph."""
+    """A size, or the node of a size, as a number; None if the size depends on the inputs of the graph."""
     known = value_of(size) if isinstance(size, fx.Node) else size
     return known.node.maybe_as_int() if isinstance(known, torch.SymInt) else known  # type: ignore[return-value]
 
@@ -335,11 +348,11 @@ class Joint:
         handed: nodes that forward computes although nothing of forward reads them.
 
     Attributes:
-        backward: the nodes that follow from a gradient.
+        backward: the gradients that backward is given, and the nodes that are computed from them.
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
-        changeable: what lies in the memory of a result that the program may change before backward.
-        held: what forward returns and backward may read, which lives anyway.
+        changeable: the nodes in the memory of a result that the program may change before backward.
+        held: the results of forward that backward may read; they live anyway.
         overwritten: arguments that are written to before backward, such as running statistics, and views of them:
             backward would find other values there.
     """
@@ -397,7 +410,7 @@ def calls_view(node: fx.Node) -> bool:
 
 def may_alias(node: fx.Node) -> bool:
     """Whether the result of a node may lie in the memory of its argument, whatever its schema says."""
-    return calls_view(node) or row_of(node).aliases or LATE in node.meta
+    return calls_view(node) or row_of(node).aliases
 
 
 def writes(node: fx.Node) -> bool:

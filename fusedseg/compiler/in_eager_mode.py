@@ -10,14 +10,14 @@ from torch import Tensor, fx
 from ..memory.fake import fake_mode
 from ..memory.meter import measure
 from .counting import GIVEN, MODEL, Bytes, Course, Module, module_of
+from .graph import twin_of
 
 
 class Captured:
     """A graph as Dynamo has captured it, and its inputs without values: a step of eager mode is counted on it."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
+        graph, _ = twin_of(module.graph)
         self._module, self._inputs = fx.GraphModule(module, graph), [_without_values(value) for value in example_inputs]
         self._autocast = {
             kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)

@@ -272,6 +272,8 @@ _LINEAR = (
     ),
     OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
     OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
+    # The concatenation that ``rewrite/late_bias.py`` writes, for the codegen "aten" alone.
+    *_each(LINEAR, "fusedseg::concat_biased", layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", LINEAR, ("stack",), _alone(torch.stack)),

@@ -1,13 +1,6 @@
 """The partitioner, from a joint graph to the graphs of forward and backward; each phase is a file of its own.
 
-eager_mode.read     what eager mode keeps, on the graph as it was traced     plan/eager_mode.py
-channels_last.run   convolutions in channels_last, and what follows from it  rewrite/channels_last.py
-simplify.run        copies, calls and labels that the graph does not need    rewrite/simplify.py
-one_channel.rewrite images that lie in both memory formats                   rewrite/one_channel.py
-decide              what forward keeps, and in how many bits                 decide.py
-cut                 PyTorch's own partitioner, along the labels of decide    here
-schedule.rewrite    the order of backward                                    plan/schedule.py
-note_after          what the report says of it                               report.py
+"Life of a joint graph" in docs/design.md has what goes into each phase, and what comes out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,15 +33,14 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        fused_code = self.settings.codegen == "inductor"
         eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         channels_last.run(module.graph, self.settings)
         simplify.run(module)
         one_channel.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
-        schedule.rewrite(backward, decision.goal, fused_code)
-        note_after(decision, (forward, backward), num_fwd_outputs, fused_code)
+        schedule.rewrite(backward, decision.goal, self.settings.fused_code)
+        note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward
 
 
@@ -68,7 +60,7 @@ def cut(
 
 @contextmanager
 def _codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
-    """Forward returns what it packs, behind its own ``outputs``; gives the number of all.
+    """Forward also returns what it packs, behind its own ``outputs``; yields the number of all outputs.
 
     The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
     packed, and packs in backward, wherever codes and their ranges are not smaller.

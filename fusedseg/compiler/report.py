@@ -267,7 +267,7 @@ def report(compiled: Callable[..., object]) -> Report:
 
 
 def _kind(module: nn.Module) -> object:
-    """What two modules have in common of which one runs the graphs of the other one."""
+    """What modules have in common that run the graphs of each other."""
     return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 

@@ -78,13 +78,18 @@ class Settings:
         """What ``budget`` and ``extra_flops`` ask for; None without them.  Raises ValueError or TypeError."""
         return Budget.parse(OP, self.budget, self.extra_flops)
 
+    @property
+    def fused_code(self) -> bool:
+        """Whether Inductor generates the code, whose kernels compute several ops of a graph each."""
+        return self.codegen == "inductor"
+
     def may_round(self, device: torch.device) -> bool:
         """Whether the last bits of results on a device may differ from those of eager mode.
 
         They may where Inductor generates code, and where the Triton kernels of this package serve the device.  So a
         rewrite that changes last bits runs on a GPU by default, and not in the code of "aten" for a CPU.
         """
-        return self.codegen == "inductor" or _backend.takes_triton(device)
+        return self.fused_code or _backend.takes_triton(device)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

@@ -38,6 +38,21 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | No
     return y
 
 
+def concat_biased(tensors: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """The concatenation of the channels of images, with their biases, as an op of graphs."""
+    return concat(tensors, 1, biases)
+
+
+concat_biased_op = torch.library.custom_op(
+    "fusedseg::concat_biased", concat_biased, mutates_args=(), schema="(Tensor[] tensors, Tensor?[] biases) -> Tensor"
+)
+
+
+@concat_biased_op.register_fake
+def _(tensors, biases):
+    return torch.cat(tensors, 1)
+
+
 def dense(x: Tensor) -> Tensor:
     """A copy of an image without gaps in its memory; a slice of channels of an image in channels_last stays so."""
     rows = x.dim() in FORMATS and suggests_channels_last(x)

@@ -247,7 +247,7 @@ def test_peak_with_inductor(name, monkeypatch):
 
     def noted(joint, decided, storage=None):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.kept)
-        counted.append(Live(joint, fused=True).peak(decided)[0])
+        counted.append(Live(joint, fused=True).cost(decided).peak)
         apply(joint, decided, storage)
 
     monkeypatch.setattr(keep, "apply", noted)

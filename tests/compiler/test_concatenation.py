@@ -13,11 +13,11 @@ from fusedseg import _backend
 from fusedseg.compiler import report
 from fusedseg.compiler.codegen import aten as codegen
 from fusedseg.compiler.codegen import concatenation
-from fusedseg.compiler.graph import LATE
+from fusedseg.compiler.graph import name_of
 from fusedseg.compiler.rewrite import late_bias, split_convolutions
 from fusedseg.memory import allocator_peak
 from fusedseg.nn import JoinConv2d
-from fusedseg.ops.concat import concat
+from fusedseg.ops.concat import concat_biased_op
 from fusedseg.ops.conv import reference
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
@@ -105,8 +105,8 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, monkeypatch)
     compiled(net, memory_format=LAST[x.dim() - 2])(x).square().mean().backward()
     forward, _ = seen
     for graph in seen:
-        (joined,) = graph.find_nodes(op="call_function", target=concat)
-        assert [bias is None for bias in joined.args[2]] == [True, False]
+        (joined,) = graph.find_nodes(op="call_function", target=concat_biased_op._opoverload)
+        assert [bias is None for bias in joined.args[1]] == [True, False]
         large = [
             node for node in graph.find_nodes(op="call_function", target=aten.add.Tensor) if node.meta["val"].dim() > 3
         ]
@@ -144,23 +144,27 @@ class Twice(Skip):
 
 @pytest.mark.parametrize("make", [Skip, Twice], ids=lambda of: of.__name__)
 @pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"bits": 8}], ids=str)
-def test_no_late_sum_has_memory(make, options, monkeypatch):
-    """The planner counts no bytes for one, so a kernel must compute all of them.
+def test_no_bias_is_added_to_a_map_in_memory(make, options, monkeypatch):
+    """The kernel adds all of them; a budget splits the convolution, whose bias then stays where it is.
 
-    A split convolution read the sum in backward, and the sum of two concatenations stayed in forward and backward.
+    The bugs: a split convolution read the sum in backward, and the sum of two concatenations stayed in both graphs.
     """
-    left, original = [], codegen.emit
+    left, joined, original = [], [], codegen.emit
 
     def emitting(module, inputs):
         run = original(module, inputs)
-        left.extend(node for node in module.graph.nodes if LATE in node.meta)
+        sums = [node for node in module.graph.nodes if name_of(node) in ("add", "add_")]
+        left.extend(node for node in sums if any(t.meta["val"].shape[2:] == (1, 1) for t in node.all_input_nodes))
+        joined.extend(node for node in module.graph.nodes if node.target is concat_biased_op._opoverload)
         return run
 
     monkeypatch.setattr(codegen, "emit", emitting)
+    monkeypatch.setattr(codegen.replays, "rewrite", lambda graph: 0)
     torch.manual_seed(0)
     net = make(2, None).to(memory_format=LAST[2])
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
     found = results(net, compiled(net, memory_format=torch.channels_last, **options), [x])
+    assert joined or "budget" in options
     assert not left
     for a, b in zip(found, results(twin, twin, [x.double()]), strict=True):
         assert (a - b).norm() <= (0.03 if "bits" in options else 1e-4) * b.norm() + 1e-3

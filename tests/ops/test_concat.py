@@ -108,3 +108,12 @@ def test_errors_are_those_of_torch_cat(monkeypatch):
     a, b = images([(2, 8, 5, 7), (2, 8, 5, 6)], "cpu")
     with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 1"):
         op.concat([a, b], 1)
+
+
+def test_opcheck(backend, device):
+    x, y = images(ROWS["two"], device)
+    bias = torch.randn(16, device=device)
+    torch.library.opcheck(op.concat_biased_op, ([x, y], [None, bias]), test_utils=("test_schema", "test_faketensor"))
+    found, wanted = op.concat_biased_op([x, y], [None, bias]), torch.cat([x, y + bias.view(-1, 1, 1)], 1)
+    assert torch.equal(found, wanted)
+    assert found.stride() == wanted.stride()

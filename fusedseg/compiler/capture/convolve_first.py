@@ -5,24 +5,22 @@ A 1x1 convolution W and an interpolation U commute, because the weights of an in
     W U x + b = U (W x + b)
 
 So forward convolves a quarter of the positions (an eighth in 3D), and interpolates the channels of the result instead
-of those of x.  The same holds for backward.  Last bits differ, because additions have another order.  Code that
-promises the bits of eager mode asks for the pass only where Triton serves a tensor, as it does for norms.
+of those of x.  The same holds for backward.  Last bits differ, because additions have another order.
 """
 
-from collections.abc import Iterator, Sequence
 from inspect import getcallargs
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import Argument
 from torch.nn import functional as F
 
-from ... import _backend
 from ...ops.check import HALF
 from ...ops.upsample import BACKWARD
-from ..graph import captured_value_of
+from ..graph import captured_arguments_of, captured_tensors_of, captured_value_of, nodes_from
+from ..settings import Settings
 
 NOT_TRANSPOSED = (torch.conv1d, torch.conv2d, torch.conv3d)
 # The arguments of a convolution after its weight, and their values where it looks at one position.
@@ -38,15 +36,12 @@ class InterpolatedConvolution(NamedTuple):
     small: fx.Node
 
 
-def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
-    """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number.
-
-    ``everywhere`` says that last bits may differ on every device.
-    """
+def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+    """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number."""
     graph, count = module.graph, 0
     for node in list(graph.nodes):
         pair = _pair(node) if node.target in NOT_TRANSPOSED else None
-        if pair is not None and _is_shorter(pair, everywhere) and _may_wait(pair):
+        if pair is not None and _is_shorter(pair, settings) and _may_wait(pair):
             _swap(graph, pair)
             count += 1
     if count:
@@ -54,13 +49,9 @@ def rewrite(module: fx.GraphModule, *, everywhere: bool) -> int:
     return count
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
-
-
 def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     """The convolution and the interpolation that nobody else reads."""
-    made = _arguments(node).get("input")
+    made = captured_arguments_of(node, ARGUMENTS).get("input")
     if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
         return None
     given = getcallargs(F.interpolate, *made.args, **made.kwargs)
@@ -70,9 +61,9 @@ def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     return InterpolatedConvolution(node, made, small) if isinstance(small, fx.Node) else None
 
 
-def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
+def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
     """Whether the pair commutes, and moves fewer bytes the other way round."""
-    named = _arguments(pair.convolution)
+    named = captured_arguments_of(pair.convolution, ARGUMENTS)
     x, large, weight, y = map(captured_value_of, (pair.small, pair.interpolation, named["weight"], pair.convolution))
     if x is None or large is None or weight is None or y is None or x.dim() != weight.dim():
         return False
@@ -87,15 +78,7 @@ def _is_shorter(pair: InterpolatedConvolution, everywhere: bool) -> bool:
     if x.is_cpu and (x.dtype in HALF or y.dtype != x.dtype):
         # PyTorch's interpolation adds in half precision on a CPU, or autocast interpolates in fp32 there.
         return False
-    return everywhere or _backend.takes_triton(x.device)
-
-
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    node = first.next
-    while node is not last:
-        if node.op not in ("placeholder", "get_attr"):
-            yield node
-        node = node.next
+    return settings.may_round(x.device)
 
 
 def _may_wait(pair: InterpolatedConvolution) -> bool:
@@ -103,20 +86,15 @@ def _may_wait(pair: InterpolatedConvolution) -> bool:
 
     Nothing may write over it in between, and no mode may change there, such as that of autograd.
     """
-    nodes = list(_between(pair.interpolation, pair.convolution))
+    between = nodes_from(pair.interpolation.next, pair.convolution)
+    nodes = [node for node in between if node.op not in ("placeholder", "get_attr")]
     if not nodes:
         return True
     # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.
-    if any(_tensors(node) == [] or not node.users for node in nodes):
+    if any(not captured_tensors_of(node) or not node.users for node in nodes):
         return False
     value = captured_value_of(pair.small)
     return value is not None and not value.is_inference() and value._version == 0
-
-
-def _tensors(node: fx.Node) -> Sequence[object]:
-    value = node.meta.get("example_value")
-    of = value if isinstance(value, (tuple, list)) else [value]
-    return [t for t in of if isinstance(t, Tensor)]
 
 
 def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:

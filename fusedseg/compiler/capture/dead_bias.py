@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm import op as norms
-from ..graph import captured_value_of, in_one_grad_mode, items_of
+from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import NORMS, OF_NAME
 from ..settings import Settings
 
@@ -129,9 +129,10 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
         conv = None if given is None else _convolution_of(given.x, norm)
         if given is None or conv is None or not in_one_grad_mode(conv, norm):
             continue
-        bias, y = _argument(conv, 2, "bias"), captured_value_of(conv)
+        arguments = captured_arguments_of(conv, ("input", "weight", "bias"))
+        bias, y = arguments.get("bias"), captured_value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
-        is_batch = y.dim() == captured_value_of(_argument(conv, 1, "weight")).dim()
+        is_batch = y.dim() == captured_value_of(arguments["weight"]).dim()
         if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
             continue
         if 0 in [n for n in y.shape if isinstance(n, int)]:
@@ -154,11 +155,6 @@ def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
     if x.op == "call_method" and x.target == "contiguous":
         return _convolution_of(x.args[0], x)
     return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
-
-
-def _argument(conv: fx.Node, place: int, name: str) -> Any:
-    """An argument of a convolution, which is given by its place or by its name."""
-    return conv.args[place] if len(conv.args) > place else conv.kwargs.get(name)
 
 
 def _leave_out(graph: fx.Graph, dead: _Dead) -> None:

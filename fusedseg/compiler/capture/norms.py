@@ -9,7 +9,6 @@ AOTAutograd runs it on tensors without values: the op, or else the functions tha
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
 from inspect import getcallargs
 from typing import Any, NamedTuple
 
@@ -26,14 +25,13 @@ from ...ops.norm import stock
 from ...ops.norm.call import Norm, stats_dtype
 from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
 from .. import op_table
-from ..graph import captured_value_of, in_one_grad_mode, is_alike
+from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
 from .dead_bias import move_op
 
 
-@dataclass(frozen=True)
-class How:
-    """What a backend wants of norms.
+class How(NamedTuple):
+    """What a backend wants of norms.  These are the last arguments of both ops.
 
     fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
         kernel serves them, and where they would be in the op alone.
@@ -45,13 +43,9 @@ class How:
     whole: bool = True
 
 
-# The number of its fields, which are the last arguments of both ops.
-HOW = len(fields(How))
-
-
 def wanted_by(settings: Settings) -> How:
     """What the backend wants of norms with these options."""
-    return How(settings.codegen == "inductor", settings.bits is None)
+    return How(settings.fused_code, settings.bits is None)
 
 
 class Tensors(NamedTuple):
@@ -151,7 +145,7 @@ def of_stock(*call: Any) -> Tensor:
     if is_served(tensors, spec, how):
         return normalised(tensors, spec, residual)[0]
     y = _stock(Tensors(*call[:5]), given)
-    return TABLE[given.act.name].function(y if residual is None else y + residual, given.act.param)
+    return stock.activate(y if residual is None else y + residual, given.act)
 
 
 def _stock(tensors: Tensors, norm: Norm) -> Tensor:
@@ -168,7 +162,8 @@ def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     What is kept is decided by the backend.
     """
-    call, how = call[:-HOW], How(*call[-HOW:])
+    places = len(call) - len(How._fields)
+    call, how = call[:places], How(*call[places:])
     given, slots, spec = module_norms.parts_of(call)
     x, weight, bias, residual, _, mean, var, _ = given
     tensors = Tensors(x, weight, bias, mean, var)
@@ -179,14 +174,14 @@ def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
         z, *found = normalised(tensors, spec, residual)
     else:
         y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
-        z = TABLE[spec.act.name].function(y if residual is None else y + residual, spec.act.param)
+        z = stock.activate(y if residual is None else y + residual, spec.act)
     if mean is not None and var is not None and not spec.own:
         found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
     return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
 
 
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
-_HOW = ", ".join(f"bool {field.name}" for field in fields(How))
+_HOW = ", ".join(f"bool {name}" for name in How._fields)
 of_stock_op = _torch.composite_op(
     "fusedseg::norm_of_stock",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
@@ -250,9 +245,9 @@ class _Found(NamedTuple):
     """A norm, and what follows it in one op: the sum with a residual, and the activation; or None."""
 
     norm: fx.Node
-    sum: fx.Node | None
-    residual: fx.Node | None
-    act: fx.Node | None
+    sum: fx.Node | None = None
+    residual: fx.Node | None = None
+    act: fx.Node | None = None
 
     @property
     def last(self) -> fx.Node:
@@ -268,7 +263,7 @@ def rewrite(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
         if node.target is module_norms.norm_op._opoverload:
-            node.target, node.args = of_module_op, (*node.args, *astuple(how))
+            node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
     if how.fuses:
@@ -314,7 +309,7 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     numbers = (norm[name] for name in NUMBERS if name in norm)
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
-    found = _after(node, norm) if how.whole else _Found(node, None, None, None)
+    found = _after(node, norm) if how.whole else _Found(node)
     act = IDENTITY if found.act is None else activation_of(found.act)
     assert act is not None
     with graph.inserting_before(found.place):
@@ -322,7 +317,7 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
             # Autocast runs this norm in another dtype.
             norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
         spec = norm_with(stock, norm)._replace(act=act)
-        made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *astuple(how)))
+        made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *how))
     # Reports speak of the module of the norm.
     made.meta = dict(node.meta)
     if found.sum is not None and node.next in _moves(norm.get("running_mean")):
@@ -350,7 +345,7 @@ def _after(node: fx.Node, norm: dict[str, Any]) -> _Found:
         act = None
     found = _Found(node, None if residual is None else last, residual, act)
     # A norm without gradients, of a frozen part, must not take what follows with gradients, nor the reverse.
-    return found if in_one_grad_mode(node, found.last) else _Found(node, None, None, None)
+    return found if in_one_grad_mode(node, found.last) else _Found(node)
 
 
 def _source_value(node: object) -> Tensor | None:
@@ -395,14 +390,11 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     if node in _moves(norm.running_mean):
         # It goes where the norm goes.
         node = node.next
-    while node is not end:
-        results = node.meta.get("example_value")
-        read = _memory(*map(captured_value_of, node.all_input_nodes))
-        returned = results if isinstance(results, (tuple, list)) else [results]
-        written = set() if _may_write_unseen(node) else _memory(*returned)
+    for between in nodes_from(node, end):
+        read = _memory(*map(captured_value_of, between.all_input_nodes))
+        written = set() if _may_write_unseen(between) else _memory(*captured_tensors_of(between))
         if not memory.isdisjoint(written or read) or not running.isdisjoint(read):
             return False
-        node = node.next
     return True
 
 
@@ -418,5 +410,5 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 
 def _memory(*values: object) -> set[int]:
-    """What names the memory of the tensors among these."""
+    """The addresses of the memories of these tensors; None stands for no tensor."""
     return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}

@@ -45,13 +45,12 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     if any(map(_torch.is_functorch_wrapped_tensor, values)):
         # A transform of torch.func differentiates or maps each call.  The ops that are put in here are no part of that.
         return module
-    fuses = settings.codegen == "inductor"
     # Before other passes replace the norms.
     dead_bias.rewrite(module, settings)
     unfold(module)
-    convolve_first.rewrite(module, everywhere=fuses)
+    convolve_first.rewrite(module, settings)
     norms.rewrite(module.graph, norms.wanted_by(settings))
-    if fuses:
+    if settings.fused_code:
         pools_and_upsampling.rewrite_for_inductor(module)
     else:
         pools_and_upsampling.rewrite_for_aten(module)

@@ -10,7 +10,6 @@ is packed, nothing keeps them apart any longer: the sign of a packed input's nor
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,31 +19,15 @@ from ... import _backend
 from ...activation import TABLE, Activation
 from ...ops.low_bit.graph import unpack_op
 from ...ops.norm.graph import norm_act, norm_act_backward
-from ..graph import arguments_of, has_same_form, items_of, node_at, value_of
+from .. import op_table
+from ..graph import arguments_of, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
 # Where the name and the parameter of the activation stand among the arguments of the two ops.
 FORWARD, BACKWARD = slice(8, 10), slice(7, 9)
-
-
-def _relu(given: dict[str, Any]) -> Activation | None:
-    return Activation("relu", 0.0) if given.get("threshold", 0) == 0 else None
-
-
-def _leaky_relu(given: dict[str, Any]) -> Activation | None:
-    slope = given["negative_slope"]
-    # A result tells the sign of its argument only if the slope is positive.
-    return Activation("leaky_relu", float(slope)) if isinstance(slope, (int, float)) and slope > 0 else None
-
-
-ACTIVATIONS: dict[Any, Callable[[dict[str, Any]], Activation | None]] = {
-    aten.relu.default: _relu,
-    aten.leaky_relu.default: _leaky_relu,
-}
-GRADIENTS: dict[Any, Callable[[dict[str, Any]], Activation | None]] = {
-    aten.threshold_backward.default: _relu,
-    aten.leaky_relu_backward.default: _leaky_relu,
-}
+# The activations whose result has the sign of its argument, by the name of the op, and of the op of the gradient.
+ACTIVATIONS = {row.name: row for row in op_table.ROWS if row.keeps_sign}
+GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
 
 
 def rewrite(graph: fx.Graph) -> int:
@@ -58,10 +41,19 @@ def rewrite(graph: fx.Graph) -> int:
     return sum(backward) + sum(forward)
 
 
-def _activation_of(node: object, table: dict[Any, Callable[[dict[str, Any]], Activation | None]]) -> Activation | None:
-    if not isinstance(node, fx.Node) or node.target not in table:
+def _activation_of(node: fx.Node, table: dict[str, op_table.OpRow]) -> Activation | None:
+    """The activation of one of these tables that a node computes, or whose gradient it computes."""
+    row = table.get(name_of(node))
+    if row is None:
         return None
-    return table[node.target](arguments_of(node))
+    given = arguments_of(node)
+    if any(given.get(name, value) != value for name, value in row.fixed):
+        return None
+    if not row.parameter:
+        return Activation(row.name, 0.0)
+    param = given[row.parameter]
+    # A result tells the sign of its argument only if the slope is positive.
+    return Activation(row.name, float(param)) if isinstance(param, (int, float)) and param > 0 else None
 
 
 def asks_for_sign(node: fx.Node) -> bool:

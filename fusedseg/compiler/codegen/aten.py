@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from ... import _backend, _torch
-from ...ops import concat, upsample
+from ...ops import concat
 from ...ops.ahead import compile_kernels
 from ...ops.conv import conv3d
-from ...ops.max_pool import op as pools
-from ...ops.norm import graph as norm_ops
 from ...progress import Progress
-from ..graph import is_gradient, is_op, is_tensor, last_readers, node_at, outputs_of, value_of
+from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
 from ..rewrite import residual_norms
 from ..settings import OP, QUIET_SECONDS
 from . import activations, casts, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
@@ -39,16 +37,14 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: conv3d.convolution,
     aten.convolution_backward.default: conv3d.convolution_backward,
     aten.cat.default: concat.concat,
+    torch.ops.fusedseg.concat_biased.default: concat.concat_biased,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
     aten.zeros.default: torch.zeros,
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
-    torch.ops.fusedseg.interpolate.default: upsample.forward,
-    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
-    torch.ops.fusedseg.max_pool.default: pools.functional,
-    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
+    **replays.TENSORS_FIRST,
 }
 
 
@@ -77,8 +73,6 @@ class Code:
         """An argument as code."""
         if isinstance(value, fx.Node):
             return value.name
-        if isinstance(value, slice):
-            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
         if isinstance(value, (list, tuple)):
             inner = ", ".join(map(self.text, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
@@ -145,16 +139,14 @@ def _function(source: Code) -> Any:
     return names["run"]
 
 
-def _has_kernels(graph: fx.Graph) -> bool:
-    """Whether Triton kernels compute norms of a graph."""
-    found = (node_at(node, 0) for node in graph.nodes if node.target is norm_ops.norm_act)
-    return any(_backend.takes_triton(value_of(x).device) for x in found)
+def devices_of(graph: fx.Graph) -> set[torch.device]:
+    """The devices of the tensors of a graph."""
+    return {value_of(node).device for node in graph.nodes if is_tensor(node)}
 
 
 def _launching(graph: fx.Graph) -> torch.device | None:
     """The device whose tensors Triton serves in a graph; None if there is none."""
-    devices = {value_of(node).device for node in graph.nodes if is_tensor(node)}
-    return next((device for device in devices if _backend.takes_triton(device)), None)
+    return next(filter(_backend.takes_triton, devices_of(graph)), None)
 
 
 def _kernels_first(run: Any, device: torch.device) -> Any:
@@ -184,16 +176,11 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     if not gradients and norms.divide(module.graph):
         residual_norms.rewrite(module.graph)
     activations.rewrite(module.graph)
-    has_kernels = _has_kernels(module.graph)
     launching = _launching(module.graph)
     room = Room(module.graph)
     casts.rewrite(module.graph, room)
     shorter.rewrite(module.graph)
     norms.write_statistics(module.graph)
-    if not gradients and has_kernels:
-        # Values are those of eager mode up to rounding anyway.
-        concatenation.sums(module.graph)
-    concatenation.take_biases(module.graph)
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     if gradients:

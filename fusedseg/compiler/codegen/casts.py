@@ -12,19 +12,20 @@ peak of the graph would rise.
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ... import _torch
 from ...ops.replay import Allocation
 from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
 from .room import More, Room
 
-# PyTorch's kernel for many tensors does not know each of the others.
+# The dtypes that PyTorch's kernel for many tensors casts.
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -53,8 +54,10 @@ def allocates_shortly(device: torch.device) -> bool:
     return here and not _torch.len_torch_dispatch_stack()
 
 
-def form_of(t: Tensor) -> Allocation:
-    return Allocation(tuple(t.shape), t.stride(), t.dtype)
+def forms_of(nodes: Iterable[fx.Node]) -> tuple[Allocation, ...]:
+    """The sizes, strides and dtypes of results."""
+    values = map(value_of, nodes)
+    return tuple(Allocation(tuple(t.shape), t.stride(), t.dtype) for t in values)
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -80,10 +83,10 @@ def rewrite(graph: fx.Graph, room: Room) -> int:
         # What does not fit at the first of them may fit at a later one.
         while len(nodes) > 1:
             taken = [node for node in nodes[1:] if _is_early(node, nodes[0], room)]
-            count += _put_together(graph, [nodes[0], *taken], nodes[0])
+            count += _cast_together(graph, [nodes[0], *taken], nodes[0])
             nodes = [node for node in nodes[1:] if node not in taken]
     for nodes in _alike(of_results):
-        count += _put_together(graph, [node for node in nodes if _is_late(node, end, room)], end)
+        count += _cast_together(graph, [node for node in nodes if _is_late(node, end, room)], end)
     return count
 
 
@@ -128,19 +131,25 @@ def _is_late(node: fx.Node, end: fx.Node, room: Room) -> bool:
     return room.takes([More(room.places[node] + 1, last - 1, source - result), More(last, last, source)])
 
 
-def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> int:
+def _cast_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> int:
     """Writes one call for these casts, and returns 1; for a single one it writes nothing, and returns 0."""
     if len(nodes) < 2:
         return 0
-    values = [value_of(node) for node in nodes]
+    casts = Casts(forms_of(nodes), value_of(nodes[0]).device)
+    put_together(graph, nodes, before, casts, *(node_at(node, 0) for node in nodes))
+    return 1
+
+
+def put_together(
+    graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node, function: Callable[..., object], *args: Argument
+) -> None:
+    """Writes one call, whose results are those of ``nodes``, in their place."""
     with graph.inserting_before(before):
-        casts = Casts(tuple(map(form_of, values)), values[0].device)
-        together = graph.call_function(casts, tuple(node_at(node, 0) for node in nodes))
-        together.meta["val"] = tuple(values)
+        together = graph.call_function(function, args)
+        together.meta["val"] = tuple(map(value_of, nodes))
         for place, node in enumerate(nodes):
             part = graph.call_function(operator.getitem, (together, place))
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)
     for node in nodes:
         graph.erase_node(node)
-    return 1

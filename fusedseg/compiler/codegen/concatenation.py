@@ -3,17 +3,10 @@
 A concatenation of a skip and an enlarged map needs both of them and the result at once.  Here the result is allocated
 first.  The skip is copied into it and let go, and the map is enlarged into it, some channels at a time.
 
-A source may be the sum of a map and a bias (``rewrite/late_bias.py``), which the kernel of ``ops/concat.py`` adds.
-
-A sum of convolutions of sources, as ``JoinConv2d`` is traced, begins with the sources that are there already, and an
-enlarged map is convolved in slabs of samples.  This may change last bits.
-
 The gradients of the sources are slices of the channels of one gradient.  In channels_last they lie in its memory with
 gaps.  Elementwise ops read them there.  Some ops need memory without gaps, and would copy a slice themselves, by
 PyTorch's kernel, which takes its values one by one.  So they get a copy by the kernel of ``ops/concat.py``.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,11 +14,11 @@ from torch.fx.node import Argument
 
 from ... import _backend
 from ...ops import upsample
-from ...ops.concat import concat, dense
-from ...ops.conv.reference import SLAB_BYTES, slabs
+from ...ops.concat import dense
+from ...ops.conv.reference import SLAB_BYTES
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
-from ..graph import LATE, has_symbols, is_tensor, name_of, nbytes_of, node_at, nodes_at, row_of, value_of
-from ..rewrite import late_bias
+from ..graph import has_symbols, is_tensor, name_of, nbytes_of, nodes_at, row_of, value_of
+from ..rewrite.late_bias import joins_channels
 
 aten = torch.ops.aten
 INTERPOLATE = upsample.interpolate_op._opoverload
@@ -47,107 +40,18 @@ def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: upsample.How) -> Ten
     return whole
 
 
-def add_enlarged(total: Tensor, first: bool, x: Tensor, how: upsample.How, weight: Tensor, *given: Any) -> Tensor:
-    """Adds the convolution of an enlarged ``x`` to ``total``, or puts the first one there."""
-    for n in slabs(total.shape[0], total.nbytes):
-        part = torch.convolution(upsample.forward(x[n], *how), weight, *given)
-        if first:
-            total[n] = part
-        else:
-            total[n] += part
-    return total
-
-
-def sums(graph: fx.Graph) -> int:
-    """Writes such sums, and returns their number."""
-    return sum(_write_sum(graph, node) for node in reversed(list(graph.nodes)) if node.target is aten.add.Tensor)
-
-
-def _write_sum(graph: fx.Graph, node: fx.Node) -> bool:
-    value, terms = value_of(node), _terms(node, node)
-    if len(terms) < 2 or has_symbols(value) or nbytes_of(node) < 2 * SLAB_BYTES:
-        return False
-    last = [_is_large_map(term.args[0], term) for term in terms]
-    if not any(last) or not value.is_contiguous():
-        return False
-    total: fx.Node | None = None
-    with graph.inserting_before(node):
-        for enlarged, term in sorted(zip(last, terms, strict=True), key=lambda row: row[0]):
-            source = node_at(term, 0)
-            if enlarged:
-                whole = _allocated(graph, value) if total is None else total
-                given = (whole, total is None, source.args[0], source.args[1:], *term.args[1:])
-                total = graph.call_function(add_enlarged, given)
-            else:
-                made = graph.node_copy(term)
-                total = made if total is None else graph.call_function(aten.add.Tensor, (total, made))
-            total.meta["val"] = value
-    assert total is not None
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
-    for old in reversed(list(graph.nodes)):
-        if old in terms or (not old.users and old.target in (aten.add.Tensor, INTERPOLATE)):
-            graph.erase_node(old)
-    return True
-
-
-def _terms(node: object, outermost: fx.Node) -> list[fx.Node]:
-    """The convolutions of which a node is the sum; none if there is another term, or somebody else reads one."""
-    if not isinstance(node, fx.Node) or (node is not outermost and len(node.users) != 1):
-        return []
-    if name_of(node) == "convolution":
-        return [node]
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return []
-    of = [_terms(term, outermost) for term in node.args]
-    return [term for terms in of for term in terms] if all(of) else []
-
-
 def rewrite(graph: fx.Graph) -> int:
     """Writes such concatenations like this, and returns their number."""
     return sum(_write(graph, node) for node in list(graph.nodes) if name_of(node) == "cat")
-
-
-def take_biases(graph: fx.Graph) -> int:
-    """Gives concatenations the biases of their sources, and returns how many have one."""
-    count = 0
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        pairs = [_bias_of(source) for source in nodes_at(node, 0)]
-        if late_bias.joins_channels(node) and any(bias is not None for _, bias in pairs):
-            views = [
-                node_at(source, 1) for source, (x, _) in zip(nodes_at(node, 0), pairs, strict=True) if source is not x
-            ]
-            sums = {user for view in views for user in view.users}
-            node.target, node.args = concat, ([x for x, _ in pairs], 1, [bias for _, bias in pairs])
-            for unread in (*sums, *views):
-                if not unread.users:
-                    graph.erase_node(unread)
-            count += 1
-    return count
-
-
-def _bias_of(source: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The map and the bias of a sum that concatenations alone read; for all else the source and None.
-
-    Only the sums of ``rewrite/late_bias.py`` have the shape and the dtype of their map.
-    """
-    if LATE in source.meta and all(map(late_bias.joins_channels, source.users)):
-        x, bias = node_at(source, 0), source.args[1]
-        if late_bias.is_bias(bias):
-            assert isinstance(bias, fx.Node)
-            return x, node_at(bias, 0)
-    return source, None
 
 
 def _write(graph: fx.Graph, node: fx.Node) -> bool:
     sources = nodes_at(node, 0)
     value = value_of(node)
     enlarged = [_is_large_map(source, node) for source in sources]
-    if not any(enlarged) or has_symbols(value) or not value.is_contiguous():
+    if not any(enlarged) or has_symbols(value) or not value.is_contiguous() or not joins_channels(node):
         return False
-    if len(set(sources)) < len(sources) or node.args[1:] not in ((1,), (1 - value.dim(),)):
-        return False
-    if any(value_of(source).dtype != value.dtype for source in sources):
+    if len(set(sources)) < len(sources) or any(value_of(source).dtype != value.dtype for source in sources):
         return False
     with graph.inserting_before(node):
         whole = _allocated(graph, value)

@@ -19,21 +19,17 @@ import torch
 from torch import Tensor, fx
 
 from ... import _torch
-from ..graph import is_gradient, is_tensor, value_of
+from ..graph import is_gradient, value_of
 from ..settings import say_once
-from .aten import emit
+from .aten import devices_of, emit
 
 # A function of a list of arguments, with the attributes that ``emit`` gives it.
 Run = Any
 
 
-def devices_of(module: fx.GraphModule) -> set[torch.device]:
-    return {value_of(node).device for node in module.graph.nodes if is_tensor(node)}
-
-
 def why_not(module: fx.GraphModule, static: Sequence[int], mutated: set[int]) -> str:
     """The reason why a graph cannot be recorded; "" if it can."""
-    devices = devices_of(module)
+    devices = devices_of(module.graph)
     if elsewhere := sorted(str(device) for device in devices if device.type != "cuda"):
         return f"it has tensors on {', '.join(elsewhere)}"
     if any(isinstance(value_of(node), torch.SymInt) for node in module.graph.nodes):
@@ -93,7 +89,7 @@ def _compiled(
     attributes = [operator.attrgetter(str(node.target))(module) for node in module.graph.nodes if node.op == "get_attr"]
     constants = tuple(value for value in attributes if isinstance(value, Tensor))
     places, traces = parts.get_placeholder_info(module.graph), parts.get_stack_traces(module)
-    devices = devices_of(module)
+    devices = devices_of(module.graph)
     run: Run = emit(module, inputs)
     if reason:
         say_once(f": option cudagraphs has no effect on a graph of the model, because {reason}")

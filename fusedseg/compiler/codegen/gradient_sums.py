@@ -17,8 +17,8 @@ from torch import fx
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
 from ...ops.norm.graph import Backward
-from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, roots_of, value_of
-from .in_place import is_free, last_reads
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, nodes_from, value_of
+from .in_place import Memory
 
 aten = torch.ops.aten
 
@@ -28,18 +28,14 @@ def rewrite(graph: fx.Graph) -> int:
 
     It comes right before ``in_place.py``, which writes results over the gradients that are free.
     """
-    roots = roots_of(graph)
-    last = last_reads(graph, roots)
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    count = 0
-    for node in list(graph.nodes):
-        if isinstance(node.target, Backward) and len(node.args) == 7:
-            count += _join(graph, node, places[node], roots, last)
-    return count
+    memory = Memory(graph)
+    norms = [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 7]
+    return sum(_join(graph, node, memory) for node in norms)
 
 
-def _join(graph: fx.Graph, node: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
+def _join(graph: fx.Graph, node: fx.Node, memory: Memory) -> bool:
     total, x = node_at(node, 0), node_at(node, 1)
+    roots, last = memory.roots, memory.last
     if not _is_sum(total, node) or has_symbols(value_of(x)) or not _backend.takes_triton(value_of(x).device):
         return False
     function = node.target
@@ -50,19 +46,20 @@ def _join(graph: fx.Graph, node: fx.Node, place: int, roots: dict[fx.Node, fx.No
     for dz, also in (total.args, total.args[::-1]):
         assert isinstance(dz, fx.Node)
         assert isinstance(also, fx.Node)
-        if not has_same_form(value_of(dz), value_of(x)) or not is_free(node, dz, place, roots, last):
+        if not has_same_form(value_of(dz), value_of(x)) or not memory.is_free(node, dz):
             continue
         if roots[also] is roots[dz] or not _is_read(also, x):
             continue
         alike = has_same_form(value_of(also), value_of(x))
-        spare = function.of_residual and alike and is_free(node, also, place, roots, last)
-        lives = roots[also].op == "placeholder" or last[roots[also]] > place
+        spare = function.of_residual and alike and memory.is_free(node, also)
+        lives = roots[also].op == "placeholder" or last[roots[also]] > memory.places[node]
         if function.of_residual and not spare and not lives:
             continue
         node.target = replace(function, spare=spare)
         node.args = (dz, *node.args[1:], also)
         graph.erase_node(total)
-        last[roots[dz]] = last[roots[also]] = max(last[roots[also]], place)
+        end = max(last[roots[also]], memory.places[node])
+        last[roots[dz]] = last[roots[also]] = end
         return True
     return False
 
@@ -73,12 +70,7 @@ def _is_sum(total: fx.Node, reader: fx.Node) -> bool:
         return False
     if reader.args.count(total) > 1 or not all(is_tensor(t) for t in total.args) or total.args[0] is total.args[1]:
         return False
-    node = total.next
-    while node is not reader:
-        if node.target is not operator.getitem and not calls_view(node):
-            return False
-        node = node.next
-    return True
+    return all(node.target is operator.getitem or calls_view(node) for node in nodes_from(total.next, reader))
 
 
 def _is_read(also: fx.Node, x: fx.Node) -> bool:

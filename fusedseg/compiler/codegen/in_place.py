@@ -13,47 +13,70 @@ from ..graph import calls_view, is_op, outputs_of, roots_of, value_of
 from ..plan.aliasing import first_result, may_overwrite, overwriting
 
 aten = torch.ops.aten
-# How these forms, and that of a choice by a mask, name the tensor that they write to.
+# The argument that is the tensor to write to, by the overload of the op.
 INTO = {"grad_input": "grad_input", "self_out": "out"}
 
 
-def last_reads(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """For each memory the place of the last node that reads it."""
-    last: dict[fx.Node, int] = {}
-    for place, node in enumerate(graph.nodes):
-        for source in node.all_input_nodes:
-            last[roots[source]] = place
-    return last
+class Memory:
+    """In which memory the results of a graph lie, and who reads each memory last.
+
+    Attributes:
+        places: the place of each node.
+        roots: for each node the one whose memory its result lies in.
+        last: for each memory the place of the last node that reads it.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
+        self.roots = roots_of(graph)
+        self.last: dict[fx.Node, int] = {}
+        for node, place in self.places.items():
+            for source in node.all_input_nodes:
+                self.last[self.roots[source]] = place
+
+    def is_free(self, node: fx.Node, x: fx.Node) -> bool:
+        """Whether the result of a node may be written over its argument ``x``."""
+        root = self.roots[x]
+        others = [source for source in node.all_input_nodes if source is not x]
+        if root.op != "call_function" or self.last[root] > self.places[node]:
+            return False
+        if any(self.roots[other] is root for other in others):
+            return False
+        return _is_whole(value_of(root), value_of(x))
+
+    def write_over(self, node: fx.Node, result: fx.Node, x: fx.Node) -> None:
+        """Notes that a node writes its result to the memory of ``x``, which is read as long as the result is."""
+        root = self.roots[x]
+        for other, of in self.roots.items():
+            if of is result:
+                self.roots[other] = root
+        place = self.places[node]
+        self.last[root] = max(place, self.last.get(result, place))
 
 
 def rewrite(graph: fx.Graph) -> int:
     """Makes ops write their results over their arguments, and returns how many do."""
-    roots = roots_of(graph)
-    last = last_reads(graph, roots)
+    memory = Memory(graph)
     # For each result the node that writes it, and what it is written over.
-    written: dict[fx.Node | None, tuple[fx.Node, fx.Node]] = {}
-    for place, node in enumerate(graph.nodes):
-        x = next((x for x in may_overwrite(node) if is_free(node, x, place, roots, last)), None)
+    written: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    for node in graph.nodes:
+        x = next((x for x in may_overwrite(node) if memory.is_free(node, x)), None)
         if x is None:
             continue
-        result, root = first_result(node), roots[x]
+        result = first_result(node)
         node.target = overwriting(node)
         into = INTO.get(node.target._overloadname) if is_op(node) else None
         if into is not None:
             node.kwargs = {**node.kwargs, into: x}
         elif x is not node.args[0]:
             node.args = (x, node.args[0])
-        # The result lies in the memory of x, so that memory is read as long as the result is.
-        for other, of in roots.items():
-            if of is result:
-                roots[other] = root
-        last[root] = max(place, last.get(result, place))
+        memory.write_over(node, result, x)
         written[result] = node, x
     _return_no_views(graph, written)
     return len(written)
 
 
-def _return_no_views(graph: fx.Graph, written: dict[fx.Node | None, tuple[fx.Node, fx.Node]]) -> None:
+def _return_no_views(graph: fx.Graph, written: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
     """No output of a graph is a view because it was written over one, as over the output of an instance norm.
 
     A program may change an output in place, and PyTorch refuses that for a view which a function has returned.
@@ -72,14 +95,6 @@ def _return_no_views(graph: fx.Graph, written: dict[fx.Node | None, tuple[fx.Nod
 def without_views(x: Tensor) -> Tensor:
     """The same memory as a tensor that is no view to autograd."""
     return x.data
-
-
-def is_free(node: fx.Node, x: fx.Node, place: int, roots: dict[fx.Node, fx.Node], last: dict[fx.Node, int]) -> bool:
-    """Whether the result of the node at ``place`` may be written over its argument ``x``."""
-    root, others = roots[x], [source for source in node.all_input_nodes if source is not x]
-    if root.op != "call_function" or last[root] > place or any(roots[other] is root for other in others):
-        return False
-    return _is_whole(value_of(root), value_of(x))
 
 
 def _is_whole(root: object, x: Tensor) -> bool:

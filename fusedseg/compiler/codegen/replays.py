@@ -54,28 +54,21 @@ def _call_of(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None
         return function, node.args
     if node.kwargs:
         return None
-    if function is torch.ops.aten.cat.default and len(node.args) == 2:
-        sources, dim = node.args
-        return _joining(dim), tuple(sources)  # type: ignore[arg-type]
-    if function is concat.concat:
-        given: Any = node.args
-        sources, dim, biases = given
-        return _joining_with_biases(dim, len(sources)), (*sources, *biases)
+    given: Any = node.args
+    if function is torch.ops.aten.cat.default and len(given) == 2:
+        sources, dim = given
+        return _joining(dim, len(sources)), tuple(sources)
+    if function is torch.ops.fusedseg.concat_biased.default:
+        sources, biases = given
+        return _joining(1, len(sources)), (*sources, *biases)
     if function in TENSORS_FIRST:
         count = sum(isinstance(arg, fx.Node) for arg in node.args)
         return _bound(TENSORS_FIRST[function], node.args[count:]), node.args[:count]
     return None
 
 
-def _joining(dim: Any) -> Callable[..., Any]:
-    def joined(*tensors: Any) -> Any:
-        return concat.concat(tensors, dim)
-
-    return joined
-
-
-def _joining_with_biases(dim: Any, sources: int) -> Callable[..., Any]:
-    """A concatenation of the first ``sources`` tensors, with the others as their biases."""
+def _joining(dim: int, sources: int) -> Callable[..., Any]:
+    """A concatenation of the first ``sources`` tensors, with the others as their biases, if there are any."""
 
     def joined(*tensors: Any) -> Any:
         return concat.concat(tensors[:sources], dim, tensors[sources:])

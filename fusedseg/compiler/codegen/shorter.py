@@ -11,7 +11,6 @@ zeros
 """
 
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ...ops.norm import graph as norms
 from ...ops.replay import Allocation
 from ..graph import has_symbols, node_at, value_of
 from . import convolution_backward
-from .casts import allocates_shortly, form_of, is_cast
+from .casts import allocates_shortly, forms_of, is_cast, put_together
 
 aten = torch.ops.aten
 
@@ -45,13 +44,13 @@ def rewrite(graph: fx.Graph) -> None:
             alike.setdefault((value.dtype, value.device), []).append(node)
     for nodes in alike.values():
         if len(nodes) > 1:
-            _put_together(graph, nodes)
+            put_together(graph, nodes, graph.output_node(), zeros_of, forms_of(nodes), value_of(nodes[0]).device)
 
 
 def write_convolutions(graph: fx.Graph) -> int:
     """Writes such convolutions and their gradients, and returns their number.
 
-    It is the last pass, because others look for the ops.
+    It comes after the passes that look for the ops.
     """
     found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
     for node in found:
@@ -101,15 +100,3 @@ def zeros_of(forms: Sequence[Allocation], device: torch.device) -> list[Tensor]:
     made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
     _torch.foreach_zero(made)
     return made
-
-
-def _put_together(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    values = [value_of(node) for node in nodes]
-    with graph.inserting_before(graph.output_node()):
-        whole = graph.call_function(zeros_of, (tuple(map(form_of, values)), values[0].device))
-        whole.meta["val"] = tuple(values)
-        for place, node in enumerate(nodes):
-            part = graph.call_function(operator.getitem, (whole, place))
-            part.meta = dict(node.meta)
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)

@@ -17,16 +17,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
-from .. import op_table
 from ..graph import calls_view, is_op, is_tensor, items_of, name_of, op_of, row_of, splice, value_of
-
-LINEAR, SMOOTH, EXACT = op_table.LINEAR, op_table.SMOOTH, op_table.EXACT
+from ..op_table import EXACT, LINEAR, PRODUCT, SMOOTH
 
 
 def is_multiplication(node: fx.Node) -> bool:
     """Whether a node multiplies: its result is right on average if its factors do not come from the same rounding."""
     row = row_of(node)
-    return row.kind == op_table.PRODUCT or row.name == "div"
+    return row.kind == PRODUCT or row.name == "div"
 
 
 def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
@@ -44,7 +42,7 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
         return EXACT
     row = row_of(node)
     kind = EXACT if row.kinks else row.kind
-    if calls_view(node) or kind == op_table.PRODUCT:
+    if calls_view(node) or kind == PRODUCT:
         return LINEAR
     return kind
 

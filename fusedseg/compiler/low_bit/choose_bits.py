@@ -1,7 +1,6 @@
 """What forward keeps in 8 or 4 bits a value, for the option "bits".
 
-    settled  which kept values are packed and what must be exact beside them, by its readers (``branches.py``)
-    Storage  the nodes that pack in forward and unpack in backward
+``settled`` says which kept values are packed, and what must be exact beside them, by its readers (``branches.py``).
 
 A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  A
 predicate about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
@@ -34,29 +33,11 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import FIRST, NOT_SECOND
+from ..op_table import EXACT, FIRST, LINEAR, NOT_SECOND, SMOOTH
 from ..plan import nearly_free, recompute
-from ..plan.keep import (
-    Decision,
-    call_node,
-    decide,
-    decision_of,
-    is_free,
-    is_view,
-    leave,
-    sources_of,
-)
+from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import (
-    EXACT,
-    LINEAR,
-    SMOOTH,
-    is_multiplication,
-    is_predicate,
-    kind_of,
-    pointwise_chain_of,
-    write_pointwise_chain,
-)
+from .branches import is_multiplication, is_predicate, kind_of, pointwise_chain_of, write_pointwise_chain
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7

@@ -11,10 +11,10 @@ from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import SMOOTH_BITS
 from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
 from ..plan import keep, nearly_free
-from ..plan.choose import Choices, Cost, cost_of
+from ..plan.choose import Choices
 from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
-from ..plan.peak import Live
+from ..plan.peak import Cost, Live
 from ..plan.schedule import LOWEST
 from ..rewrite import residual_norms
 from .choose_bits import Rounded, bits_of, settled
@@ -81,10 +81,10 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.RECOMPUTE})
     counted.goal = decided.goal
     live = Live(joint, fused)
-    cost = cost_of(live, counted)
+    cost = live.cost(counted)
     if counted.goal is None and not cost.is_within(exact):
         counted.goal = LOWEST
-        lowest = cost_of(live, counted)
+        lowest = live.cost(counted)
         # The search is greedy, and may end higher.
         if lowest.is_within(exact) or lowest.peak < cost.peak:
             decided.goal, cost = LOWEST, lowest

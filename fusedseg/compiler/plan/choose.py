@@ -24,7 +24,7 @@ from ..graph import Joint, flops_of, nbytes_of
 from ..settings import OP
 from . import keep
 from .min_cut import Cut
-from .peak import Live
+from .peak import Cost, Live
 from .schedule import Goal
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
@@ -39,30 +39,17 @@ NEAREST = 4
 PEAK_SLACK = 1e-3
 
 
-class Cost(NamedTuple):
-    """The bytes that forward keeps, the arithmetic that backward repeats, and the most bytes at once.
-
-    with_workspaces: the most bytes at once with what convolutions and packing may need beside their results.
-    """
-
-    kept: int
-    flops: int
-    peak: int
-    with_workspaces: int
-
-    def is_within(self, most: "Cost") -> bool:
-        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
-
-
 class Choice(NamedTuple):
     decision: keep.Decision
     cost: Cost
 
 
 class Choices:
-    """The choices for one graph, of which eager mode keeps ``eager`` bytes; ``fused`` as in ``BackwardGraph``.
+    """The choices for one graph.
 
-    goal: that of the decision without a budget.
+    eager: the bytes that eager mode keeps.
+    fused: whether Inductor generates the code.
+    goal: the goal of the decision without a budget.
     """
 
     def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
@@ -92,7 +79,7 @@ class Choices:
         return self.live.kept(decision)
 
     def cost(self, decision: keep.Decision) -> Cost:
-        return cost_of(self.live, decision)
+        return self.live.cost(decision)
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -122,12 +109,12 @@ class Choices:
                 verdict = way.walk(tried)
                 if verdict is TrialResult.DEAR and len(dear) < NEAREST:
                     dear.setdefault(tried, price)
-                if verdict is TrialResult.DEAR or len(way.refused) == TRIES:
+                if verdict is TrialResult.DEAR or way.is_over:
                     break
                 small = small | part if verdict is TrialResult.SMALL else frozenset()
                 if verdict is TrialResult.TAKEN:
                     yield way.best
-            if len(way.refused) == TRIES:
+            if way.is_over:
                 return
         if dear:
             way.refused.clear()
@@ -141,21 +128,20 @@ class Choices:
                 keep.call_node(node) for node in keep.decision_of(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
-                fits = self._flops_of(intensive - {call}) <= way.most_flops
-                verdict = way.walk(cut.with_intensive(intensive - {call}, dear[more])) if fits else TrialResult.DEAR
-                if verdict is TrialResult.TAKEN:
+                if self._flops_of(intensive - {call}) > way.most_flops:
+                    continue
+                if way.walk(cut.with_intensive(intensive - {call}, dear[more])) is TrialResult.TAKEN:
                     yield way.best
-                if len(way.refused) == TRIES:
-                    return
-                if verdict is TrialResult.TAKEN:
                     break
+                if way.is_over:
+                    return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
             intensive = cut.compute_intensive & {keep.call_node(node) for node in way.best.decision.recomputed}
             if call in intensive or self._flops_of(intensive | {call}) > way.most_flops:
                 continue
             if way.walk(way.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield way.best
-            if len(way.refused) == TRIES:
+            if way.is_over:
                 return
 
 
@@ -174,7 +160,7 @@ class WayDown:
     Attributes:
         best: the choice.
         recomputed: the values that may be recomputed in it.
-        refused: those with which the peak was too high since then.
+        refused: the values that were tried since then, and with which the peak was too high.
     """
 
     def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
@@ -182,6 +168,11 @@ class WayDown:
         self.recomputed: frozenset[fx.Node] = frozenset()
         self.refused: set[frozenset[fx.Node]] = set()
         self._most = best.cost.peak
+
+    @property
+    def is_over(self) -> bool:
+        """Whether too many choices in a row peaked too high."""
+        return len(self.refused) == TRIES
 
     def walk(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
@@ -205,11 +196,6 @@ class WayDown:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
         return TrialResult.TAKEN
-
-
-def cost_of(live: Live, decision: keep.Decision) -> Cost:
-    peak = live.peak(decision)
-    return Cost(live.kept(decision), peak.flops, peak.nbytes, peak.with_workspaces)
 
 
 def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:
@@ -243,7 +229,7 @@ def met_or_nearest(choices: Choices, budget: Budget) -> Choice:
 
 
 def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
-    """Says which budget can be met; one without a number of bytes always is."""
+    """Says which budget can be met.  A budget without a number of bytes is always met."""
     eager = choices.eager
     most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
     if budget.peak is not None:

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ...ops.low_bit.spec import FEWEST_VALUES
 from ..graph import (
     LARGER,
-    LATE,
     SMALL,
     Joint,
     behind,
@@ -40,6 +39,7 @@ from ..graph import (
     is_random,
     nbytes_of,
     node_at,
+    nodes_from,
     size_of,
     tensors_of,
 )
@@ -49,7 +49,7 @@ from .schedule import Goal
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.
 LONGEST = 64
-# What names those of the kept compute-intensive ops that run again.
+# Returns which of the kept compute-intensive ops run again.
 Repeats = Callable[[set[fx.Node], Joint], set[fx.Node]]
 RECOMPUTE, KEEP = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
@@ -60,9 +60,9 @@ class Decision:
 
     Attributes:
         kept: the nodes that forward keeps.
-        recomputed: the nodes that backward recomputes, with the nodes from which it does.
+        recomputed: the nodes that backward recomputes, each with the nodes that this reads.
         readers: for each of these nodes, who reads it: nodes of ``recomputed`` and nodes of backward.
-        reading: the nodes of backward, which read nodes of forward.
+        reading: the nodes of backward.
         instead: nodes that backward reads in place of others, with the same value.
         goal: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
             without a budget and bits.
@@ -77,7 +77,7 @@ class Decision:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether backward has the value anyway: arguments and numbers; and values that a checkpoint in the model rules."""
+    """Whether backward has a value anyway: an argument, a number, or what a checkpoint in the model decides about."""
     return node.op in ("placeholder", "get_attr") or not tensors_of(node) or LABEL in node.meta
 
 
@@ -88,7 +88,7 @@ def call_node(node: fx.Node) -> fx.Node:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a value needs no memory of its own."""
-    return calls_view(call_node(node)) or LATE in node.meta
+    return calls_view(call_node(node))
 
 
 def _may_run_again(node: fx.Node) -> bool:
@@ -121,7 +121,7 @@ def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | Non
 
 
 def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What backward reads of forward: readers and nodes.  The end of the graph reads gradients."""
+    """The nodes of backward that read nodes of forward, and what they read.  The end of the graph reads gradients."""
     own = set(reading)
     for reader in (*reading, joint.end):
         for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
@@ -130,7 +130,10 @@ def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.
 
 
 def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> list[fx.Node]:
-    """The nodes that follow from a gradient, others that only backward needs and that are not cheap, and what follows.
+    """The nodes of backward, in the order of the graph.
+
+    They are computed from a gradient, or backward alone needs them and they are not cheap, or they are computed from
+    such nodes.
 
     recomputed: nodes that backward computes as it does values of forward.
     """
@@ -151,15 +154,15 @@ def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> li
 
 
 def decide(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
-    """What backward reads of forward; those of the kept compute-intensive ops that ``repeats`` names run again."""
+    """Decides by the rules; ``repeats`` names kept compute-intensive ops that run again."""
     first = _by_rules(joint, set())
     twice_run = repeats(first.kept, joint)
-    found = _by_rules(joint, twice_run) if twice_run else first
-    for one in {id(first): first, id(found): found}.values():
-        _keep_later(one, joint)
-        _take_along(one)
     # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
-    return min(found, first, key=lambda one: sum(map(nbytes_of, one.kept)))
+    choices = [_by_rules(joint, twice_run), first] if twice_run else [first]
+    for choice in choices:
+        _keep_later(choice, joint)
+        _take_along(choice)
+    return min(choices, key=lambda choice: sum(map(nbytes_of, choice.kept)))
 
 
 def decision_of(joint: Joint, recomputed: Collection[fx.Node]) -> Decision:
@@ -360,15 +363,15 @@ class _Writer:
         if form is not None:
             last = before.prev
             made = form.write(self.graph, lambda n: self.read(n, before), before)
-            _label_new(last, before)
+            for new in nodes_from(last.next, before):
+                _labelled(new)
             return made
         call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
         if node not in self.changeable and all(source is other for source, other in swapped.items()):
             return _labelled(node, call)
         if node is call:
-            made = copied(self.graph, node, swapped, before)
-            return _labelled(made)
+            return _labelled(copied(self.graph, node, swapped, before))
         if call not in self.made:
             self.made[call] = _labelled(copied(self.graph, call, swapped, before))
         return _labelled(copied(self.graph, node, {call: self.made[call]}, before))
@@ -378,11 +381,3 @@ def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
     for one in (node, *others):
         one.meta[LABEL] = RECOMPUTE
     return node
-
-
-def _label_new(last: fx.Node, before: fx.Node) -> None:
-    """Labels the nodes that were made between two nodes."""
-    node = last.next
-    while node is not before:
-        node.meta[LABEL] = RECOMPUTE
-        node = node.next

@@ -241,7 +241,7 @@ class Cut:
         return frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
 
     def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
-        """Values that are recomputed together: each part may be so without the others."""
+        """Divides values into parts, each of which may be recomputed without the other parts."""
         parts: list[set[fx.Node]] = []
         # In the order of the graph, so that equal graphs have equal choices.
         left = dict.fromkeys(node for node in self.sources if node in more)
@@ -265,7 +265,7 @@ class Cut:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The results of the call of which a node is one."""
+    """All results of the call, if a node is one of several results; otherwise none."""
     call = call_node(node)
     return [] if call is node else list(call.users)
 

@@ -2,7 +2,7 @@
 
 * The scores of attention: the product of two activations, which is much larger than both of them.  Kernels of
   attention do not keep it either.
-* Those that give the most bytes for their arithmetic, such as a 1x1 convolution of an image or the transposed
+* The ops that save the most bytes for their arithmetic, such as a 1x1 convolution of an image or the transposed
   convolution at the end of a decoder, until a fiftieth of forward's arithmetic runs again.
 """
 
@@ -15,12 +15,12 @@ SHARE = 0.02
 
 
 def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """Those of the kept compute-intensive ops that are scores of attention."""
+    """The kept compute-intensive ops that compute scores of attention."""
     return {node for node in kept - joint.held if _is_of_scores(node)}
 
 
 def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """Those of the kept compute-intensive ops that run again."""
+    """The kept compute-intensive ops that run again."""
     mine, found = kept - joint.held, scores(kept, joint)
     intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
     left = SHARE * sum(map(_flops_of, joint.forward))

@@ -145,6 +145,25 @@ def _is_view(node: fx.Node) -> bool:
     return keep.is_view(node) or may_alias(node)
 
 
+class Cost(NamedTuple):
+    """What a decision costs a training step.
+
+    kept: the bytes that forward keeps.
+    flops: the arithmetic that backward repeats.
+    peak: the most bytes at one moment, beyond the arguments.
+    with_workspaces: the most bytes if convolutions and packing need as many bytes beside their results as they may.
+    """
+
+    kept: int
+    flops: int
+    peak: int
+    with_workspaces: int
+
+    def is_within(self, most: "Cost") -> bool:
+        """Whether neither the kept bytes nor a peak is above ``most``."""
+        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
+
+
 class Live:
     """Counts the bytes of the decisions about a joint graph, whose arguments have ``arguments`` bytes."""
 
@@ -166,8 +185,8 @@ class Live:
     def _kept(self, decision: keep.Decision) -> set[fx.Node]:
         return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
 
-    def peak(self, decision: keep.Decision) -> "Peak":
-        """The most bytes at once.
+    def cost(self, decision: keep.Decision) -> Cost:
+        """What a decision costs.
 
         The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
@@ -181,29 +200,14 @@ class Live:
         copied = {root for root in kept if root in self._joint.changeable}
         copies = sum(self._nbytes[root] for root in copied)
         others = sum(self._nbytes[root] for root in returned - (kept - copied) if root.op == "call_function")
-        in_forward, in_backward = (self._with_workspaces(*of) for of in ((forward, self._whole), (backward, planned)))
-        return Peak(
-            max(forward.peak[0] + copies, backward.peak[0] + others),
-            planned.flops(steps),
-            max(in_forward + copies, in_backward + others),
+        in_forward = forward.most_with(lambda node: workspace(node, self._fused))
+        in_backward = backward.most_with(lambda node: workspace(planned.node_of(node), self._fused))
+        return Cost(
+            kept=self.kept(decision),
+            flops=planned.flops(steps),
+            peak=max(forward.peak[0] + copies, backward.peak[0] + others),
+            with_workspaces=max(in_forward + copies, in_backward + others),
         )
-
-    def _with_workspaces(self, alive: schedule.Alive, graph: schedule.BackwardGraph) -> int:
-        needed = (workspace(graph.node_of(step.node), self._fused) for step in alive.places)
-        return max(map(operator.add, alive.bytes_at, needed))
-
-
-class Peak(NamedTuple):
-    """The peak of a step.
-
-    nbytes: the most bytes at one moment, beyond the arguments.
-    flops: the arithmetic that backward repeats.
-    with_workspaces: the most bytes if convolutions and packing need as many bytes beside as they may.
-    """
-
-    nbytes: int
-    flops: int
-    with_workspaces: int
 
 
 def images_of(node: fx.Node) -> list[fx.Node]:

@@ -30,7 +30,7 @@ from ..graph import arguments_of, call, form_in, items_of, name_of, node_at, val
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
 ROUNDED = "fusedseg_rounded"
-# What gives the node that backward reads in place of a node of forward.
+# Returns the node that backward reads in place of a node of forward.
 Read = Callable[[Any], Any]
 
 
@@ -205,7 +205,7 @@ def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node])
     return norm if x.is_contiguous() and alike else None
 
 
-# The ops that run again in another form, and what gives that form.
+# The ops that run again in another form, and the function that returns the form.
 FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
     "native_dropout": _dropout,
     "native_layer_norm": _layer_norm,

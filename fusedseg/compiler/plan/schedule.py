@@ -284,7 +284,8 @@ class BackwardGraph:
             if shared and step not in made and step.node in self.recomputed:
                 # Another step of the same node has run by now.
                 recomputed = next((new for new in made.values() if new.node is step.node and new is not step), None)
-                made |= {} if recomputed is None else {step: recomputed}
+                if recomputed is not None:
+                    made[step] = recomputed
             if step in made:
                 continue
             reads = [self._recompute(read, old, place, now, made, found) for read in step.reads]
@@ -364,6 +365,10 @@ class Alive:
         most = max(bytes_at)
         self.top = bytes_at.index(most)
         self.peak = (most, bytes_at.count(most))
+
+    def most_with(self, needed: Callable[[fx.Node], int]) -> int:
+        """The most bytes at once if each node needs as many bytes besides, while it runs, as ``needed`` says."""
+        return max(nbytes + needed(step.node) for step, nbytes in zip(self.places, self.bytes_at, strict=True))
 
     def _written_over(self, step: ScheduledNode, place: int) -> int:
         """The bytes of an input that the result is written over."""

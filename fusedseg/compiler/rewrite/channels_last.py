@@ -10,7 +10,7 @@ caller.  The graph is a functional one, of forward and backward or of inference 
 
 1. ``_images`` says for each op which images it would read in channels_last.
 2. ``chosen`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
-   convolution that stays as it was costs ``PRICE`` of the bytes of its images.
+   convolution that stays as it was costs the bytes of its images.
 3. ``_Writer`` writes the graph: copies stand where they are first read, and all later readers share them.
 
 Weights are copied in each step, in one call with the cast of autocast; their bytes count nothing, because cuDNN copies
@@ -32,16 +32,12 @@ from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norms
 from .. import graph as graphs
 from ..graph import arguments_of, computed, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
-from ..op_table import ANY, FORM, PASSES
+from ..op_table import ANY, PASSES
 from ..plan.min_cut import ENDLESS, Flow
 from ..settings import KEEP, Settings
 from .simplify import LABELS
 
 aten = torch.ops.aten
-# What a convolution costs that is not in channels_last, as a share of the bytes of the images that it reads and writes.
-# In a step of the PlainConvUNet on an H100, cuDNN's copies took more than three times the time of these bytes.
-# Convolutions of other shapes may gain less, and their copies must not make a step slower.
-PRICE = 1
 # Ops that stand in for those whose results PyTorch makes contiguous.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d.default: avg_pool.avg_pool3d_op._opoverload,
@@ -63,7 +59,7 @@ def run(graph: fx.Graph, settings: Settings) -> int:
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
     laid_out = chosen(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
     if laid_out:
-        _Writer(graph, images, laid_out, settings.codegen == "inductor").write()
+        _Writer(graph, images, laid_out, settings.fused_code).write()
     return len(laid_out)
 
 
@@ -94,12 +90,16 @@ def weight_of(node: fx.Node) -> fx.Node | None:
 
 
 def _price(node: fx.Node) -> int:
-    """What a convolution costs that is not in channels_last, in bytes."""
+    """What a convolution costs that is not in channels_last: the bytes of the images that it reads and writes.
+
+    In a step of the PlainConvUNet on an H100, cuDNN's copies took more than three times the time of these bytes.
+    Convolutions of other shapes may gain less, and their copies must not make a step slower.
+    """
     made = value_of(node)
     # The gradient of the input, or None if nobody asks for it; the result of a convolution.
     first = made[0] if isinstance(made, (tuple, list)) else made
     read = sum(nbytes_of(graphs.node_at(node, place)) for place in row_of(node).images)
-    return int(PRICE * (read + (0 if first is None else first.nbytes)))
+    return read + (0 if first is None else int(first.nbytes))
 
 
 def in_channels_last(t: Tensor) -> bool:
@@ -114,7 +114,7 @@ def format_of(t: Tensor) -> torch.memory_format | None:
 
 
 def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
-    """What an op reads as images that may be in channels_last, with a result that is so too; [] for other ops."""
+    """The images that an op may read in channels_last, if its result is in channels_last then; [] for other ops."""
     if not _may_pass_on(node):
         return []
     found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() in dims]
@@ -247,7 +247,7 @@ def _is_gradient_of_weight(node: fx.Node) -> bool:
 
 def _reads_any(node: fx.Node) -> bool:
     """Whether a node reads images as they lie, without a copy."""
-    return row_of(node).kind == FORM or row_of(node).layout == ANY or _is_cast(node)
+    return graphs.reads_size_alone(node) or row_of(node).layout == ANY or _is_cast(node)
 
 
 class _Writer:
