@@ -445,7 +445,7 @@ class FusedBlock(FusedStock):
         if torch.compiler.is_compiling() or not _is_usual(input):
             return self._stock.forward(self, input)
         plan = self.__dict__.get(self.PLAN)
-        if plan is None or not plan.fits(self):  # type: ignore[arg-type]
+        if plan is None or not plan.fits(self):
             plan = self.__dict__[self.PLAN] = BlockPlan(self)  # type: ignore[arg-type]
         if not plan.pairs or not plan.is_unseen():
             return self._stock.forward(self, input)

@@ -277,7 +277,7 @@ def _for_axes(
     dims = image.dim() - 2
     several = _values(value)
     given: tuple[Any, ...] = (value,) * dims if several is None else several
-    if len(given) != dims or not all(isinstance(one, Real) and fits(one) for one in given):
+    if len(given) != dims or not all(isinstance(one, Real) and fits(float(one)) for one in given):
         raise ValueError(f"{OP}: {name} must be one number {text}, or {dims} of them, got {value!r} for {_read(image)}")
     return given
 
