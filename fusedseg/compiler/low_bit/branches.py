@@ -34,7 +34,7 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     name = name_of(node)
     if name == "div":
         if reads(node.args[1]):
-            return SMOOTH if _is_sum_of_exponentials(node.args[1]) else EXACT
+            return EXACT if may_divide_by_zero(node) else SMOOTH
         return LINEAR if "rounding_mode" not in node.kwargs else EXACT
     if name == "pow":
         return SMOOTH if node.args[1] in (1, 2, 3) else EXACT
@@ -47,9 +47,20 @@ def kind_of(node: fx.Node, reads: Callable[[Any], bool]) -> str:
     return kind
 
 
-def _is_sum_of_exponentials(divisor: Any) -> bool:
-    """Whether a divisor is that of a softmax, which is 1 or more.  Any other one may be rounded to 0."""
-    return name_of(divisor) == "sum" and name_of(divisor.args[0]) == "exp"
+def may_divide_by_zero(node: fx.Node) -> bool:
+    """Whether a node divides by a tensor that may be 0, or that becomes 0 if it is rounded.
+
+    The divisors of a softmax and of functions such as ``softsign`` are far from 0, if they follow rounded values too.
+    """
+    if name_of(node) != "div" or not is_tensor(node.args[1]):
+        return False
+    divisor = node.args[1]
+    if name_of(divisor) == "sum":
+        return name_of(divisor.args[0]) != "exp"
+    if name_of(divisor) != "add" or name_of(divisor.args[0]) not in ("abs", "exp"):
+        return True
+    least = divisor.args[1]
+    return not isinstance(least, (int, float)) or least < 1
 
 
 def is_predicate(node: fx.Node) -> bool:

@@ -37,7 +37,14 @@ from ..op_table import EXACT, FIRST, LINEAR, NOT_SECOND, SMOOTH
 from ..plan import nearly_free, recompute
 from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import is_multiplication, is_predicate, kind_of, pointwise_chain_of, write_pointwise_chain
+from .branches import (
+    is_multiplication,
+    is_predicate,
+    kind_of,
+    may_divide_by_zero,
+    pointwise_chain_of,
+    write_pointwise_chain,
+)
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
@@ -83,17 +90,10 @@ def _is_statistic(node: fx.Node) -> bool:
     return first is not None and bool(place >= first)
 
 
-def _is_quotient(node: fx.Node) -> bool:
-    """Whether a node divides by a tensor.  Where that is 0, its result is no number, until a mask hides it.
-
-    A group of values with such a one has no grid.
-    """
-    return name_of(node) == "div" and is_tensor(node.args[1])
-
-
 def bits_of(node: fx.Node, bits: int) -> int:
     """In how many bits a value of a kept node is packed before its readers are asked; 0 if it stays as it is."""
-    if not _has_size(node) or _is_statistic(node) or _is_quotient(node):
+    if not _has_size(node) or _is_statistic(node) or may_divide_by_zero(node):
+        # Where a divisor is 0, a quotient is no number until a mask hides it.  A group of values with it has no grid.
         return 0
     if value_of(node).dtype in DTYPES:
         return bits
