@@ -136,10 +136,13 @@ def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
         return False
     if any(factor <= 0 for factor in linear.factors or ()):
         return False
+    # This comes before the axes, which are cached: Dynamo traces this code for compiled autograd, and warns of a cache.
+    if not _backend.use_triton(t, "upsample"):
+        return False
     axes = linear.axes(small)
     # The offsets of positions, and of the values of a line, are 32 bits wide.
     largest = max(max(prod(axis[k] for axis in axes), axes[2][k] * _widest(t)) for k in (0, 1))
-    return largest < 2**31 and all(axis.fits for axis in axes) and _backend.use_triton(t, "upsample")
+    return largest < 2**31 and all(axis.fits for axis in axes)
 
 
 def _widest(t: Tensor) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedseg.compiler.codegen import in_place, norms
 from fusedseg.compiler.codegen.aten import emit
@@ -215,6 +216,19 @@ def test_zeros_are_filled_at_once():
     found[1].add_(1)
     assert torch.equal(found[2], torch.zeros(4))
     assert torch.equal(found[0], torch.ones(5))
+
+
+def test_zeros_are_made_under_a_mode():
+    """A counter of operations around a step raised an AttributeError: the form of a vector had no ``size``."""
+
+    def run(x):
+        return x + 1, *(aten.zeros([n], dtype=torch.float64, device="cpu", pin_memory=False) for n in (2, 3))
+
+    call = emit(traced(run, torch.ones(5)), [])
+    assert "zeros_of_" in call.source
+    with FlopCounterMode(display=False):
+        found = call([torch.ones(5)])
+    assert same(found, run(torch.ones(5)))
 
 
 def test_casts_are_calls_of_a_method():

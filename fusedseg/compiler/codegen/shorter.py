@@ -96,7 +96,8 @@ def zeros_of(forms: Sequence[Allocation], device: torch.device) -> list[Tensor]:
     They do not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay.
     """
     if not allocates_shortly(device):
-        return [torch.zeros(form.size, dtype=form.dtype, device=device) for form in forms]
+        # A graph hands on each form as a plain tuple.
+        return [torch.zeros(size, dtype=dtype, device=device) for size, _, dtype in forms]
     made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
     _torch.foreach_zero(made)
     return made
