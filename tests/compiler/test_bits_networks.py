@@ -65,10 +65,10 @@ CASES = {
     "ResNet-50": Case(ResNet50, [(128, 3, 224, 224)], {8: (1480, 1852), 4: (802, 1515)}),
 }
 FUSED = {
-    "3D large": Case(unet3d_large, VOLUME, {8: (778, 1411), 4: (400, 1043)}),
-    "3D small": Case(unet3d_small, VOLUME, {8: (821, 1454), 4: (421, 1102)}),
-    "two encoders": Case(lidar_optical_unet, IMAGES, {8: (534, 793), 4: (275, 561)}),
-    "two levels": Case(two_levels, [(2, 1, 64, 64, 64)], {4: (39, 122)}),
+    "3D large": Case(unet3d_large, VOLUME, {8: (778, 1421), 4: (400, 1195)}),
+    "3D small": Case(unet3d_small, VOLUME, {8: (821, 1806), 4: (421, 1559)}),
+    "two encoders": Case(lidar_optical_unet, IMAGES, {8: (534, 820), 4: (275, 625)}),
+    "two levels": Case(two_levels, [(2, 1, 64, 64, 64)], {4: (39, 123)}),
 }
 
 
@@ -122,8 +122,10 @@ def _backward(incoming, given, stats, norm, kept, needs):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Graphs call the norms of a GPU, which allocate what the Triton kernels do."""
+    """Graphs are those of a GPU, on which a JoinConv forms its concatenation; norms allocate what the kernels do."""
     monkeypatch.setattr(_backend, "takes_triton", lambda device: True)
+    for name in ("on_gpu", "off_cpu"):
+        monkeypatch.setattr(_backend, name, lambda t: True)
     for of in (_statistics, _forward, _recompute, _backward):
         monkeypatch.setattr(passes, of.__name__[1:], of)
 
@@ -131,6 +133,8 @@ def on_gpu(monkeypatch):
 @pytest.mark.parametrize(("name", "bits"), [*cases(FUSED, fast="two levels")])
 def test_fused_blocks_with_the_norms_of_a_gpu(name, bits, on_gpu):
     """They peaked at up to 1.19 of the fused blocks in eager mode.
+
+    Without the concatenations, which commit ea61d3f7 forms for their time, 3D large would peak at 1156 MiB with 4 bits.
 
     The network of two levels is fast: it runs the functions above, which had other arguments than those of the package.
     """
