@@ -62,7 +62,7 @@ def check_input(op: str, x: Tensor) -> None:
     check_tensor(op, x)
     check_tangents(op, x)
     check_dtype(op, "x", x.dtype)
-    if not torch.compiler.is_compiling() and x.layout is not torch.strided:
+    if x.layout is not torch.strided and not torch.compiler.is_compiling():
         raise TypeError(f"{op}: x must be dense, with layout torch.strided, got {x.layout}; pass x.to_dense()")
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have shape (N, C) or (N, C, *spatial), got {tuple(x.shape)}")

@@ -23,7 +23,8 @@ class Most(NamedTuple):
 
 
 MOST = {
-    "InPlaceABN, forward": Most(50, 0),
+    # On a CPU each call finds the kept channels; two calls of 52 are for activations that saturate.
+    "InPlaceABN, forward": Most(52, 0),
     "InPlaceABN, backward": Most(23, 0),
     "PlainConvUNet, forward": Most(69, 19),
     "PlainConvUNet, backward": Most(87, 79),

@@ -79,8 +79,9 @@ def test_a_norm_of_this_package_with_a_residual(act):
 # The most error, relative to a gradient in float64, that an order of sums explains.
 LAST_BITS = 1e-14
 
-# Functions that backward cannot follow in fewer bits read exact values.
-EXACT = ("glu",)
+# Functions that backward cannot follow in fewer bits read exact values.  LogSigmoid divides by a sum with a result of
+# its op, which on a CPU is positive, but is not known to be.
+EXACT = ("glu", "LogSigmoid")
 
 # The compiler turns a call in place into the same graph; two of them show it.
 ONCE = [name for name in EVERY if not name.endswith(("in place", "_")) or name in ("ELU in place", "ReLU in place")]

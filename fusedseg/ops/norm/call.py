@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...activation import Activation
-from ..check import wide_dtype
 
 # The names of the ops in errors.
 NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
@@ -170,7 +169,8 @@ def on_adjacent(
 
 def stats_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which the statistics of ``x`` are computed and kept."""
-    return wide_dtype(x.dtype)
+    # This is ``wide_dtype`` without its call, because every call of a norm asks.
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def cast(v: Tensor | None, dtype: torch.dtype) -> Any:
