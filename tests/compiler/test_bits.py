@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import _torch
+from fusedseg.compiler.codegen import aten
 from fusedseg.compiler.settings import say_once
 from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
@@ -404,3 +405,22 @@ def test_hooks_get_the_codes():
     assert (torch.cat([g.flatten() for g in grads]) - expected).norm() < 0.3 * expected.norm()
     owned = {p.nbytes for p in net.parameters()}
     assert max(nbytes for dtype, nbytes in sizes if dtype != torch.uint8 and nbytes not in owned) <= x.nbytes
+
+
+def test_nodes_have_the_same_names_in_every_compilation(monkeypatch):
+    """Backward's ops with a branch were written in the order of a set, so that compilers' caches found nothing again."""
+    original, texts = aten.source_of, []
+
+    def noted(module, **given):
+        found = original(module, **given)
+        texts.append("\n".join(found.lines))
+        return found
+
+    monkeypatch.setattr(aten, "source_of", noted)
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), act()) for act in (nn.Softplus, nn.ELU, nn.Mish, nn.GELU) * 3]
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), *layers).double()
+    for twin in (net, copy.deepcopy(net)):
+        torch.compiler.reset()
+        gradient(compiled(twin, bits=4), twin, [IMAGE.double()])
+    half = len(texts) // 2
+    assert texts[:half] == texts[half:]

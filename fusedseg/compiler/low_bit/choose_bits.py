@@ -473,5 +473,7 @@ def settled(
         found = _choose(joint, decided, bits, known)
         if not found.branching and len(known.exact) == exact:
             return joint, decided, found
-        known.stuck.update(node for node in found.branching if not write_pointwise_chain(graph, node))
+        # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
+        branching = [node for node in graph.nodes if node in found.branching]
+        known.stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
         graph.eliminate_dead_code()
