@@ -408,7 +408,7 @@ def test_hooks_get_the_codes():
 
 
 def test_nodes_have_the_same_names_in_every_compilation(monkeypatch):
-    """Backward's ops with a branch were written in the order of a set, so that compilers' caches found nothing again."""
+    """Ops of backward that have a branch were written in the order of a set, so that caches of code could miss."""
     original, texts = aten.source_of, []
 
     def noted(module, **given):
@@ -417,7 +417,8 @@ def test_nodes_have_the_same_names_in_every_compilation(monkeypatch):
         return found
 
     monkeypatch.setattr(aten, "source_of", noted)
-    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), act()) for act in (nn.Softplus, nn.ELU, nn.Mish, nn.GELU) * 3]
+    activations = (nn.Softplus, nn.ELU, nn.Mish, nn.GELU) * 3
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), make_one()) for make_one in activations]
     net = nn.Sequential(nn.Conv2d(3, 4, 1), *layers).double()
     for twin in (net, copy.deepcopy(net)):
         torch.compiler.reset()
