@@ -446,7 +446,11 @@ class FusedBlock(FusedStock):
             return self._stock.forward(self, input)
         plan = self.__dict__.get(self.PLAN)
         if plan is None or not plan.fits(self):
-            plan = self.__dict__[self.PLAN] = BlockPlan(self)  # type: ignore[arg-type]
+            plan = BlockPlan(self)  # type: ignore[arg-type]
+            # A replica of ``nn.DataParallel`` lives for one call.  If it stored its plan, which holds the replica, both
+            # would hold a copy of the parameters until the garbage collector runs.
+            if "_is_replica" not in self.__dict__:
+                self.__dict__[self.PLAN] = plan
         if not plan.pairs or not plan.is_unseen():
             return self._stock.forward(self, input)
         return plan.run(input)

@@ -66,12 +66,18 @@ def normalised(x):
     return centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt()
 
 
+def shares(x):
+    """A softmax of logarithms, as it is often written: some sums are far smaller than others."""
+    return x / x.sum(1, keepdim=True)
+
+
 DIVIDING = {
     "normalize, dead positions": lambda x: F.normalize(F.relu(x - 2), dim=1),
     "layer norm of channels": normalised,
     "generalised mean": lambda x: F.avg_pool2d(x.clamp(min=1e-6).pow(3), 2).pow(1 / 3),
     "L2 pool": lambda x: F.lp_pool2d(x, 2.0, 2),
     "logarithm": lambda x: torch.log(x + 1e-4),
+    "softmax without a maximum": lambda x: shares((4 * x).exp()),
 }
 
 

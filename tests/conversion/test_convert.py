@@ -1,8 +1,10 @@
 """``convert``: published blocks and plain containers compute what their stock form computes, and keep fewer bytes."""
 
 import copy
+import gc
 import importlib
 import pickle
+import weakref
 from functools import partial
 
 import pytest
@@ -434,6 +436,22 @@ def test_data_parallel_replicas_have_plans_of_their_own(x):
             parameter.mul_(2)
     torch.testing.assert_close(replica(x), stock(x))
     assert ours.__dict__[FusedStock.PLAN].pairs[0].norm is ours[1]
+
+
+def test_data_parallel_replicas_go_when_they_have_run(x):
+    """A replica and its plan had each other, so that the copies of many steps' parameters filled the GPUs."""
+    _, ours = converted(block(), x)
+    gc.collect()
+    gc.disable()
+    try:
+        replica = ours._replicate_for_data_parallel()
+        replica._modules = dict(ours._modules)
+        replica(x)
+        gone = weakref.ref(replica)
+        del replica
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_pools(x):

@@ -9,6 +9,7 @@ value.  An op with a branch, such as an activation with a kink, is written as co
 by the compiler's own decomposition, or by the ``pieces`` of its row in ``op_table.py``.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -56,11 +57,24 @@ def may_divide_by_zero(node: fx.Node) -> bool:
         return False
     divisor = node.args[1]
     if name_of(divisor) == "sum":
-        return name_of(divisor.args[0]) != "exp"
+        return not _is_exp_below_largest(divisor.args[0])
     if name_of(divisor) != "add" or name_of(divisor.args[0]) not in ("abs", "exp"):
         return True
     least = divisor.args[1]
     return not isinstance(least, (int, float)) or least < 1
+
+
+def _is_exp_below_largest(node: object) -> bool:
+    """Whether a node is exp(x - max(x)), as in a softmax, so that its sum is at least 1.
+
+    Without the maximum, some sums are far smaller than others, and are rounded to 0 beside them.
+    """
+    if not is_op(node) or name_of(node) != "exp" or name_of(node.args[0]) != "sub":
+        return False
+    largest = node.args[0].args[1]  # type: ignore[union-attr]
+    while isinstance(largest, fx.Node) and (largest.target is operator.getitem or calls_view(largest)):
+        largest = largest.args[0]
+    return name_of(largest) in ("amax", "max")
 
 
 def is_predicate(node: fx.Node) -> bool:
