@@ -135,7 +135,7 @@ def test_figures_are_found_in_text():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
 def test_texts_of_pictures_have_the_figures_of_the_pictures(page):
     """Who cannot see a picture reads its text."""
     texts = re.findall(r'(?:alt="|:alt: )([^"\n]+)', (ROOT / page).read_text())
