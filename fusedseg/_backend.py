@@ -212,6 +212,20 @@ def _find_out(x: torch.Tensor, family: str | None) -> str:
     return _reasons.setdefault((family, x.dtype, device), reason)
 
 
+def refuse(family: str, dtype: torch.dtype, device: torch.device, reason: str) -> None:
+    """Leaves a family of kernels to aten in this process, because a result was wrong.
+
+    Raises:
+        RuntimeError: the backend is set to "triton".
+    """
+    # What was made of launches of the family must go as well.
+    for function in _at_forget:
+        function()
+    if _name == "triton":
+        raise RuntimeError(f"fusedseg.backend is 'triton', but a tensor on {device} cannot be served: {reason}")
+    _reasons[family, dtype, device] = reason
+
+
 def is_tested(device: torch.device) -> bool:
     """Whether the kernels of a device are tested at their first use."""
     return device.type == "cuda" and self_test_wanted()

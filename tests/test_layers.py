@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # activations, read sizes, and have the private names of PyTorch.
 BASE = {"_backend", "_module_hooks", "_sizes", "_torch", "activation"}
 # What ops share, in the files beside their folders: it knows no op.
-SHARED = {"ops/check", "ops/double_backward", "ops/layout", "ops/reuse", "ops/unfused"}
+SHARED = {"ops/at_size", "ops/check", "ops/double_backward", "ops/layout", "ops/reuse", "ops/unfused"}
 # Layer -> (layers that it may import, packages outside the standard library that it may import).
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (set(), {"torch", "triton"}),
@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": ({"ops/self_test"}, set()),
     "ops/ahead": ({"_torch", "kernels"}, {"torch"}),
+    "ops/at_size": ({"_backend", "_torch"}, {"torch"}),
     "ops/avg_pool": (set(), {"torch"}),
     "ops/concat": ({"_backend", "kernels"} | SHARED, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),

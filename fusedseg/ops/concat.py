@@ -8,12 +8,14 @@ The transpose of a concatenation is slices of the gradient.  ``dense`` copies a 
 without gaps.  Both compute nothing for autograd, because graphs of the backend call them after differentiation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backend
+from .at_size import Compared, U, channel_ranges, checked, near, rounding, wide
 from .check import ACTIVATION_DTYPES
 from .layout import FORMATS, pitch_of, suggests_channels_last
 
@@ -59,7 +61,7 @@ def dense(x: Tensor) -> Tensor:
     memory_format = FORMATS[x.dim()] if rows else torch.contiguous_format
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
     if rows and _is_served((x,)):
-        _launch((x,), y)
+        _launch((x,), y, ())
         return y
     return y.copy_(x)
 
@@ -83,7 +85,38 @@ def _is_served(tensors: Sequence[Tensor]) -> bool:
     return are_rows(tensors) and _backend.use_triton(tensors[0], FAMILY)
 
 
-def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None] = ()) -> None:
+def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """The parts of a concatenation, which copies, or adds a bias and rounds once."""
+    tensors, y, biases = before
+    start = 0
+    for x, bias in zip(tensors, biases or (None,) * len(tensors), strict=True):
+        part = y[:, start : start + x.shape[1]]
+        start += x.shape[1]
+        for a, b in channel_ranges(x):
+            exact = wide(x, a, b)
+            bound: Tensor | float = 0.0
+            if bias is not None:
+                of = bias.detach()[a:b].double().view(1, -1, 1)
+                bound = 2 * U * (exact.abs() + of.abs())
+                exact = exact + of
+                bound = bound + rounding(exact, y.dtype)
+            yield near("y", part[:, a:b], exact, bound)
+
+
+@checked(
+    FAMILY,
+    lambda tensors, y, *rest: y,
+    lambda tensors, y, biases: (
+        y.shape,
+        y.dtype,
+        y.get_device(),
+        *[x.stride() for x in tensors],
+        *[x.shape[1] for x in tensors],
+        *[b is None for b in biases],
+    ),
+    _results,
+)
+def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None]) -> None:
     from ..kernels import concat as kernels
 
     pitches = [pitch_of(x) for x in tensors]

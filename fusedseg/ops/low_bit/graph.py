@@ -22,16 +22,18 @@ Source: stochastic rounding of groups is that of Chen et al., "ActNN", ICML 2021
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import _backend
+from ..at_size import PART, TINY, Compared, U, checked, near, rounding
 from ..check import wide_dtype
 from ..layout import laid_out
 from . import reference
-from .spec import lines_of, mixed, rank, signed
+from .spec import ChannelLines, lines_of, mixed, rank, signed
 
 # A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
 # the difference of a value and a far kink would have few digits.
@@ -55,6 +57,126 @@ def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
 
+# A value lies at the same place of the grid on aten, or one digit further: its code may differ by 1, which a random
+# number decides in one of 128 cases.  More than this share of other codes is no rounding.
+SHARE = 1 / 16
+
+
+def _pack_results(found: tuple[Tensor, ...], now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """The range of each group, and the codes of its values."""
+    flat, lines, bits, key, kink = before
+    exact = reference.pack(flat, lines, bits, key, kink)
+    farthest = 0.0 if kink is None else kink.abs().amax().double()
+    for name, mine, theirs in zip(("lowest", "highest"), found[1:], exact[1:], strict=True):
+        theirs = theirs.double()
+        # The range of fp16 is cut off at its largest number.
+        bound = (
+            4 * U * (theirs.abs() + farthest) + 2 * rounding(theirs, torch.float32) + 2 * _spacing(theirs, flat.dtype)
+        )
+        yield near(name, mine, theirs, bound)
+    # A group with a value that is not finite has any codes.
+    says = exact[1].isfinite().all() & exact[2].isfinite().all()
+    mask = (1 << bits) - 1
+    count = (found[0] != exact[0]).sum()
+    few = count <= SHARE * flat.numel() + 16
+    for mine, theirs in zip(found[0].split(PART), exact[0].split(PART), strict=True):
+        close = few.expand(len(mine)).clone()
+        for shift in range(0, 8, bits):
+            one, other = ((t >> shift & mask).to(torch.int16) for t in (mine, theirs))
+            close &= (one - other).abs() <= 1
+        yield Compared("codes", mine, theirs, close | (mine == theirs) | ~says, says.expand(len(mine)))
+
+
+def _spacing(v: Tensor, dtype: torch.dtype) -> Tensor:
+    info = torch.finfo(dtype)
+    return v.abs() * info.eps + max(info.tiny * info.eps, TINY)
+
+
+@checked(
+    "low_bit",
+    lambda flat, *rest: flat,
+    lambda flat, lines, bits, key, kink: (
+        lines,
+        bits,
+        flat.dtype,
+        flat.get_device(),
+        None if kink is None else kink.numel(),
+    ),
+    _pack_results,
+)
+def _launch_pack(
+    flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from ...kernels.low_bit import low_bit_pack
+
+    with _backend.launching(flat):
+        return low_bit_pack(flat, lines, bits, signed(key), kink)
+
+
+def _unpack_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """A value is the sum of the border, of some steps on the same side of 0, and of the kink."""
+    flat, packed, kink, lines, bits = before
+    exact = torch.empty_like(flat)
+    reference.unpack(packed, kink, lines, bits, exact)
+    farthest = 0.0 if kink is None else kink.abs().amax().double()
+    for mine, theirs in zip(flat.split(PART), exact.split(PART), strict=True):
+        theirs = theirs.double()
+        bound = 32 * U * (theirs.abs() + 2 * farthest) + 2 * _spacing(theirs, flat.dtype)
+        yield near("values", mine, theirs, bound)
+
+
+@checked(
+    "low_bit",
+    lambda flat, *rest: flat,
+    lambda flat, packed, kink, lines, bits: (
+        lines,
+        bits,
+        flat.dtype,
+        flat.get_device(),
+        None if kink is None else kink.numel(),
+    ),
+    _unpack_results,
+)
+def _launch_unpack(
+    flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
+) -> None:
+    from ...kernels.low_bit import low_bit_unpack
+
+    with _backend.launching(flat):
+        low_bit_unpack(*packed, kink, lines, bits, flat)
+
+
+def _kink_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """The sign of a channel whose weight is 0, or nearly so, does not depend on its kink."""
+    kink, mean, rstd, weight, bias = before
+    exact = _kink_by_aten(kink.numel(), mean, rstd, weight, bias, torch.float64)
+    means = mean.flatten().double().repeat_interleave(kink.numel() // mean.numel())
+    bound = 32 * U * (means.abs() + (exact - means).abs()) + TINY
+    if weight is not None:
+        bound = torch.where(weight.abs().repeat(kink.numel() // weight.numel()) < TINY, torch.inf, bound)
+    yield near("kinks", kink, exact, bound)
+
+
+@checked(
+    "low_bit",
+    lambda kink, mean, *rest: mean,
+    lambda kink, mean, rstd, weight, bias: (
+        kink.shape,
+        mean.shape,
+        mean.dtype,
+        mean.get_device(),
+        weight is None,
+        bias is None,
+    ),
+    _kink_results,
+)
+def _launch_kink(kink: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    from ...kernels.low_bit import low_bit_kink
+
+    with _backend.launching(mean):
+        low_bit_kink(mean, rstd, weight, bias, kink)
+
+
 def pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes, and the lowest and the highest value of each group."""
     if t.numel() == 0:
@@ -62,10 +184,7 @@ def pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, T
     lines = lines_of(t, 0 if kink is None else kink.numel())
     if not _backend.use_triton(t, "low_bit"):
         return reference.pack(_flat(t), lines, bits, key, kink)
-    from ...kernels.low_bit import low_bit_pack
-
-    with _backend.launching(t):
-        return low_bit_pack(_flat(t), lines, bits, signed(key), kink)
+    return _launch_pack(_flat(t), lines, bits, key, kink)
 
 
 def packed_like(t: Tensor, kink: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,10 +239,7 @@ def unpack(codes, lowest, highest, kink, bits, size, stride):
     if not _backend.use_triton(t, "low_bit"):
         reference.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
         return t
-    from ...kernels.low_bit import low_bit_unpack
-
-    with _backend.launching(t):
-        low_bit_unpack(codes, lowest, highest, kink, lines, bits, _flat(t))
+    _launch_unpack(_flat(t), (codes, lowest, highest), kink, lines, bits)
     return t
 
 
@@ -158,13 +274,15 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     wide = wide_dtype(mean.dtype)
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     if channels and _backend.use_triton(mean, "low_bit"):
-        from ...kernels.low_bit import low_bit_kink
-
         kink = mean.new_empty(channels, dtype=wide)
-        given = (None if v is None else v.contiguous() for v in (mean, rstd, weight, bias))
-        with _backend.launching(mean):
-            low_bit_kink(*given, kink)
+        _launch_kink(kink, *(None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)))
         return kink
+    return _kink_by_aten(channels, mean, rstd, weight, bias, wide)
+
+
+def _kink_by_aten(
+    channels: int, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, wide: torch.dtype
+) -> Tensor:
     # This makes new memory, which the result of an op needs.
     mean, rstd = (v.flatten().to(wide).repeat_interleave(channels // v.numel()) for v in (mean, rstd))
     if bias is None:
@@ -174,7 +292,7 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
         shift = shift / weight.to(wide)
     # 0 / 0 of a channel without weight and bias is NaN.
     shift = shift.nan_to_num(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST).clamp(-FARTHEST, FARTHEST)
-    return mean - shift.repeat(channels // x.shape[1]) / rstd
+    return mean - shift.repeat(channels // shift.numel()) / rstd
 
 
 @norm_kink.register_fake

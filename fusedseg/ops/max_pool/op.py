@@ -5,7 +5,8 @@ values from the same positions, so that gradients of any order are right.  Eager
 under ``torch.compile`` the op ``fusedseg::max_pool`` runs.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from .. import unfused
+from ..at_size import PART, Compared, U, checked, near, rounding
 from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
 from ..double_backward import refuse_batches
@@ -46,6 +48,74 @@ def _is_computed(t: Tensor) -> bool:
     return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, "pool"))
 
 
+def _samples(x: Tensor) -> Iterator[slice]:
+    """Samples that are compared at once."""
+    step = max(1, PART // x[0].numel())
+    for n in range(0, x.shape[0], step):
+        yield slice(n, min(n + step, x.shape[0]))
+
+
+def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
+    """The positions that codes name in a channel, (N, C, windows), which are some position if a code is wrong."""
+    index = reference.indices(codes.clamp(max=math.prod(pool.kernel) - 1), size, pool)
+    return index.clamp_(0, math.prod(size) - 1).flatten(2)
+
+
+def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """A pool copies values.  A code is right if it names a position of the largest value."""
+    x, z, codes, rows, pool = before
+    for n in _samples(x):
+        exact = torch.empty_like(z[n])
+        of = None if codes is None else torch.empty_like(codes[n])
+        reference.forward(x[n], exact, of, rows, pool)
+        yield near("z", z[n], exact, 0.0)
+        if codes is not None and of is not None:
+            named = x[n].flatten(2).gather(2, _positions(codes[n], tuple(x.shape[2:]), pool)).view(exact.shape)
+            says = exact.isfinite()
+            yield Compared("codes", codes[n], of, (named == exact) | ~says, says)
+
+
+@checked(
+    "pool",
+    lambda x, *rest: x,
+    lambda x, z, codes, rows, pool: (x.shape, x.dtype, x.get_device(), codes is None, rows, pool),
+    _forward_results,
+)
+def _launch_forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
+    from ...kernels.max_pool import max_pool_fwd
+
+    with _backend.launching(x):
+        max_pool_fwd(x, z, codes, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
+
+
+def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
+    """Each position adds the gradients of the windows whose maximum it is, in any order."""
+    dz, codes, dx, _, pool = before
+    size = tuple(dx.shape[2:])
+    for n in _samples(dx):
+        index, added = _positions(codes[n], size, pool), dz[n].flatten(2).double()
+        exact, terms = torch.zeros(2, *dx[n].flatten(2).shape, dtype=torch.float64, device=dx.device)
+        # Sums into one dimension are deterministic where a program asks for that.
+        begins = torch.arange(0, exact.numel(), exact.shape[2], device=dx.device).view(*exact.shape[:2], 1)
+        at = (index + begins).flatten()
+        exact.view(-1).index_add_(0, at, added.flatten())
+        terms.view(-1).index_add_(0, at, added.flatten().abs_())
+        yield near("dx", dx[n], exact, math.prod(pool.kernel) * U * terms + rounding(exact, dx.dtype))
+
+
+@checked(
+    "pool",
+    lambda dz, *rest: dz,
+    lambda dz, codes, dx, rows, pool: (dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool),
+    _backward_results,
+)
+def _launch_backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
+    from ...kernels.max_pool import max_pool_bwd
+
+    with _backend.launching(dz):
+        max_pool_bwd(dz, codes, dx, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
+
+
 def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     """z and, if ``coded``, the codes, both in the memory format of ``x``."""
     x, _ = dense(x)
@@ -58,10 +128,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     if not _backend.use_triton(x, "pool"):
         reference.forward(x, z, codes, rows, pool)
         return z, codes
-    from ...kernels.max_pool import max_pool_fwd
-
-    with _backend.launching(x):
-        max_pool_fwd(x, z, codes, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
+    _launch_forward(x, z, codes, rows, pool)
     return z, codes
 
 
@@ -79,10 +146,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
     if not _backend.use_triton(dz, "pool"):
         reference.backward(dz, codes, dx, rows, pool)
         return dx
-    from ...kernels.max_pool import max_pool_bwd
-
-    with _backend.launching(dz):
-        max_pool_bwd(dz, codes, dx, rows, pool.kernel, (pool.stride, pool.padding, pool.dilation, 1))
+    _launch_backward(dz, codes, dx, rows, pool)
     return dx
 
 

@@ -24,7 +24,7 @@ from ... import _backend
 from .. import layout
 from ..check import wide_dtype
 from ..double_backward import differentiated_once, refuse_in_graphs
-from . import reference
+from . import launches, reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
 from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
@@ -57,10 +57,7 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
     x, sizes = dense_logits(x)
     if not _backend.use_triton(x, "sums"):
         return reference.forward(given._replace(logits=x), spec)
-    from ...kernels.segmentation_sums import segmentation_sums_fwd
-
-    with _backend.launching(x):
-        return segmentation_sums_fwd(x, given.target, given.mask, sizes, spec)
+    return launches.forward(x, given.target, given.mask, sizes, spec)
 
 
 def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> tuple[Tensor | None, ...]:
@@ -77,10 +74,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
     if not _backend.use_triton(x, "sums"):
         reference.backward(dsums, given._replace(logits=x), spec, Grads(dx))
         return dx, None, None
-    from ...kernels.segmentation_sums import segmentation_sums_bwd
-
-    with _backend.launching(x):
-        segmentation_sums_bwd(dsums, x, given.target, given.mask, dx, sizes, spec)
+    launches.backward(dsums, x, given.target, given.mask, dx, sizes, spec)
     return dx, None, None
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ..check import check_input, wide_dtype
-from . import reference
+from . import launches, reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
 from .op import dense_logits, no_autocast
@@ -69,10 +69,7 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     if isinstance(logits, Tensor):
         logits, sizes = dense_logits(logits)
         if _backend.use_triton(logits, "sums"):
-            from ...kernels.segmentation_sums import segmentation_argmax
-
-            with _backend.launching(logits):
-                segmentation_argmax(logits, labels.view(sizes.N, sizes.S), sizes)
+            launches.argmax(logits, labels.view(sizes.N, sizes.S), sizes)
             return labels
     with no_autocast(x):
         reference.argmax(logits, labels)
