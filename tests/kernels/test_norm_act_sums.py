@@ -18,8 +18,8 @@ def run(dz, x, groups, keep, training, residual, also=None, pitch=None, over=Fal
     from fusedseg.kernels.norm_act_bwd import norm_act_bwd
 
     layout, (C, of) = layout_of(x).by_sample(x.shape[0], groups), (x.shape[1], x.dtype)
-    weight, bias = (torch.linspace(a, a + 1, C, dtype=of) for a in (0.5, -0.5))
-    running = (None, None) if training else (torch.zeros(C, dtype=of), torch.ones(C, dtype=of))
+    weight, bias = (torch.linspace(a, a + 1, C, dtype=of, device=x.device) for a in (0.5, -0.5))
+    running = (None, None) if training else (torch.zeros_like(weight), torch.ones_like(weight))
     z = torch.empty_like(x)
     mean, rstd, _ = norm_act_fwd(
         x, z, layout, weight, bias, *running, training, 0.1, 1e-5, LEAKY, None, residual=residual
@@ -39,13 +39,13 @@ def run(dz, x, groups, keep, training, residual, also=None, pitch=None, over=Fal
 @pytest.mark.parametrize("stat", GROUPS)
 @pytest.mark.parametrize(("keep", "training"), [("input", True), ("output", True), ("input", False)])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep, training, with_residual):
+def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep, training, with_residual, device):
     """In fp32 the sum in the kernel has the bits of one in memory."""
     if size == "several programs":
         request.getfixturevalue("small_tiles")
     groups = GROUPS[stat] if training else None
     shape = (2, 8, 13, 7)
-    x, dz, also, residual = (empty(shape, torch.float32, rows).normal_() for _ in range(4))
+    x, dz, also, residual = (empty(shape, torch.float32, rows).normal_().to(device) for _ in range(4))
     residual = residual if with_residual else None
     expected = run(dz + also, x, groups, keep, training, residual)
     for over in (False, True) if with_residual else (False,):
@@ -58,10 +58,10 @@ def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep
 @pytest.mark.parametrize("channels", [8, 6, 3])
 @pytest.mark.parametrize("stat", ["batch", "instance"])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_a_slice_of_channels(small_tiles, dtype, channels, stat, with_residual):
+def test_a_slice_of_channels(small_tiles, dtype, channels, stat, with_residual, device):
     """The second gradient is a slice of that of a concatenation, whose rows have gaps."""
-    x, dz, residual = (empty((2, channels, 13, 7), dtype, True).normal_() for _ in range(3))
-    wide = empty((2, 4 * channels, 13, 7), dtype, True).normal_()
+    x, dz, residual = (empty((2, channels, 13, 7), dtype, True).normal_().to(device) for _ in range(3))
+    wide = empty((2, 4 * channels, 13, 7), dtype, True).normal_().to(device)
     groups = channels if stat == "instance" else None
     also, pitch = wide[:, channels : 2 * channels], 4 * channels
     residual = residual if with_residual else None

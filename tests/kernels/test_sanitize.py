@@ -18,9 +18,12 @@ from fusedseg.ops.conv.conv3d import runs_on
 from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_concat as concats
 from tests.kernels import test_conv3d as volumes
+from tests.kernels import test_low_bit as packs
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
+from tests.kernels import test_norm_act_sums as joined
+from tests.kernels import test_segmentation_sums as losses
 from tests.kernels.conv_abn_cases import Conv
 from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last, slots_of
@@ -148,3 +151,40 @@ def test_upsample(name, rows, device):
 @pytest.mark.parametrize(("name", "gap"), [("two", 8), ("odd-channels", 3), ("more-than-a-launch", 0)])
 def test_concat(name, gap, device):
     concats.check(*concats.CASES[name], device, gap=gap)
+
+
+@pytest.mark.parametrize("name", ["odd-channels", "more-than-a-launch"])
+def test_concat_with_biases(name, device):
+    concats.test_biases(concats.CASES[name], torch.float32, device)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@by_layout
+@by_statistics
+def test_two_gradients(groups, rows, device):
+    """The second gradient is a slice of channels in rows, which may be the last one of its tensor."""
+    x, dz, also, residual = ((channels_last(t) if rows else t).to(device) for t in torch.randn(4, *SHAPE))
+    pitch = SHAPE[1]
+    if rows:
+        wide = channels_last(torch.randn(SHAPE[0], 12, *SHAPE[2:])).to(device)
+        also, pitch = wide[:, 6:], 12
+    found = joined.run(dz, x, groups, "input", True, residual, also, pitch)
+    expected = joined.run(dz + also, x, groups, "input", True, residual)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs.double()) <= FORWARD_TOLERANCE[x.dtype]
+
+
+@by_layout
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_packing(bits, rows, dtype, device):
+    """The last group of a line is incomplete, and so is its last byte."""
+    packs.launch(packs.tensor((2, 5, 17, 19), dtype, rows, device), bits, torch.linspace(-1, 1, 5, device=device))
+
+
+@by_layout
+@pytest.mark.parametrize("name", ["smoothed-ignore", "minimum", "focal-sigmoid"])
+def test_segmentation_sums(name, rows, device):
+    """Few classes, and more than a tile holds."""
+    for classes in (5, 300):
+        losses.check((2, classes, 13), *losses.CASES[name], rows, device)
