@@ -56,13 +56,16 @@ def test_threshold_of_an_elu_that_makes_small_values_smaller():
 @pytest.mark.parametrize(
     ("dtype", "weight", "bias", "is_kept"),
     [
-        (torch.float32, 2.5, 0.0, False),
-        (torch.float32, -3.0, 0.0, True),
-        (torch.float32, 1.0, -6.0, True),
+        (torch.float32, 2.2, 0.0, False),
+        (torch.float32, -2.3, 0.0, True),
+        (torch.float32, 1.0, -3.1, False),
+        (torch.float32, 1.0, -3.3, True),
         (torch.float32, 3.0, 6.0, False),
         (torch.bfloat16, 1.0, 0.0, False),
         (torch.bfloat16, 2.0, 0.0, True),
-        (torch.float64, 4.0, 0.0, False),
+        # exp(1.5) - 1 is above 8 * 0.2, though the bias is not.
+        (torch.bfloat16, 0.2, -1.5, True),
+        (torch.float64, 3.0, 0.0, False),
         (torch.float64, 6.0, 0.0, True),
     ],
 )
@@ -270,8 +273,8 @@ def test_a_step_asks_once_for_all_modules(as_on_a_gpu):
     with Called() as counted:
         assert refresh() == [None] * 18
     # The clone stands for the copy to the host.
-    saturating = ["abs", "mul_", "sub_", "gt"]
-    assert counted.names == ["cat", *saturating, "abs_", "maximum", "mul", "gt", "logical_or_", "clone"]
+    saturating = ["pow", "sub_", "add_", "expm1_", "maximum"]
+    assert counted.names == ["cat", "abs", "clamp_", *saturating, "abs", "mul_", "gt", "clone"]
     assert len(first.names) <= len(counted.names) + 6
     as_on_a_gpu[-1].arrived = True
     found = refresh()
