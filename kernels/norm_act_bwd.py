@@ -116,8 +116,8 @@ def grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, 
                 xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
         g = act_grad(dz, saved, ACT, PARAM)
         if kept_ptr is not None and (ACT == "elu" or ACT == "selu"):
-            # Near the limit of z, rounding takes the digits of phi'(y) = z + p too.  The sign of z decides on which side
-            # of the kink a value is.
+            # Near the limit of z, rounding takes the digits of phi'(y) = z + p too.  The sign of z decides on which
+            # side of the kink a value is.
             y = tl.minimum(xhat * w + shift, 0.0)
             g = tl.where((slot >= 0) & (saved < 0), act_grad_of_input(dz, y, ACT, PARAM), g)
     return g, xhat

@@ -160,7 +160,7 @@ class Rounded(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """Gradients in float64, and their largest errors: of dx in the 2-norm over a channel, (C,), and of dweight, (C,)."""
+    """Gradients in float64, and the largest error of each channel: of dx in the 2-norm, and of dweight."""
 
     dx: Tensor
     dweight: Tensor
@@ -227,7 +227,9 @@ def from_output(given: Rounded, activation: str, param: float, groups: int | Non
         (dx.view(C, len(given.x), -1).transpose(0, 1) if groups is None else dx).reshape(given.x.shape),
         of_channels(g * xhat),
         2 * u / 3**0.5 * of_channels(rstd.square() * var_dx).sqrt() + (u + 2.0**-20) * size + least,
-        4 * u / 3**0.5 * of_channels(var_sums[1]).sqrt() + 2.0**-20 * of_channels((g * xhat).abs()) + 2.0**-23 * of_slope,
+        4 * u / 3**0.5 * of_channels(var_sums[1]).sqrt()
+        + 2.0**-20 * of_channels((g * xhat).abs())
+        + 2.0**-23 * of_slope,
     )
 
 

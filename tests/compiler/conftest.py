@@ -20,16 +20,6 @@ def afresh():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-def codegen(request):
-    # Imports Inductor, and so triton.
-    from tests.compiler.networks import HAS_CXX
-
-    if request.param == "inductor" and not HAS_CXX:
-        pytest.skip("Inductor needs a C++ compiler")
-    return request.param
-
-
 @pytest.fixture
 def packed(monkeypatch):
     """What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without."""

@@ -218,7 +218,9 @@ def test_gradients_for_every_weight(backend, device, groups, dtype):
         # The residual has the size that the choice of kept channels assumes.
         r = r.to(dtype) if with_residual else None
         options = {"activation": name} | ({"activation_param": param} if param else {})
-        given = [t.to(device).requires_grad_() for t in (channels_last(x) if fmt == "channels_last" else x, weight, bias)]
+        given = [
+            t.to(device).requires_grad_() for t in (channels_last(x) if fmt == "channels_last" else x, weight, bias)
+        ]
         z = fused(given[0] * 1, count, *given[1:], None if r is None else r.to(device), **options)
         dx, dweight = torch.autograd.grad(z, given[:2], dz.to(device))
         kept = kept_mask(weight, bias, Activation(name, param), dtype, with_residual)
@@ -276,6 +278,22 @@ def test_running_statistics_of_samples(backend, device):
         torch.testing.assert_close(running, expected)
         z = inplace_instance_norm_act(x * 1, *running, weight, bias, use_input_stats=False)
         torch.testing.assert_close(z, F.leaky_relu(F.instance_norm(x, *running, weight, bias, False)))
+
+
+def test_the_output_of_an_op_that_keeps_it(backend, device):
+    """Backward raised autograd's error, which names neither the norm nor a remedy."""
+    x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
+    for f in (torch.sigmoid, torch.relu, torch.tanh):
+        for groups in (None, 2, 4):
+            with pytest.raises(
+                ValueError, match=r"x is the output of \w+Backward0, which reads it .* pass x.clone\(\)"
+            ):
+                fused(f(x), groups, None, None)
+            fused(f(x).clone(), groups, None, None).sum().backward()
+        with torch.no_grad():
+            fused(f(x), None, None, None)
+    # A convolution and a product keep their inputs.
+    fused(torch.nn.functional.conv2d(x, x[:, :, :1, :1]), 2, None, None).sum().backward()
 
 
 @by_statistics
