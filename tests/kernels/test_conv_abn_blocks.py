@@ -98,7 +98,7 @@ def test_configuration(case, processors, device):
     check_case(case, device, training=True)
 
 
-@pytest.mark.parametrize(("kind", "block_m"), itertools.product(KINDS, PROCESSORS))
+@pytest.mark.parametrize(("kind", "block_m"), list(itertools.product(KINDS, PROCESSORS)))
 def test_configurations_in_eval(kind, block_m, processors, device):
     """Each configuration once: several cases of training have one in eval mode."""
     processors(PROCESSORS[block_m])

@@ -1,7 +1,7 @@
 """Kept channels: the channels whose xhat cannot be rebuilt from the output to working accuracy.
 
-Storing z multiplies it by 1 + u at most, where u is the rounding of the dtype.  So y = phi^-1(z) is off by u h(y), where
-h(y) = |phi(y) / phi'(y)|, and xhat = (y - bias) / weight is off by u h(y) / |weight|.  h(y) is |y| for identity
+Storing z multiplies it by 1 + u at most, where u is the rounding of the dtype.  So y = phi^-1(z) is off by u h(y),
+where h(y) = |phi(y) / phi'(y)|, and xhat = (y - bias) / weight is off by u h(y) / |weight|.  h(y) is |y| for identity
 and leaky_relu, and for elu and selu exp(-y) - 1 where y is negative.  A channel is kept if the size of h(y) is above
 kappa |weight|, with an xhat of mean 0 and variance 1:
 
