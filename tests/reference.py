@@ -220,16 +220,16 @@ def from_output(given: Rounded, activation: str, param: float, groups: int | Non
     var_dx = w.square() * var_g + var_xhat * s2.square() + 16 * (var_means[0] + var_means[1] * xhat.square())
     # The slope and its reciprocal are rounded to fp32, which makes all y of one sign off by the same factor.
     of_slope = of_channels((g * torch.where(kept > 0, xhat, y / w)).sum(3, keepdim=True).abs())
-    # dx is rounded to its dtype, and statistics and sums have the accuracy of fp32.
+    # Statistics and sums have the accuracy of fp32.  An error of the statistics moves y, and with it g in the tail.
+    of_statistics = of_channels((g * xhat).abs() * (1 + tail * w.abs() * (1 + xhat.abs())))
+    # dx is rounded to its dtype.
     size = of_channels((rstd * w * g).square()).sqrt()
     least = torch.finfo(given.x.dtype).smallest_normal * u * (x.numel() / C) ** 0.5
     return Bounded(
         (dx.view(C, len(given.x), -1).transpose(0, 1) if groups is None else dx).reshape(given.x.shape),
         of_channels(g * xhat),
         2 * u / 3**0.5 * of_channels(rstd.square() * var_dx).sqrt() + (u + 2.0**-20) * size + least,
-        4 * u / 3**0.5 * of_channels(var_sums[1]).sqrt()
-        + 2.0**-20 * of_channels((g * xhat).abs())
-        + 2.0**-23 * of_slope,
+        4 * u / 3**0.5 * of_channels(var_sums[1]).sqrt() + of_statistics * 2.0**-20 + of_slope * 2.0**-23,
     )
 
 
