@@ -21,6 +21,12 @@ def afresh():
 
 
 @pytest.fixture
+def codegen():
+    """The codegen of tests that name no others (``BOTH`` and ``in_both`` of networks.py)."""
+    return "aten"
+
+
+@pytest.fixture
 def packed(monkeypatch):
     """What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without."""
     from fusedseg.compiler.plan import choose

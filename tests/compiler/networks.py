@@ -12,9 +12,8 @@ from tests.resnet import ResNet18
 HAS_CXX = not _torch.inductor_problem()
 CODEGENS = ["aten", pytest.param("inductor", marks=[
     pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
-# A test runs with Inductor too where Inductor gets something else from a pass than from the other tests of it.
+# A test runs with Inductor too where a pass hands Inductor something that no other test of the pass has.
 BOTH = pytest.mark.parametrize("codegen", CODEGENS)
-ATEN = pytest.mark.parametrize("codegen", CODEGENS[:1])
 INDUCTOR = CODEGENS[1].marks
 
 

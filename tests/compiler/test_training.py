@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedseg.compiler import backend
-from tests.compiler.networks import ATEN, BOTH, compiled, in_both, kept, mixed, results, same
+from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
 
 # Inductor draws other random numbers than eager mode by itself.
 OPTIONS = {"aten": {}, "inductor": {"inductor": {"fallback_random": True}}}
@@ -68,7 +68,6 @@ def test_break_of_the_graph(x, codegen):
     assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
 
 
-@ATEN
 def test_without_gradients(x, codegen):
     net, twin = pair(mixed)
     run = through(net, codegen)
@@ -83,13 +82,11 @@ def test_without_gradients(x, codegen):
     assert alike([*net.buffers()], [*twin.buffers()])
 
 
-@ATEN
 def test_eval_with_gradients(x, codegen):
     net, twin = pair()
     assert alike(results(net.eval(), through(net, codegen), [x]), results(twin.eval(), twin, [x]))
 
 
-@ATEN
 def test_frozen_parts(x, codegen):
     net, twin = pair()
     for model, run in ((net, through(net, codegen)), (twin, twin)):
@@ -102,7 +99,6 @@ def test_frozen_parts(x, codegen):
     assert alike(ours, wanted)
 
 
-@ATEN
 def test_gradient_of_the_input(x, codegen):
     net, twin = pair()
     found = []
@@ -184,7 +180,6 @@ def test_accumulation_and_several_forwards(x, codegen):
     assert alike([*net.buffers()], [*twin.buffers()])
 
 
-@ATEN
 def test_double_use_of_a_module(x, codegen):
     class Twice(Net):
         def forward(self, x):
@@ -290,7 +285,6 @@ def test_dynamic_shapes(dynamic, codegen):
     assert counts[0] == counts[1]
 
 
-@ATEN
 def test_an_instance_norm_of_any_batch(codegen):
     """It is traced as a batch norm of batch × channels, a symbolic number, and rebuilt from as many statistics."""
     net, twin = pair(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)))
