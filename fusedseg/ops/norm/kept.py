@@ -92,7 +92,7 @@ def exceeds(
     weight: Tensor, bias: Tensor, floor: Tensor | float, kappa: Tensor | float, tail: Tensor | float | None
 ) -> Tensor:
     """The rule of the kept channels.  The ``tail`` of an activation that does not saturate is None or -inf."""
-    size = bias.abs().clamp_(min=floor)  # type: ignore[arg-type]
+    size = bias.abs().clamp_(min=floor)
     if tail is not None:
         size = torch.maximum(size, weight.square().sub_(bias).add_(tail).expm1_())
     return size > weight.abs().mul_(kappa)
@@ -248,7 +248,8 @@ def request(device: torch.device) -> Arriving:
     weights, biases = [of.parameters[0] for of in changed], [of.parameters[1] for of in changed]
     limits = limits_of(tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device)
     flat = torch.cat([*weights, *biases])
-    arriving = Arriving(exceeds(*flat.to(wide_dtype(flat.dtype)).chunk(2), *limits))
+    weight, bias = flat.to(wide_dtype(flat.dtype)).chunk(2)
+    arriving = Arriving(exceeds(weight, bias, *limits))
     first = 0
     for of, w in zip(changed, weights, strict=True):
         of.asked(arriving, slice(first, first + len(w)))
