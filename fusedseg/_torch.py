@@ -457,6 +457,11 @@ def bare_op(op: object) -> Any:
     return getattr(op, "_op", op)
 
 
+def saves_result(node: Any) -> bool:
+    """Whether the autograd node keeps the output of its op, as those of sigmoid and relu do."""
+    return hasattr(type(node), "_raw_saved_result")
+
+
 def write_gradient(op: Any, out: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Writes the gradient that a backward op of ``torch.ops.aten`` computes into ``out``, and returns it."""
     try:

@@ -66,9 +66,10 @@ def expm1(y):
 
 @triton.jit
 def log1p(e):
-    """log(1 + e) for 0 <= e <= 1, with full relative accuracy also for a small e."""
+    """log(1 + e) for -1 / 2 <= e <= 1, with full relative accuracy also for a small e."""
     if e.dtype == tl.float32:
-        # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s = e / (2 + e) <= 1 / 3.  The rest is below 2e-9.
+        # log(1 + e) = 2 artanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), |s| = |e / (2 + e)| <= 1 / 3.  The rest is below
+        # 2e-9.
         s = e * reciprocal(2.0 + e)
         t = s * s
         v = tl.fma(t, 0.06666666666666667, 0.07692307692307693)
@@ -83,6 +84,12 @@ def log1p(e):
         u = 1.0 + e
         v = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return v
+
+
+@triton.jit
+def log1p_down(e, CLAMP: tl.constexpr):
+    """log(1 + e) for e <= 0; CLAMP counts as the least 1 + e."""
+    return tl.where(e > -0.5, log1p(tl.maximum(e, -0.5)), tl.log(tl.maximum(e + 1.0, CLAMP)))
 
 
 @triton.jit
@@ -244,11 +251,10 @@ def act_inverse(z, ACT: tl.constexpr, PARAM: tl.constexpr, CLAMP: tl.constexpr):
     if ACT == "leaky_relu":
         y = tl.where(z > 0, z, z * (1.0 / PARAM))
     elif ACT == "elu":
-        w = tl.maximum(tl.minimum(z, 0.0) * (1.0 / PARAM) + 1.0, CLAMP)
-        y = tl.where(z > 0, z, tl.log(w))
+        y = tl.where(z > 0, z, log1p_down(tl.where(z > 0, 0.0, z * (1.0 / PARAM)), CLAMP))
     elif ACT == "selu":
-        w = tl.maximum(tl.minimum(z, 0.0) * (1.0 / 1.7580993408473766) + 1.0, CLAMP)
-        y = tl.where(z > 0, z * (1.0 / 1.0507009873554805), tl.log(w))
+        tail = log1p_down(tl.where(z > 0, 0.0, z * (1.0 / 1.7580993408473766)), CLAMP)
+        y = tl.where(z > 0, z * (1.0 / 1.0507009873554805), tail)
     elif ACT == "identity":
         y = z
     else:

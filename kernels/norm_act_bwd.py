@@ -2,7 +2,8 @@
 
 Beside rstd, weight, bias and the residual (if there is one), one tensor of the size of x is kept, which KEEP names:
 
-    "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels
+    "output"   z, which gives y = phi^-1(z) and xhat = (y - bias [- residual]) / weight; and xhat of the kept channels,
+               which also gives their y to phi' of elu and selu
     "input"    x, which gives xhat and y; and mean
 
 With g = dz * phi'(y) and m values per statistics group (STAT of ``kernels/tile.py``):
@@ -103,7 +104,6 @@ def grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, 
         xhat = tl.where(mask, (saved - mean) * rstd, 0.0)
         g = act_grad_of_input(dz, xhat * w + shift, ACT, PARAM)
     else:
-        g = act_grad(dz, saved, ACT, PARAM)
         lost = is_lost(w, b, residual_ptr is not None, CLAMP)
         inverse = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, w))
         xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
@@ -114,6 +114,12 @@ def grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, 
                 kept = mask & (slot >= 0)
                 side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
                 xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
+        g = act_grad(dz, saved, ACT, PARAM)
+        if kept_ptr is not None and (ACT == "elu" or ACT == "selu"):
+            # Near the limit of z, rounding takes the digits of phi'(y) = z + p too.  The sign of z decides on which
+            # side of the kink a value is.
+            y = tl.minimum(xhat * w + shift, 0.0)
+            g = tl.where((slot >= 0) & (saved < 0), act_grad_of_input(dz, y, ACT, PARAM), g)
     return g, xhat
 
 

@@ -57,6 +57,7 @@ HAS_TRITON = _INTERPRETER is not None and "_LangPatchScope" in _INTERPRETER.read
 
 
 def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="run every Nth of the chosen tests, from the Kth on")
     parser.addoption("--ptx", choices=("sm_80", "sm_90"), help="execute what is compiled for this architecture")
     try:
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live")
@@ -137,8 +138,9 @@ def launches(item) -> bool:
     return "kernels" in item.path.parts or params.get("backend") == "triton"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Chooses the tests to run, and begins with the longest.
+    """Chooses the tests to run, after ``-m`` and ``-k`` have chosen, and begins with the longest.
 
     Kernel tests run without coverage, which would double the interpreter's time.
     ``--device cuda`` leaves out the tests that do not use ``device``, because they run nothing on the GPU.  ``--ptx``
@@ -165,6 +167,14 @@ def pytest_collection_modifyitems(config, items):
     assert all(found.values()), f"a file of FIRST was renamed: {[name for name in found if not found[name]]}"
     first = set().union(*found.values())
     items.sort(key=lambda item: item.path not in first)
+    if config.getoption("--part"):
+        number, parts = map(int, config.getoption("--part").split("/"))
+        if not 1 <= number <= parts:
+            raise pytest.UsageError(f"--part must be K/N with K from 1 to N, got {config.getoption('--part')}")
+        # Neighbours, which take about the same time, go into different parts.
+        chosen = items[number - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 def pytest_collection_finish(session):

@@ -147,6 +147,92 @@ def gradients(
     return Gradients(*(None if t is None else next(found) for t in leaves))
 
 
+class Rounded(NamedTuple):
+    """A norm that kept its output z: what it was given, and ``kept``, which is True for its kept channels."""
+
+    z: Tensor
+    dz: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor | None
+    kept: Tensor
+
+
+class Bounded(NamedTuple):
+    """Gradients in float64, and the largest error of each channel: of dx in the 2-norm, and of dweight."""
+
+    dx: Tensor
+    dweight: Tensor
+    error_of_dx: Tensor
+    error_of_dweight: Tensor
+
+
+def amplification(y: Tensor, activation: str) -> Tensor:
+    """|phi(y) / phi'(y)|: how many times the relative error of z the y that is rebuilt from z is off."""
+    return torch.where(y < 0, torch.expm1(-y), y) if activation in ("elu", "selu") else y.abs()
+
+
+def from_output(given: Rounded, activation: str, param: float, groups: int | None, rounds_y: bool) -> Bounded:
+    """The gradients of a norm that keeps its output, and the bounds of docs/design.md for them.
+
+    Each rounding is independent and uniform, so for a value v its variance is (u v)^2 / 3 at most.  The largest of many
+    normal errors counts as 4 of their standard deviations.  ``rounds_y``: PyTorch's functions round y too, before and
+    after they add the residual, and again in backward.  The sign of z, which forward has rounded, decides phi'.
+    """
+    C, u = given.x.shape[1], torch.finfo(given.x.dtype).eps / 2
+
+    def by_statistic(v: Tensor) -> Tensor:
+        """(samples, statistics, channels of a statistic, positions)"""
+        if groups is None:
+            return v.double().transpose(0, 1).reshape(1, C, 1, -1)
+        return v.double().reshape(len(v), groups, C // groups, -1)
+
+    def of_channels(v: Tensor) -> Tensor:
+        return v.sum((0, 3)).flatten()
+
+    def means(v: Tensor) -> Tensor:
+        return v.mean((2, 3), keepdim=True)
+
+    x, dz = by_statistic(given.x), by_statistic(given.dz)
+    w, b, kept = (v.double().view(1, x.shape[1], -1, 1) for v in (given.weight, given.bias, given.kept))
+    rstd = (x.var((2, 3), correction=0, keepdim=True) + 1e-5).rsqrt()
+    xhat = (x - means(x)) * rstd
+    normal = w * xhat + b
+    y = normal if given.residual is None else normal + by_statistic(given.residual)
+    leaf = torch.where(by_statistic(given.z) > 0, y.abs(), -y.abs()).requires_grad_()
+    (g,) = torch.autograd.grad(stock_activation(activation, param)(leaf), leaf, dz)
+    s2 = means(w * g * xhat)
+    dx = rstd * (w * g - means(w * g) - xhat * s2)
+
+    # The variances of xhat and of g, in units of u^2 / 3.
+    var_y = amplification(y, activation).square() + rounds_y * 2 * y.square()
+    if rounds_y and given.residual is not None:
+        var_y += 2 * normal.square()
+    var_xhat = torch.where(kept > 0, xhat.square(), var_y / w.square())
+    tail = (y < 0) & (activation in ("elu", "selu"))
+    # The y of a kept channel, and its exponential, are rounded to fp32.
+    var_kept = (w * xhat).square() + (2.0**-23 / u) ** 2 * (normal.square() + y.square())
+    var_g = tail * g.square() * torch.where(kept > 0, var_kept, var_y)
+    # Those of the sums of g and g * xhat of a channel, and of the means over a statistic of w times them.
+    var_sums = [v.sum(3, keepdim=True) for v in (var_g, var_g * xhat.square() + var_xhat * g.square())]
+    var_means = [(w.square() * v).sum(2, keepdim=True) / x[0, 0].numel() ** 2 for v in var_sums]
+    var_dx = w.square() * var_g + var_xhat * s2.square() + 16 * (var_means[0] + var_means[1] * xhat.square())
+    # The slope and its reciprocal are rounded to fp32, which makes all y of one sign off by the same factor.
+    of_slope = of_channels((g * torch.where(kept > 0, xhat, y / w)).sum(3, keepdim=True).abs())
+    # Statistics and sums have the accuracy of fp32.  An error of the statistics moves y, and with it g in the tail.
+    of_statistics = of_channels((g * xhat).abs() * (1 + tail * w.abs() * (1 + xhat.abs())))
+    # dx is rounded to its dtype.
+    size = of_channels((rstd * w * g).square()).sqrt()
+    least = torch.finfo(given.x.dtype).smallest_normal * u * (x.numel() / C) ** 0.5
+    return Bounded(
+        (dx.view(C, len(given.x), -1).transpose(0, 1) if groups is None else dx).reshape(given.x.shape),
+        of_channels(g * xhat),
+        2 * u / 3**0.5 * of_channels(rstd.square() * var_dx).sqrt() + (u + 2.0**-20) * size + least,
+        4 * u / 3**0.5 * of_channels(var_sums[1]).sqrt() + of_statistics * 2.0**-20 + of_slope * 2.0**-23,
+    )
+
+
 def segmentation_sums(
     logits: Tensor,
     target: Tensor,

@@ -98,11 +98,11 @@ def test_names_have_stand_ins_or_errors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _torch.NAMES)
-def test_a_name_is_missing(name):
-    found = without(name)
-    for error in found["errors"].values():
-        assert error == "" or (error.startswith("RuntimeError: fusedseg: ") and name in error)
+@pytest.mark.parametrize("names", [_torch.NAMES[k : k + 8] for k in range(0, len(_torch.NAMES), 8)])
+def test_a_name_is_missing(names):
+    for name in names:
+        for error in without(name)["errors"].values():
+            assert error == "" or (error.startswith("RuntimeError: fusedseg: ") and name in error)
 
 
 def test_nothing_is_missing_from_the_program():

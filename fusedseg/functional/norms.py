@@ -55,8 +55,8 @@ def inplace_abn(
     the parameters, and waits for the GPU, in every call.
 
     ELU and SELU lose accuracy in their tail: backward rebuilds y as log(1 + z / alpha), which multiplies the rounding
-    of z by exp(-y).  So the normalised input of a channel with 3 |weight| - bias > s is kept as well; s is 5 in bf16,
-    5.5 in fp16, 8.5 in fp32 and 15 in fp64, and one less with a residual.
+    of z by exp(-y).  So the normalised input of a channel with expm1(weight^2 - bias) > k |weight| is kept as well; a
+    residual adds 1 to weight^2.
 
     Under ``torch.compile``, ``x`` keeps its values.  Reading the parameters breaks the graph; for ``fullgraph=True``
     compile the module, which does not read them.

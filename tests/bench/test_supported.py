@@ -25,14 +25,7 @@ def test_exact(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name):
     check(name, supported.WAYS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
-def test_losses(name):
-    """With more threads than one, eager mode itself may add in another order from run to run."""
-    if not supported.MODELS[name].is_here():
-        pytest.skip(f"{supported.MODELS[name].package} is not installed")
+    # With more threads than one, eager mode itself may add in another order from run to run.
     with threads(1):
         found = supported.loss_errors(name)
     # Rounding errors grow from step to step.  Measured: 0.4 to 2.3 times those of eager mode.
@@ -43,10 +36,9 @@ def check(name, ways):
     network, have = supported.MODELS[name], ROWS[name]
     if not network.is_here():
         pytest.skip(f"{network.package} is not installed")
-    if have["package"] != supported.package(network):
-        pytest.skip(f"measured with {have['package']}, here is {supported.package(network)}")
     found = supported.row(name, ways)
     for way in ways:
-        # Versions of PyTorch trace some ops otherwise.
-        assert found[way] == pytest.approx(have[way], abs=0.01), way
+        # Versions of PyTorch trace some ops otherwise.  If another version of the package has another network, measure
+        # the row again.
+        assert found[way] == pytest.approx(have[way], abs=0.01), (way, have["package"], supported.package(network))
     assert (found["graphs"], found["exports"]) == (have["graphs"], have["exports"])

@@ -20,14 +20,10 @@ def afresh():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-def codegen(request):
-    # Imports Inductor, and so triton.
-    from tests.compiler.networks import HAS_CXX
-
-    if request.param == "inductor" and not HAS_CXX:
-        pytest.skip("Inductor needs a C++ compiler")
-    return request.param
+@pytest.fixture
+def codegen():
+    """The codegen of tests that name no others (``BOTH`` and ``in_both`` of networks.py)."""
+    return "aten"
 
 
 @pytest.fixture

@@ -12,6 +12,14 @@ from tests.resnet import ResNet18
 HAS_CXX = not _torch.inductor_problem()
 CODEGENS = ["aten", pytest.param("inductor", marks=[
     pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
+# A test runs with Inductor too where a pass hands Inductor something that no other test of the pass has.
+BOTH = pytest.mark.parametrize("codegen", CODEGENS)
+INDUCTOR = CODEGENS[1].marks
+
+
+def in_both(cases, *chosen):
+    """Each case with aten, and the chosen ones with Inductor."""
+    return [*((case, "aten") for case in cases), *(pytest.param(case, "inductor", marks=INDUCTOR) for case in chosen)]
 
 
 def relu(channels):

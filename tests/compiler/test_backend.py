@@ -135,9 +135,7 @@ def test_model_compile():
 
 
 @pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize(
-    "name", [pytest.param("U-Net", marks=pytest.mark.slow), pytest.param("ResNet", marks=pytest.mark.slow), "plain"]
-)
+@pytest.mark.parametrize("name", [pytest.param("ResNet", marks=pytest.mark.slow), "plain"])
 def test_inductor(name):
     """Values of eager mode up to rounding, which is small in float64, and fewer bytes; the default codegen."""
     model, inputs = (net(), [torch.randn(2, 1, 6, 6)]) if name == "plain" else make(name)

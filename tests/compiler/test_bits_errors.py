@@ -1,7 +1,5 @@
 """The error of 4 bits in the gradient of small networks; ``docs/low_bits.md`` has the table."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -46,33 +44,16 @@ class Residual(nn.Module):
 # (64 or 256 roundings).  It kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
 NETWORKS = {
     "BatchNorm, ReLU": (plain, 0.0285),
-    "InstanceNorm, LeakyReLU": (lambda: plain(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU), 0.0298),
     "GroupNorm, ReLU": (lambda: plain(lambda channels: nn.GroupNorm(2, channels)), 0.0157),
     "`InPlaceABN`, LeakyReLU": (lambda: plain(fusedseg.InPlaceABN, nn.Identity), 0.0290),
-    "BatchNorm, SiLU": (lambda: plain(act=nn.SiLU), 0.0115),
     "BatchNorm, ReLU6": (lambda: plain(act=nn.ReLU6), 0.0285),
     "ReLU without a norm": (lambda: plain(lambda _: nn.Identity()), 0.0054),
-    "ReLU after a sum": (lambda: Residual(nn.ReLU()), 0.0170),
-    "LeakyReLU after a sum": (lambda: Residual(nn.LeakyReLU()), 0.0203),
     "PReLU after a sum": (lambda: Residual(nn.PReLU()), 0.0198),
-    "ReLU in place after three sums": (lambda: Residual(nn.ReLU(inplace=True), 3), 0.0192),
     "LeakyReLU in place after three sums": (lambda: Residual(nn.LeakyReLU(inplace=True), 3), 0.0228),
 }
 
 
-# Rows of the table whose norm, activation and sums stand in other rows too.
-IMPLIED = (
-    "InstanceNorm, LeakyReLU",
-    "BatchNorm, SiLU",
-    "ReLU after a sum",
-    "LeakyReLU after a sum",
-    "ReLU in place after three sums",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in IMPLIED else ()) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_small_networks(name):
     build, of_scope = NETWORKS[name]
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from fusedseg.ops.norm import graph as norm_ops
 from fusedseg.ops.norm.call import Norm
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
 from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
-from tests.compiler.networks import CODEGENS, compiled
+from tests.compiler.networks import BOTH, compiled, in_both
 from tests.nnunet import PlainConvUNet
 from tests.tools.copies import ROWS, Copies, Deep
 from tests.tools.traffic import traffic
@@ -84,7 +84,7 @@ def test_norms_equal_those_of_planes(groups, affine):
     assert given[0].grad.is_contiguous(memory_format=ROWS)
 
 
-@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"budget": 0.3}], ids=["exact", "8 bits", "budget"])
+@pytest.mark.parametrize(("options", "codegen"), in_both([{}, {"bits": 8}, {"budget": 0.3}], {}), ids=str)
 def test_gradients_of_a_network(two_threads, codegen, options):
     net, x = inputs_of(Deep)
     exact = copy.deepcopy(net).double().to(memory_format=torch.contiguous_format)
@@ -147,14 +147,7 @@ def order_of(found):
 
 
 # Inductor takes ten seconds for each program.
-IN_BOTH = (
-    "U-Net 2D", "U-Net 3D", "one channel", "grouped", "dropout", "checkpoint", "custom op", "in two grad modes",
-    "one memory", "two memories", "returned",
-)  # fmt: skip
-EACH = [
-    *((name, "aten") for name in PROGRAMS),
-    *(pytest.param(name, "inductor", marks=CODEGENS[1].marks) for name in IN_BOTH),
-]
+EACH = in_both(PROGRAMS, "U-Net 3D", "one channel", "dropout", "checkpoint", "in two grad modes", "returned")
 
 
 def flat(found):
@@ -208,7 +201,10 @@ def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, two_th
         assert order_of(found) == order_of(step(twin, twin, x))
 
 
-@pytest.mark.parametrize("name", ["U-Net 2D", "U-Net 3D", "heads", "returned", "custom op", "as_strided", "one memory"])
+WITHOUT_GRADIENTS = "U-Net 2D", "U-Net 3D", "heads", "returned", "custom op", "as_strided", "one memory"
+
+
+@pytest.mark.parametrize(("name", "codegen"), in_both(WITHOUT_GRADIENTS, "returned"))
 def test_passes_without_gradients(name, codegen, laid_out, two_threads):
     """``eval`` and ``no_grad``: a graph without a backward."""
     program = PROGRAMS[name]
@@ -223,7 +219,7 @@ def test_passes_without_gradients(name, codegen, laid_out, two_threads):
 
 
 @pytest.mark.parametrize("options", [{"bits": 8}, {"budget": 0.7}], ids=["8 bits", "budget"])
-@pytest.mark.parametrize("name", ["U-Net 2D", "U-Net 3D"])
+@pytest.mark.parametrize(("name", "codegen"), in_both(["U-Net 2D", "U-Net 3D"], "U-Net 3D"))
 def test_bits_and_budgets(name, options, codegen, laid_out, two_threads):
     program = PROGRAMS[name]
     torch.manual_seed(0)
@@ -363,6 +359,7 @@ def test_a_cpu_keeps_the_format(options, laid_out):
     assert laid_out == [0]
 
 
+@BOTH
 def test_by_itself(everywhere, laid_out, codegen, two_threads):
     torch.manual_seed(0)
     net, x = unet(3), torch.randn(2, 3, 8, 6, 4)

@@ -11,7 +11,7 @@ import fusedseg
 from fusedseg.compiler.capture import dead_bias
 from fusedseg.compiler.codegen import norms
 from fusedseg.compiler.settings import Settings
-from tests.compiler.networks import as_eager, compiled, results
+from tests.compiler.networks import CODEGENS, as_eager, compiled, in_both, results
 from tests.compiler.test_passes import names, traced
 
 aten = torch.ops.aten
@@ -30,17 +30,17 @@ def counts(monkeypatch):
     return found
 
 
-@pytest.fixture(params=["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture
 def codegen(request, monkeypatch):
-    """Both code generators; in the code of "aten" the interpreter runs the kernels on a CPU."""
-    from tests.compiler.networks import HAS_CXX
-
-    if request.param == "inductor" and not HAS_CXX:
-        pytest.skip("Inductor needs a C++ compiler")
-    if request.param == "aten":
+    """aten, whose kernels the interpreter runs on a CPU, unless the test asks for Inductor."""
+    name = getattr(request, "param", "aten")
+    if name == "aten":
         request.getfixturevalue("needs_interpreter")
         monkeypatch.setattr(fusedseg, "backend", "triton")
-    return request.param
+    return name
+
+
+BOTH = pytest.mark.parametrize("codegen", CODEGENS, indirect=True)
 
 
 def shifted(net):
@@ -81,7 +81,7 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("name", DEAD)
+@pytest.mark.parametrize(("name", "codegen"), in_both(DEAD, "batch", "3d transposed"), indirect=["codegen"])
 def test_the_bias_has_no_effect(name, codegen, counts):
     """Outputs, gradients and running statistics of two steps are those of float64, and the gradient is exact zeros."""
     net, shape = DEAD[name]()
@@ -190,6 +190,7 @@ def test_a_frozen_bias_has_no_gradient(codegen, counts):
     close([net[0].weight.grad, net[1].running_mean], [twin[0].weight.grad, twin[1].running_mean])
 
 
+@BOTH
 def test_autocast(codegen, counts):
     """The bias is fp32 and its convolution is not; the running mean gets all bits of the bias."""
     net, twin = shifted(block(2, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
@@ -205,6 +206,7 @@ def test_autocast(codegen, counts):
         torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
+@BOTH
 @pytest.mark.parametrize("options", [{"budget": 0.4}, {"bits": 8}], ids=str)
 def test_with_a_budget_and_with_bits(options, codegen, counts):
     torch.manual_seed(0)
@@ -234,6 +236,7 @@ def test_modules_of_this_package(instance, codegen, counts):
     assert not found[2].any()
 
 
+@BOTH
 def test_a_convolution_and_norm_in_one_module(codegen, counts):
     net = nn.Sequential(fusedseg.ConvABN2d(2, 4, 3), nn.Conv2d(4, 2, 1))
     stock = nn.Sequential(*copy.deepcopy(net[0]).to_modules(), copy.deepcopy(net[1])).double()
@@ -315,7 +318,6 @@ def test_an_image_without_a_batch_keeps_its_bias(codegen, counts):
     assert counts == [0]
 
 
-@pytest.mark.parametrize("codegen", ["aten"], indirect=True)
 def test_an_empty_batch_moves_no_mean(codegen, counts):
     """The mean moved by the part of the bias, although there were no values."""
     net, twin = shifted(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.compiler import jobs
+from tests.compiler.networks import BOTH
 from tests.tools.ranks import on_ranks
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("job", "options"), [(jobs.ddp, (25,)), (jobs.ddp, (0.002,)), (jobs.fsdp, ())], ids=["DDP", "DDP, split", "FSDP2"]
 )

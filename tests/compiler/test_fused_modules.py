@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from tests.compiler.networks import CODEGENS, kept, results
+from tests.compiler.networks import in_both, kept, results
 
 # For each module of this package the stock modules that compute the same.
 MODULES = {
@@ -40,8 +40,7 @@ def through(net, codegen):
     return torch.compile(net, backend="fusedseg", options={"codegen": codegen, **inductor})
 
 
-@pytest.mark.parametrize("codegen", CODEGENS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "codegen"), in_both(MODULES, "in place"))
 def test_modules_keep_no_more_than_stock_modules(name, codegen):
     ours, stock = MODULES[name]
     nets = [layers(lambda: (ours(),)), *(layers(stock) for _ in range(3))]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedseg.compiler import backend
-from tests.compiler.networks import compiled, kept, mixed, results, same
+from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
 
 # Inductor draws other random numbers than eager mode by itself.
 OPTIONS = {"aten": {}, "inductor": {"inductor": {"fallback_random": True}}}
@@ -61,6 +61,7 @@ def gradients(net):
     return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
 
 
+@BOTH
 def test_break_of_the_graph(x, codegen):
     """Each part keeps what it needs; a tensor between the parts is an argument, and stays."""
     net, twin = pair(lambda: Net(broken=True))
@@ -107,7 +108,7 @@ def test_gradient_of_the_input(x, codegen):
     assert alike(found[:1], found[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "codegen"), in_both([torch.bfloat16, torch.float16], torch.bfloat16))
 def test_autocast_with_a_scaler(x, dtype, codegen):
     """A step of an optimizer under autocast, with the scale of a GradScaler."""
     net = pair(mixed)[0].float()
@@ -129,6 +130,7 @@ def test_autocast_with_a_scaler(x, dtype, codegen):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
 
 
+@BOTH
 def test_checkpoint_in_the_model(x, codegen):
     """What a checkpoint has labelled stays as it is."""
 
@@ -141,7 +143,7 @@ def test_checkpoint_in_the_model(x, codegen):
     assert alike(results(net, through(net, codegen), [x]), results(twin, other, [x]))
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["plain", "in a checkpoint"])
+@pytest.mark.parametrize(("inside", "codegen"), in_both([False, True], True))
 def test_equal_calls_of_which_one_is_returned(x, inside, codegen):
     """The compiler made one norm of both: the sigmoid was written over the result, and a checkpoint's labels raised."""
 
@@ -166,6 +168,7 @@ def test_equal_calls_of_which_one_is_returned(x, inside, codegen):
     assert alike(*found)
 
 
+@BOTH
 def test_accumulation_and_several_forwards(x, codegen):
     """Two forwards before a backward, whose gradients add up."""
     net, twin = pair()
@@ -186,7 +189,7 @@ def test_double_use_of_a_module(x, codegen):
     assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "codegen"), in_both([False, True], False))
 def test_a_second_backward(x, dynamic, codegen):
     """Nothing of what is kept is written over, also where an ordinary step has run before.
 
@@ -203,6 +206,7 @@ def test_a_second_backward(x, dynamic, codegen):
     assert alike(gradients(net), gradients(twin))
 
 
+@BOTH
 def test_a_buffer_that_forward_writes_to(x, codegen):
     """What is computed from the buffer is kept: backward would compute it again from the new values."""
 
@@ -222,6 +226,7 @@ def test_a_buffer_that_forward_writes_to(x, codegen):
     assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
 
 
+@BOTH
 def test_an_argument_that_forward_writes_to_unseen_by_autograd(codegen):
     """AOTAutograd writes the new value after the graph has run; what follows from the old one is not computed again."""
 
@@ -245,6 +250,7 @@ def test_an_argument_that_forward_writes_to_unseen_by_autograd(codegen):
     assert same(*found)
 
 
+@BOTH
 def test_a_kept_value_that_changes_raises(x, codegen):
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid()).double()
     out = through(net, codegen)(x)
@@ -253,7 +259,7 @@ def test_a_kept_value_that_changes_raises(x, codegen):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(("dynamic", "codegen"), in_both([True, None], True))
 def test_dynamic_shapes(dynamic, codegen):
     """As many graphs serve all sizes as with PyTorch's own backend; no size is read as a number."""
     from torch._dynamo.backends.debugging import aot_eager
@@ -288,6 +294,7 @@ def test_an_instance_norm_of_any_batch(codegen):
         assert alike(results(net, run, [image], 1), results(twin, twin, [image], 1))
 
 
+@BOTH
 def test_several_threads(x, codegen):
     """Two threads compile and train a network each."""
     nets = [pair() for _ in range(2)]
@@ -311,6 +318,7 @@ def test_export_is_untouched(x):
     assert torch.allclose(torch.export.export(net, (x,)).module()(x), net(x))
 
 
+@BOTH
 def test_hooks_that_are_registered_after_compilation(x, codegen):
     """They follow PyTorch's own rule: they run as often as with its own compiler, and change the same results."""
     found = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusedseg.compiler.plan import choose
 from tests.compiler.networks import HAS_CXX, compiled, kept
 from tests.reference import relative_error
 
@@ -92,11 +93,14 @@ def two_steps(net: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, half: 
 # The marker of Inductor leaves it out of a run on a CPU that does not ask for `gpu`.
 @pytest.mark.parametrize("codegen", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WAYS)
-def test_two_steps(device, name, codegen):
+def test_two_steps(device, name, codegen, monkeypatch):
     """Outputs, gradients and statistics of two optimizer steps, the format of the output, kept bytes, equal bits."""
     if codegen == "inductor" and device.type == "cpu" and not HAS_CXX:
         pytest.skip("Inductor needs a C++ compiler")
     way = WAYS[name]
+    if "bits" in way.options:
+        # By Inductor's count, the step of so small a network peaks lower without bits.
+        monkeypatch.setattr(choose.Cost, "is_within", lambda cost, most: True)
     torch.manual_seed(0)
     net, x = Net(), torch.randn(SHAPE)
     exact = copy.deepcopy(net).double()

@@ -111,7 +111,7 @@ def batch():
 def train(rank, world, home, name, norm, nonlin="torch.nn.LeakyReLU"):
     """Losses of training and of a validation, counts of the validation, and the end of the network."""
     folders(home)
-    framework("nnunetv2")
+    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
     trainer = initialized(name, norm, nonlin)
     trainer.network.train()
     x, targets = batch()

@@ -36,7 +36,7 @@ def _library() -> torch.library.Library:
 
 
 def framework(name: str) -> Any:
-    """Imports a framework, or skips the test."""
+    """Imports a module of a framework, or skips the test where it, or a package that it imports, is absent."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
     if importlib.util.find_spec("torchvision") and torch.version.cuda is None:

@@ -1,6 +1,7 @@
 """A bundle's configuration and a ``SupervisedTrainer`` of MONAI, with the stock network and loss, and with ours."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import fusedseg
 from tests.integrations.real import bytes_of, difference, framework, gradients, told, without_fusedseg
 
 framework("monai")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NETWORK = {
     "_target_": "UNet", "spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": [8, 16, 32],
@@ -65,6 +66,7 @@ def trained(parser):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_bundle(name, tmp_path):
     from monai.data import MetaTensor
@@ -123,6 +125,7 @@ EVALUATOR = {
 LABELS = {"inferer": INFERER | {"_target_": "fusedseg.integrations.monai.SlidingWindowLabels"}, "post": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["constant", "gaussian"])
 def test_labels_of_an_evaluator(mode):
     """``SlidingWindowLabels`` in the place of ``SlidingWindowInferer``; the network is stock, or compiled."""
@@ -154,6 +157,7 @@ def test_labels_of_an_evaluator(mode):
             assert torch.equal(one.as_tensor(), expected.as_tensor().to(one.dtype))
 
 
+@pytest.mark.slow
 def test_compiled_trainer():
     """``SupervisedTrainer`` compiles the network by the backend, and passes it plain tensors."""
     from fusedseg import compiler
@@ -164,9 +168,14 @@ def test_compiled_trainer():
     assert kept < 0.6 * eager
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("norm", ["fused_instance", "fused_batch", ("fused_group", {"num_groups": 2})], ids=str)
-def test_every_factory_in_every_dimension(norm, dims):
+def test_every_factory_in_every_dimension():
+    for norm, dims in itertools.product(
+        ("fused_instance", "fused_batch", ("fused_group", {"num_groups": 2})), (1, 2, 3)
+    ):
+        check_factory(norm, dims)
+
+
+def check_factory(norm, dims):
     from monai.networks.nets import SegResNet, UNet
 
     from fusedseg.integrations.monai import register
@@ -195,6 +204,7 @@ def test_every_factory_in_every_dimension(norm, dims):
         assert difference(found[0][1], found[1][1]) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 36], ids=["even", "odd"])
 def test_a_network_of_upcats_is_one_graph(size):
     """The compiler ended a graph at ``torch.jit.isinstance`` in each block of the decoder."""

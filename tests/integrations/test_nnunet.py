@@ -281,7 +281,6 @@ def gradients(loss, outputs, targets):
     return value.detach(), torch.autograd.grad(value, tensors, allow_unused=True)
 
 
-@pytest.mark.slow
 # nnU-Net's TopKLoss passes arguments of older versions of PyTorch.
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning")
 @pytest.mark.parametrize("dice", ["MemoryEfficientSoftDiceLoss", "SoftDiceLoss"])
@@ -397,7 +396,7 @@ print(predictor.network.eval()(torch.linspace(-1, 1, 512).view(1, 1, 8, 8, 8)).d
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
     """Every trainer that ``nnunet-trainers`` offers, with plans of ReLU; nnU-Net's predictor builds the network."""
-    framework("nnunetv2")
+    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
     nnunet_ddp.folders(tmp_path)
     trainer = nnunet_ddp.initialized(name, "InstanceNorm3d", "torch.nn.ReLU")
     share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
@@ -420,7 +419,7 @@ def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
 @pytest.mark.parametrize("end", ["", "ChannelsLast", "Budget", "Bits8", "Bits4"])
 def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     """Twenty steps of nnU-Net's own ``train_step`` in float64 through the backend, and a validation; ``aten``."""
-    framework("nnunetv2")
+    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
     # A graph from the compiler's cache is not counted, and two variants have equal graphs.
@@ -456,11 +455,10 @@ def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     assert abs(ours_end - stock_end) < 2 * noise
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nnUNetPlans.json", "dataset.json"])
 def test_a_file_without_its_entries_is_one_line(name, tmp_path, capsys):
     """It was the traceback of a KeyError in nnU-Net."""
-    framework("nnunetv2")
+    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
     contents = {"nnUNetPlans.json": nnunet_ddp.plans("InstanceNorm3d"), "dataset.json": nnunet_ddp.DATASET, name: {}}
     for file, content in contents.items():
         (tmp_path / file).write_text(json.dumps(content))

@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.real import framework
 
-framework("nnunetv2")
+framework("nnunetv2.inference.predict_from_raw_data")
 
 import SimpleITK  # noqa: E402
 from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 
 from tests.integrations.real import framework
 
-framework("nnunetv2")
+framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
 
 from fusedseg.integrations.nnunet.plans import read  # noqa: E402
 from tests.integrations.nnunet_plans import NAME, dataset_json, planned  # noqa: E402

@@ -48,30 +48,28 @@ def counted_once(request):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """``compiled(module, cases, targets)`` returns the report of the compiled launches for each target.
+    """``compiled(module, cases, target)`` returns the report of the launches that are compiled for the target.
 
     Compiling takes minutes, so all processes of a run read the file that the first process writes.
     """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         # This is the folder of the run, in which each worker has its own folder.
         folder = folder.parent
     known = {}
 
-    def launches(module, cases, targets):
+    def launches(module, cases, target):
         import fcntl
 
         from tests.tools.codegen import compile_launches
 
-        name = f"{module}.{cases}.{'-'.join(targets)}"
+        name = f"{module}.{cases}.{target}"
         if name not in known:
             with (folder / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 file = folder / f"{name}.json"
                 if not file.exists():
-                    jobs = max(1, (os.cpu_count() or 1) // workers)
-                    file.write_text(json.dumps(compile_launches(targets, module, cases, jobs)))
+                    file.write_text(json.dumps(compile_launches([target], module, cases)[target]))
                 known[name] = json.loads(file.read_text())
         return known[name]
 
@@ -81,6 +79,4 @@ def compiled(tmp_path_factory):
 @pytest.fixture
 def launches(request, compiled, cases, target):
     """The launches of the ``MODULE`` of a test file that are compiled for a target (``tests.tools.codegen.suites``)."""
-    from tests.tools.codegen import TARGETS
-
-    return compiled(request.module.MODULE, cases, (target,) if cases == "FEW" else TARGETS)[target]
+    return compiled(request.module.MODULE, cases, target)

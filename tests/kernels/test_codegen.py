@@ -108,16 +108,14 @@ ACTIVATIONS = {"x_ptr", "out_ptr", "saved_ptr", "dz_ptr", "dx_ptr", "residual_pt
 
 @pytest.fixture
 def launches(compiled, suite, target):
-    return compiled(*SUITES[suite])[target]
+    return compiled(*SUITES[suite][:2], target)
 
 
-@suites("norm_act", "conv_abn")
-def test_no_spills(launches, target, record_property):
+def check_spills_of(launches, target, record_property):
     check_spills(launches, {case: most for (of, case), most in SPILLS.items() if of == target}, record_property)
 
 
-@suites("norm_act")
-def test_16_byte_loads_and_stores(launches):
+def check_vectors(launches):
     narrow, seen = [], Counter()
     for of in launches:
         for argument in ACTIVATIONS & of["accesses"].keys():
@@ -140,7 +138,10 @@ def test_planes_at_any_address_are_read_by_vectors(launches):
 
 
 @suites("norm_act")
-def test_every_path_was_compiled(launches):
+def test_norms(launches, target, record_property):
+    check_spills_of(launches, target, record_property)
+    check_vectors(launches)
+    check_shared_memory(launches, target)
     kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {
         *("stats", "merge", "act_fwd_apply", "act_fwd_onchip"),
@@ -169,8 +170,7 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     return vectors
 
 
-@suites("conv_abn")
-def test_convolutions_load_and_store_16_bytes(launches, target):
+def check_vectors_of_convolutions(launches, target):
     narrow = []
     for of in launches:
         for argument, kind in whole_vectors(of["case"], target):
@@ -181,23 +181,31 @@ def test_convolutions_load_and_store_16_bytes(launches, target):
 
 
 @suites("conv_abn")
-def test_convolutions_run_on_tensor_cores(launches, target):
+def test_convolutions(launches, target, record_property):
     """Convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for fp32."""
+    check_spills_of(launches, target, record_property)
+    check_vectors_of_convolutions(launches, target)
+    check_shared_memory(launches, target)
     for of in launches:
         without = "fp32" in of["case"] and target.startswith("sm_")
         assert of["matrix"] == ([] if without else [MATRIX[target]]), of["case"]
 
 
-@suites("conv_abn", "norm_act", "older")
-def test_launches_fit_in_shared_memory(launches, target):
+def check_shared_memory(launches, target):
     most = max(launches, key=lambda of: of["shared"])
     limit = min(SHARED[target], LEAST_SHARED) if target.startswith("sm_") else SHARED[target]
     assert most["shared"] <= limit, most["case"]
 
 
+@suites("older-norm_act")
+def test_norms_on_older_gpus(launches, target):
+    check_shared_memory(launches, target)
+
+
 @suites("older-conv_abn")
-def test_why_older_gpus_are_left_to_aten(launches):
+def test_why_older_gpus_are_left_to_aten(launches, target):
     """Triton uses no tensor cores there, and the convolution keeps its product in memory."""
+    check_shared_memory(launches, target)
     of = {launch["case"]: launch for launch in launches}
     assert not any(launch["matrix"] for launch in launches)
     assert of["3x3-64-64-fp16"]["spilled"] > 1024

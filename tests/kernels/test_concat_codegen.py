@@ -9,13 +9,11 @@ from tests.tools.codegen import check_spills, suites
 MODULE = "tests.kernels.concat_launches"
 
 
-@suites
-def test_no_spills(launches, record_property):
+def check_no_spills(launches, record_property):
     assert check_spills(launches, {}, record_property) == {"concat_kernel"}
 
 
-@suites
-def test_16_byte_loads_and_stores(launches):
+def check_wide_loads_and_stores(launches):
     narrow = []
     for of in launches:
         accesses = of["accesses"]
@@ -24,3 +22,9 @@ def test_16_byte_loads_and_stores(launches):
             if set(accesses[argument]["load"]) - {"16"}:
                 narrow.append(f"{of['case']} {argument}: {accesses[argument]}")
     assert not narrow
+
+
+@suites
+def test_compiled_code(launches, target, record_property):
+    check_no_spills(launches, record_property)
+    check_wide_loads_and_stores(launches)

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def launches(compiled):
-    return compiled("tests.kernels.conv3d_launches", "CASES", ("sm_90",))["sm_90"]
+    return compiled("tests.kernels.conv3d_launches", "CASES", "sm_90")
 
 
 def of_convolution(launches):

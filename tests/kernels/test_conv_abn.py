@@ -59,15 +59,10 @@ TO = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 
 
 def formats():
-    """Every convolution in each format.
-
-    A change of the format is tested for PATHS.  Others with a change are slow: how x is read does not depend on how the
-    output is written, and each of both has a case of the same convolution without the change.
-    """
+    """Every convolution in each format."""
     for name, conv in CONVS.items():
         for fmt, (rows_in, rows_out) in FORMATS.items():
-            slow = rows_in != rows_out and conv not in [path.values[0] for path in PATHS]
-            yield pytest.param(conv, rows_in, rows_out, id=f"{name}-{fmt}", marks=[pytest.mark.slow] if slow else [])
+            yield pytest.param(conv, rows_in, rows_out, id=f"{name}-{fmt}")
 
 
 @pytest.mark.parametrize(("conv", "rows_in", "rows_out"), [*formats()])

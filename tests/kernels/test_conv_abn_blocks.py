@@ -92,11 +92,22 @@ def test_the_cases_below_reach_every_configuration(processors, device):
     assert reached_affine == possible_affine == {of for of in possible if of[2] <= 64}
 
 
-# test_conv_abn.py tests in the interpreter what eval mode computes differently.
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["train", "eval"])
 @pytest.mark.parametrize("case", list(cases()), ids=lambda of: f"{of.kind}-{of.block_m}-{of.C}-to-{of.K}")
-def test_configuration(case, training, processors, device):
+def test_configuration(case, processors, device):
     processors(PROCESSORS[case.block_m])
+    check_case(case, device, training=True)
+
+
+@pytest.mark.parametrize(("kind", "block_m"), list(itertools.product(KINDS, PROCESSORS)))
+def test_configurations_in_eval(kind, block_m, processors, device):
+    """Each configuration once: several cases of training have one in eval mode."""
+    processors(PROCESSORS[block_m])
+    mine = [of for of in cases() if (of.kind, of.block_m) == (kind, block_m)]
+    for case in {chosen(kind, 144, of.C, of.K, device, affine=True): of for of in mine}.values():
+        check_case(case, device, training=False)
+
+
+def check_case(case, device, training):
     dtype, tf32 = KINDS[case.kind]
     conv = case.conv
     # Training writes rows of channels and eval mode writes planes, so both layouts are tested.

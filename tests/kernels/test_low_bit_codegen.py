@@ -15,21 +15,14 @@ SUITES += [pytest.param("CASES", target, marks=pytest.mark.slow) for target in T
 suites = pytest.mark.parametrize(("cases", "target"), SUITES)
 
 
-@pytest.fixture
-def launches(compiled, cases, target):
-    return compiled(MODULE, cases, VENDORS if cases == "FEW" else TARGETS)[target]
-
-
-@suites
-def test_no_spills(launches, target, record_property):
+def check_no_spills(launches, target, record_property):
     # Triton 3.8 keeps 24 scalars in lanes of vector registers; Triton 3.9 keeps none.  Neither puts any in memory.
     known = {"fp16-planes-4-kink": 96} if target == "gfx942" else {}
     kernels = {"low_bit_pack_kernel", "low_bit_unpack_kernel", "low_bit_kink_kernel"}
     assert check_spills(launches, known, record_property) == kernels
 
 
-@suites
-def test_16_byte_loads_and_stores(launches):
+def check_wide_loads_and_stores(launches):
     """The tensor moves 16 bytes at a time.  Codes are a half to a sixteenth as wide."""
     narrow = []
     for of in (of for of in launches if "kink_" not in of["kernel"]):
@@ -37,6 +30,12 @@ def test_16_byte_loads_and_stores(launches):
         if set(of["accesses"]["x_ptr"][kind]) != {"16"}:
             narrow.append(f"{of['case']} {of['kernel']}: {kind} of {of['accesses']['x_ptr'][kind]} bytes")
     assert not narrow
+
+
+@suites
+def test_compiled_code(launches, target, record_property):
+    check_no_spills(launches, target, record_property)
+    check_wide_loads_and_stores(launches)
 
 
 def test_memory_limits_the_kernels():

@@ -9,13 +9,11 @@ from tests.tools.codegen import check_spills, suites
 MODULE = "tests.kernels.max_pool_launches"
 
 
-@suites
-def test_no_spills(launches, record_property):
+def check_no_spills(launches, record_property):
     assert check_spills(launches, {}, record_property) == {"max_pool_fwd_kernel", "max_pool_bwd_kernel"}
 
 
-@suites
-def test_16_byte_loads_and_stores(launches):
+def check_wide_loads_and_stores(launches):
     """x, z, dz and dx move 16 bytes at a time in rows, and in planes for windows of two columns.
 
     Codes are half or a quarter as wide.  Other windows in planes read every second element of x, and elements beyond a
@@ -38,3 +36,9 @@ def test_16_byte_loads_and_stores(launches):
                 narrow.append(f"{of['case']} {argument}: {kind} of {widths} bytes")
     assert not narrow
     assert seen == {("z_ptr", "store"), ("dx_ptr", "store"), ("x_ptr", "load"), ("dz_ptr", "load")}
+
+
+@suites
+def test_compiled_code(launches, target, record_property):
+    check_no_spills(launches, record_property)
+    check_wide_loads_and_stores(launches)

@@ -49,17 +49,10 @@ KEEPS = ("output", "input")
 
 
 def cases():
-    """Every case, with the output and with the input kept.
-
-    A case of several tiles has one of them, in turn, and the other one is `slow`: test_dtypes and test_activations have
-    both for small tiles, which take the same path.
-    """
-    split = 0
+    """Every case, with the output and with the input kept."""
     for name, (shape, groups) in (PLANES | ROWS).items():
-        split += "split" in name
-        for number, keep in enumerate(KEEPS):
-            marks = [pytest.mark.slow] if "split" in name and split % 2 == number else []
-            yield pytest.param(shape, groups, name in ROWS, keep, id=f"{name}-{keep}", marks=marks)
+        for keep in KEEPS:
+            yield pytest.param(shape, groups, name in ROWS, keep, id=f"{name}-{keep}")
 
 
 # One case of each path.  Split cases have small tiles here, and the tiles of real tensors in `cases`.

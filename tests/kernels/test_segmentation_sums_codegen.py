@@ -9,14 +9,12 @@ from tests.tools.codegen import check_spills, suites
 MODULE = "tests.kernels.segmentation_sums_launches"
 
 
-@suites
-def test_no_spills(launches, target, record_property):
+def check_no_spills(launches, target, record_property):
     kernels = check_spills(launches, {}, record_property)
     assert kernels >= {"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel"}
 
 
-@suites
-def test_16_byte_loads_and_stores(launches):
+def check_wide_loads_and_stores(launches):
     """Logits and gradient move 16 bytes at a time, in planes and in rows of a multiple of 8 classes."""
     narrow, seen = [], set()
     for of in launches:
@@ -29,9 +27,15 @@ def test_16_byte_loads_and_stores(launches):
     assert seen == {("x_ptr", "load"), ("dx_ptr", "store")}
 
 
+@suites
+def test_compiled_code(launches, target, record_property):
+    check_no_spills(launches, target, record_property)
+    check_wide_loads_and_stores(launches)
+
+
 @pytest.mark.slow
 def test_rows_of_other_numbers_of_classes_are_narrow(compiled):
     """This is a limit, stated in the documentation: the classes of a position begin at any address."""
-    for of in compiled(MODULE, "NARROW", ["sm_90"])["sm_90"]:
+    for of in compiled(MODULE, "NARROW", "sm_90"):
         assert of["spilled"] == 0
         assert set(of["accesses"]["x_ptr"]["load"]) <= {"2", "4"}

@@ -9,16 +9,14 @@ from tests.tools.codegen import check_spills, suites
 MODULE = "tests.kernels.upsample_launches"
 
 
-@suites
-def test_no_spills(launches, target, record_property):
+def check_no_spills(launches, target, record_property):
     assert check_spills(launches, {}, record_property) == {"upsample_fwd_kernel", "upsample_bwd_kernel"}
     if target == "sm_90":
         # Four programs of 128 threads are resident at least.
         assert max(of["registers"] for of in launches) <= 128
 
 
-@suites
-def test_wide_loads_and_stores(launches, target):
+def check_wide_loads_and_stores(launches, target):
     """Rows move 16 bytes at a time.  Planes store 16 bytes in forward and 8 in backward, and read single values."""
     narrow = []
     for of in launches:
@@ -33,3 +31,9 @@ def test_wide_loads_and_stores(launches, target):
             if found != wanted:
                 narrow.append(f"{of['case']} {argument}: {kind} of {found} bytes")
     assert not narrow
+
+
+@suites
+def test_compiled_code(launches, target, record_property):
+    check_no_spills(launches, target, record_property)
+    check_wide_loads_and_stores(launches, target)

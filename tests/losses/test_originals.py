@@ -17,7 +17,6 @@ import torch
 from fusedseg import losses
 from tests.losses.compare import check_same
 
-pytestmark = pytest.mark.slow
 N, K = 2, 4
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
 SHAPES = pytest.mark.parametrize("spatial", [(6, 7), (3, 4, 5)], ids=str)

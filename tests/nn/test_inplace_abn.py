@@ -108,23 +108,22 @@ def test_parameters_changed_between_calls_are_seen():
         assert (module._kept.kept.count if module._kept.kept else 0) == count
 
 
-# The graphs of both backends hold the same op, so one memory format on Triton is enough.
+# The graphs of both backends hold the same op, and strides can only be wrong in channels_last.
 COMPILED = [
-    pytest.param("aten", torch.contiguous_format, id="aten-contiguous", marks=pytest.mark.slow),
-    pytest.param("aten", torch.channels_last, id="aten-channels_last"),
-    pytest.param("triton", torch.channels_last, id="triton-channels_last"),
-    pytest.param("triton", torch.contiguous_format, id="triton-contiguous", marks=pytest.mark.slow),
+    ("aten", "aot_eager"),
+    ("triton", "aot_eager"),
+    pytest.param("aten", "inductor", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("backend", "fmt"), COMPILED, indirect=["backend"])
-def test_compile_fullgraph_follows_eager(backend, device, compiler, fmt):
+@pytest.mark.parametrize(("backend", "compiler"), COMPILED, indirect=["backend"])
+def test_compile_fullgraph_follows_eager(backend, device, compiler):
     """Several steps run, with channels that become kept and a state dict that is loaded in between."""
-    eager = nn.Sequential(nn.Conv2d(2, 4, 3), InPlaceABN(4), nn.Conv2d(4, 3, 1), InPlaceABN(3, activation="elu",
-                          activation_param=1.0)).to(device, torch.float64, memory_format=fmt)  # fmt: skip
+    elu = InPlaceABN(3, activation="elu", activation_param=1.0)
+    eager = nn.Sequential(nn.Conv2d(2, 4, 3), InPlaceABN(4), nn.Conv2d(4, 3, 1), elu)
+    eager.to(device, torch.float64, memory_format=torch.channels_last)
     batches = torch.randn(4, 2, 2, 8, 8, dtype=torch.float64, device=device)
-    batches = [x.contiguous(memory_format=fmt) for x in batches]
+    batches = [x.contiguous(memory_format=torch.channels_last) for x in batches]
     check_compiled_follows(eager, compiler, batches, {2: lambda net: net[1].weight[1].zero_()})
 
 

@@ -150,7 +150,7 @@ def test_autocast(backend, device, kind):
 
 # The graphs of both backends hold the same op, and tests/nn/test_inplace_abn.py compiles a norm on Triton.
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["aten", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("backend", ["aten"], indirect=True)
 def test_compile_fullgraph_follows_eager(backend, device, compiler):
     """Residual blocks of all kinds train for several steps from a weight of 0.
 

@@ -40,8 +40,6 @@ def test_autocast_leaves_the_dtype_alone(backend, device):
 COMPILED = [
     pytest.param("aten", torch.contiguous_format, id="aten-contiguous"),
     pytest.param("triton", torch.channels_last, id="triton-channels_last"),
-    pytest.param("aten", torch.channels_last, id="aten-channels_last", marks=pytest.mark.slow),
-    pytest.param("triton", torch.contiguous_format, id="triton-contiguous", marks=pytest.mark.slow),
 ]
 
 

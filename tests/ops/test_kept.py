@@ -1,6 +1,5 @@
 """Which channels are kept, and when a module updates its list of kept channels."""
 
-import copy
 import weakref
 from functools import partial
 from typing import ClassVar
@@ -56,13 +55,16 @@ def test_threshold_of_an_elu_that_makes_small_values_smaller():
 @pytest.mark.parametrize(
     ("dtype", "weight", "bias", "is_kept"),
     [
-        (torch.float32, 2.5, 0.0, False),
-        (torch.float32, -3.0, 0.0, True),
-        (torch.float32, 1.0, -6.0, True),
+        (torch.float32, 2.2, 0.0, False),
+        (torch.float32, -2.3, 0.0, True),
+        (torch.float32, 1.0, -3.1, False),
+        (torch.float32, 1.0, -3.3, True),
         (torch.float32, 3.0, 6.0, False),
         (torch.bfloat16, 1.0, 0.0, False),
         (torch.bfloat16, 2.0, 0.0, True),
-        (torch.float64, 4.0, 0.0, False),
+        # exp(1.5) - 1 is above 8 * 0.2, though the bias is not.
+        (torch.bfloat16, 0.2, -1.5, True),
+        (torch.float64, 3.0, 0.0, False),
         (torch.float64, 6.0, 0.0, True),
     ],
 )
@@ -74,40 +76,13 @@ def test_threshold_of_an_activation_that_saturates(dtype, weight, bias, is_kept)
     assert find(*given, LEAKY, dtype) is None
 
 
-# The errors that docs/design.md promises.
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float16, 2e-3)], ids=str)
-@pytest.mark.parametrize("activation", ["elu", "selu"])
-def test_large_weights_of_an_activation_that_saturates(activation, dtype, most, backend, device):
-    """elu is -1 for every y far below 0, so that xhat was lost there: dx was wrong by 2 % to 97 %."""
-    torch.manual_seed(0)
-    act = nn.ELU() if activation == "elu" else nn.SELU()
-    options = {"activation_param": 1.0} if activation == "elu" else {}
-    x = torch.randn(4, 5, 16, 16, device=device).to(dtype)
-    ours = fusedseg.InPlaceABN(5, activation=activation, device=device, **options)
-    nn.init.zeros_(ours.bias)
-    with torch.no_grad():
-        ours.weight.copy_(torch.tensor([1.0, -2.0, 3.0, 6.0, 30.0]))
-    # A copy, because ``to_norm`` shares the parameters.
-    stock = copy.deepcopy(ours.to_norm()).double()
-    exact, leaf = (x.clone().to(wide).requires_grad_() for wide in (torch.float64, dtype))
-    z = act(stock(exact))
-    # This gradient is similar to z, so dx subtracts much of xhat.
-    dz = z.detach() + torch.randn_like(z)
-    z.backward(dz)
-    ours(leaf * 1).backward(dz.to(dtype))
-    errors = [
-        (a.double() - b).norm() / b.norm() for a, b in zip(leaf.grad.unbind(1), exact.grad.unbind(1), strict=True)
-    ]
-    assert max(errors) <= most
-
-
 def test_gradients_of_an_elu_that_makes_small_values_smaller():
     torch.manual_seed(0)
     x = torch.randn(4, 2, 8, 8).half()
     # This gradient is similar to xhat, so dx subtracts most of it.  It is so large that dx is not a subnormal number.
     dz = 256 * (x + 0.5)
     exact, half = (dx_of_elu(x, dz, dtype).transpose(0, 1).flatten(1) for dtype in (torch.float64, torch.float16))
-    # This is fp16's bound in docs/design.md; the error of the second channel was 0.12.
+    # About four roundings of fp16; the error of the second channel was 0.12.
     assert ((half - exact).norm(dim=1) < 2e-3 * exact.norm(dim=1)).all()
 
 
@@ -270,8 +245,8 @@ def test_a_step_asks_once_for_all_modules(as_on_a_gpu):
     with Called() as counted:
         assert refresh() == [None] * 18
     # The clone stands for the copy to the host.
-    saturating = ["abs", "mul_", "sub_", "gt"]
-    assert counted.names == ["cat", *saturating, "abs_", "maximum", "mul", "gt", "logical_or_", "clone"]
+    saturating = ["pow", "sub_", "add_", "expm1_", "maximum"]
+    assert counted.names == ["cat", "abs", "clamp_", *saturating, "abs", "mul_", "gt", "clone"]
     assert len(first.names) <= len(counted.names) + 6
     as_on_a_gpu[-1].arrived = True
     found = refresh()

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,9 @@ def without(names: Iterable[str]) -> dict[str, str]:
 def _server(preloaded: tuple[str, ...]) -> subprocess.Popen:
     command = [sys.executable, "-m", "tests.tools.warm", *preloaded]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, cwd=ROOT, env=without(["TRITON_INTERPRET"]), text=True, **pipes)
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=without(["TRITON_INTERPRET"]), text=True, start_new_session=True, **pipes
+    )
     # Leaving the context closes the pipes, and the server ends with its input.
     atexit.register(server.__exit__, None, None, None)
     return server
@@ -68,8 +71,14 @@ def _served(
         out, err = Path(folder, "out"), Path(folder, "err")
         job = {**program, "arguments": arguments, "cwd": str(cwd), "out": str(out), "err": str(err)}
         job["env"] = without(["TRITON_INTERPRET"]) if env is None else dict(env)
-        print(json.dumps(job), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
+        try:
+            print(json.dumps(job), file=server.stdin, flush=True)
+            answer = server.stdout.readline()
+        except BaseException:
+            # The next request would read the answer to this one.
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+            raise
         if not answer:
             raise RuntimeError("the server of tests/tools/warm.py ended; its error stands above")
         name = program.get("module", "-c")

@@ -58,7 +58,6 @@ def test_footprint(name, record_property):
     ("make", "shapes"),
     [
         pytest.param(unet3d_large, VOLUME, id="3D large"),
-        pytest.param(unet3d_small, VOLUME, marks=pytest.mark.slow, id="3D small"),
         pytest.param(lidar_optical_unet, IMAGES, marks=pytest.mark.slow, id="two encoders"),
     ],
 )

@@ -19,7 +19,7 @@ def check(op: str, given: Operands, norm: Norm) -> None:
     if given.residual is not None:
         _check_residual(op, given.residual, x, norm)
     if norm.keep == "output" and not torch.compiler.is_compiling():
-        _check_writable(op, x)
+        _check_writable(op, x, norm)
 
 
 def check_norm(op: str, given: Operands, norm: Norm, shape: torch.Size, like: Tensor, of: str = "x") -> None:
@@ -89,7 +89,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, norm: Norm) -> None:
         raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")
 
 
-def _check_writable(op: str, x: Tensor) -> None:
+def _check_writable(op: str, x: Tensor, norm: Norm) -> None:
     """Raises ValueError unless ``x`` can be overwritten without losing a gradient."""
     if not x.is_contiguous() and _torch.debug_has_internal_overlap(x) == 1:
         raise ValueError(
@@ -107,4 +107,10 @@ def _check_writable(op: str, x: Tensor) -> None:
         raise ValueError(
             f"{op}: x is one of several views made by one call (chunk, split, unbind, ...) or was made under "
             "no_grad, and autograd cannot follow a write into it; pass x.clone()"
+        )
+    # A call in eval mode may have no backward.  With one, autograd raises an error there.
+    if norm.own and _torch.saves_result(x.grad_fn):
+        raise ValueError(
+            f"{op}: x is the output of {type(x.grad_fn).__name__}, which reads it in backward, and would be "
+            "overwritten; pass x.clone(), or use a norm that keeps its input, such as fusedseg.BatchNormAct"
         )

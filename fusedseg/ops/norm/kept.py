@@ -1,9 +1,16 @@
 """Kept channels: the channels whose xhat cannot be rebuilt from the output to working accuracy.
 
-Rebuilding xhat = (y - bias) / weight has a relative error of u |bias / weight|, where u is the rounding of the dtype.
-It loses everything if weight is 0, or so small that the output falls below the normal range of the dtype; and if y is
-so negative that elu or selu rounds to its limit, as a large weight makes it.  The xhat of such channels is stored in a
-side buffer, so memory grows by these channels only.  The list of kept channels depends on the parameters alone.
+Storing z multiplies it by 1 + u at most, where u is the rounding of the dtype.  So y = phi^-1(z) is off by u h(y),
+where h(y) = |phi(y) / phi'(y)|, and xhat = (y - bias) / weight is off by u h(y) / |weight|.  h(y) is |y| for identity
+and leaky_relu, and for elu and selu exp(-y) - 1 where y is negative.  A channel is kept if the size of h(y) is above
+kappa |weight|, with an xhat of mean 0 and variance 1:
+
+    max(|bias|, expm1(weight^2 - bias) for elu and selu) > kappa |weight|
+
+In all other channels, xhat is off by 1.03 kappa u at most, in the 2-norm over the positions.  docs/design.md derives
+this rule and its consequences for the gradients.  A weight of 0, or one so small that the output falls below the normal
+range of the dtype, is within this rule too.  The xhat of kept channels is stored in a side buffer, so memory grows by
+these channels only.  The list of kept channels depends on the parameters alone.
 """
 
 import bisect
@@ -21,13 +28,9 @@ from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
 from ..check import wide_dtype
 
-# A channel is kept if |bias| > KAPPA |weight|.  In the other channels, u |bias / weight| stays below 2**-6, 2**-9,
-# 2**-18 and 2**-41.
+# The largest error of xhat, in units of the dtype's rounding, about which a channel need not be kept: kappa u is 2**-5,
+# 2**-8, 2**-18 and 2**-41.
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
-# With an activation that saturates, a channel is kept too if y, three standard deviations below its mean, lies below
-# minus this number.  The rounding u of z is an error of u exp(-y) in y.  In all other channels, this error adds about
-# 1e-2, 2e-3, 1e-5 and 1e-11 at most to the relative error of dx, also where dz is correlated with z.
-STEEPEST = {torch.bfloat16: 5.0, torch.float16: 5.5, torch.float32: 8.5, torch.float64: 15.0}
 # Smaller weights than this have no 1 / weight that leaves room for a sum.  kernels/norm_act_bwd.py has this number too.
 LEAST = 2.0**-112
 
@@ -78,11 +81,21 @@ def floor_of(act: Activation, dtype: torch.dtype, residual: bool) -> float:
     return 1.0 if residual else max(torch.finfo(dtype).tiny / inverse.slope(act.param), LEAST * KAPPA[dtype])
 
 
-def steepest_of(act: Activation, dtype: torch.dtype, residual: bool) -> float:
-    """A channel is kept if 3 |weight| - bias is above this number.  A residual of size 1 may be added to y."""
+def tail_of(act: Activation, residual: bool) -> float | None:
+    """The variance that a residual of size 1 adds to y, if the activation saturates; None for all other activations."""
     inverse = TABLE[act.name].inverse
     assert inverse is not None, act
-    return STEEPEST[dtype] - residual if inverse.saturates else math.inf
+    return float(residual) if inverse.saturates else None
+
+
+def exceeds(
+    weight: Tensor, bias: Tensor, floor: Tensor | float, kappa: Tensor | float, tail: Tensor | float | None
+) -> Tensor:
+    """The rule of the kept channels.  The ``tail`` of an activation that does not saturate is None or -inf."""
+    size = bias.abs().clamp_(min=floor)
+    if tail is not None:
+        size = torch.maximum(size, weight.square().sub_(bias).add_(tail).expm1_())
+    return size > weight.abs().mul_(kappa)
 
 
 def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype, residual: bool = False) -> Tensor:
@@ -92,12 +105,9 @@ def kept_mask(weight: Tensor, bias: Tensor, act: Activation, dtype: torch.dtype,
     Its size is assumed to be 1, the size of normalised values.  If the residual is many times larger, channels whose
     weight is just above 1 / KAPPA lose accuracy by the same factor.
     """
-    floor = floor_of(act, dtype, residual)
     wide = wide_dtype(weight.dtype)
-    bias, weight = bias.detach().to(wide), weight.detach().to(wide).abs()
-    mask = bias.abs().clamp(min=floor) > weight * KAPPA[dtype]
-    steepest = steepest_of(act, dtype, residual)
-    return mask if steepest == math.inf else mask | (3 * weight - bias > steepest)
+    floor, tail = floor_of(act, dtype, residual), tail_of(act, residual)
+    return exceeds(weight.detach().to(wide), bias.detach().to(wide), floor, KAPPA[dtype], tail)
 
 
 def finite_inverse(weight: Tensor, bias: Tensor, dtype: torch.dtype, residual: bool) -> Tensor:
@@ -209,7 +219,7 @@ class Arriving:
 
 
 def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """For each channel of several modules, the bias at least, kappa, and ``steepest_of``; None if nothing saturates.
+    """``floor``, ``kappa`` and ``tail`` of ``exceeds`` for each channel of several modules.
 
     ``kinds`` has the channels of each module.
     """
@@ -217,13 +227,14 @@ def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tupl
     if found is None:
         floors = [floor_of(*kind) for kind, channels in kinds for _ in range(channels)]
         kappas = [KAPPA[kind[1]] for kind, channels in kinds for _ in range(channels)]
-        steepest = [steepest_of(*kind) for kind, channels in kinds for _ in range(channels)]
+        tails = [tail_of(kind[0], kind[2]) for kind, channels in kinds for _ in range(channels)]
+        saturates = any(tail is not None for tail in tails)
         if len(_limits) > 16:
             _limits.clear()
         found = _limits[kinds, device] = (
             torch.tensor(floors, device=device),
             torch.tensor(kappas, device=device),
-            torch.tensor(steepest, device=device) if min(steepest) < math.inf else None,
+            torch.tensor([-math.inf if v is None else v for v in tails], device=device) if saturates else None,
         )
     return found
 
@@ -235,16 +246,10 @@ def request(device: torch.device) -> Arriving:
     """
     changed = [of for of in tuple(_trackers) if of.may_have_changed(device)]
     weights, biases = [of.parameters[0] for of in changed], [of.parameters[1] for of in changed]
-    floors, kappas, steepest = limits_of(
-        tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device
-    )
+    limits = limits_of(tuple((of.kind, len(w)) for of, w in zip(changed, weights, strict=True)), device)
     flat = torch.cat([*weights, *biases])
-    flat = flat.to(wide_dtype(flat.dtype))
-    weight, bias = flat.chunk(2)
-    steep = None if steepest is None else weight.abs().mul_(3).sub_(bias) > steepest
-    flat.abs_()
-    mask = torch.maximum(bias, floors) > weight * kappas
-    arriving = Arriving(mask if steep is None else mask.logical_or_(steep))
+    weight, bias = flat.to(wide_dtype(flat.dtype)).chunk(2)
+    arriving = Arriving(exceeds(weight, bias, *limits))
     first = 0
     for of, w in zip(changed, weights, strict=True):
         of.asked(arriving, slice(first, first + len(w)))

@@ -283,7 +283,15 @@ class _Call:
         xhat = (y.to(self.acc) - self.bias[tile[:2]]).mul_(self.inverse[tile[:2]])
         if self.kept is not None:
             index, slots = self.kept.within(tile[1])
-            xhat[:, index.to(xhat.device)] = self.xhat[tile[0], slots, tile[2]].to(self.acc)
+            index, kept = index.to(xhat.device), self.xhat[tile[0], slots, tile[2]].to(self.acc)
+            xhat[:, index] = kept
+            if inverse.saturates:
+                # Near the limit of z, rounding takes the digits of phi'(y) = z + p too.  The sign of z decides on which
+                # side of the kink a value is.
+                y = torch.addcmul(self.bias[tile[:2]][:, index], kept, self.weight[tile[:2]][:, index])
+                y = y if self.residual is None else y + self.residual[tile][:, index]
+                y = self.act.grad(dz[:, index].to(self.acc), y.clamp_(max=0.0), self.param, y)
+                g[:, index] = torch.where(z[:, index] < 0, y, g[:, index])
         return g, xhat, None
 
 

@@ -83,7 +83,10 @@ def _check_labels(labels: Tensor, ignore: int | None, K: int) -> None:
     if ignore is not None:
         wrong &= differs(labels, ignore)
     if wrong.any():
-        raise IndexError(f"{OP}: a label must be a class below {K} or ignored, got {labels[wrong][0].item()}")
+        label = int(labels[wrong][0].item())
+        raise IndexError(
+            f"{OP}: a label must be a class below {K} or ignored, got {label}; ignore_index={label} ignores it"
+        )
 
 
 def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
