@@ -76,8 +76,8 @@ def add_doctor(commands) -> None:
         "doctor",
         summary="check this installation: versions, backends, and whether the kernels work",
         description="Prints versions, and the backend that serves each device and why. With --gpu it also tests the "
-        "kernels and a compiled network on each GPU, within two minutes. Where the network is wrong, it says what to leave "
-        "out. The last line says whether all is well; if not, the exit status is 1.",
+        "kernels and a compiled network on each GPU, within two minutes. Where the network is wrong, it says what to "
+        "leave out. The last line says whether all is well; if not, the exit status is 1.",
         examples=["fusedseg doctor", "fusedseg doctor --gpu --json fusedseg.json"],
         run=lambda args: doctor(args.gpu, args.json, args.overwrite),
     )

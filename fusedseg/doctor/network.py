@@ -25,11 +25,11 @@ FACTOR, ROUNDING = 8, 0.02
 class Block(nn.Module):
     """A convolution, a norm of each sample, a leaky ReLU, and a shortcut around them where the shape allows it."""
 
-    def __init__(self, C: int, K: int, stride: int = 1) -> None:
+    def __init__(self, C: int, K: int) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(C, K, 3, stride, padding=1)
+        self.conv = nn.Conv3d(C, K, 3, padding=1)
         self.norm, self.act = nn.InstanceNorm3d(K, affine=True), nn.LeakyReLU(0.01, inplace=True)
-        self.shortcut = stride == 1 and C == K
+        self.shortcut = C == K
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))
@@ -37,12 +37,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Volumes of one channel, convolutions with dead biases, a skip, and a transposed convolution with a bias."""
+    """Volumes of one channel, dead biases of convolutions, a pool beside a skip, and a bias before a concatenation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(Block(1, 16), Block(16, 16))
-        self.down = nn.Sequential(Block(16, 32, 2), Block(32, 32))
+        self.down = nn.Sequential(nn.MaxPool3d(2), Block(16, 32), Block(32, 32))
         self.up, self.last = nn.ConvTranspose3d(32, 16, 2, 2), nn.Sequential(Block(32, 16), nn.Conv3d(16, 3, 1))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """Casts of many tensors, and many vectors of zeros, in one call each, for the code of compiled graphs.
 
-PyTorch's kernels for many tensors serve dozens of them in one launch.  Their results are allocated without a call
-through the dispatcher.
+PyTorch's kernels for many tensors serve dozens of them in one launch.  The memory of the results is allocated without
+the dispatcher.
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,27 +16,19 @@ from .replay import Allocation
 Forms = tuple[Allocation, ...]
 
 
-def cast(tensors: Sequence[Tensor], forms: Forms, device: torch.device) -> list[Tensor]:
-    """The tensors in the dtypes of ``forms``, which have their sizes and strides."""
-    made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
-    _torch.foreach_copy(made, tensors)
-    return made
+def allocated(forms: Forms, device: torch.device, in_test: bool = False) -> list[Tensor] | None:
+    """Memory for tensors in one call; None if each tensor must be a call of its own.
 
-
-def zeros(forms: Forms, device: torch.device) -> list[Tensor]:
-    """Zeros that do not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay."""
-    made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
-    _torch.foreach_zero(made)
-    return made
-
-
-def serves(device: torch.device) -> bool:
-    """Whether ``cast`` and ``zeros`` may run: no mode must see them, the GPU is the current one, and they are right."""
+    It must if a mode must see calls, if another GPU is the current one, or if the self-test has failed.  The zeros do
+    not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay.
+    """
     here = device.type != "cuda" or device.index == torch.cuda.current_device()
     if not here or (_torch.len_torch_dispatch_stack() and _torch.is_seen()):
-        return False
+        return None
     # A lookup takes less time than a call.
-    return _backend.proven.get(("casts", device)) or _backend.proves("casts", device)
+    if not (in_test or _backend.proven.get(("casts", device)) or _backend.proves("casts", device)):
+        return None
+    return list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
 
 
 @dataclass(frozen=True)
@@ -50,9 +41,11 @@ class Casts:
     __name__ = "casts"
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        if isinstance(tensors[0], _torch.FakeTensor) or not serves(self.device):
+        made = None if isinstance(tensors[0], _torch.FakeTensor) else allocated(self.forms, self.device)
+        if made is None:
             return [t.to(form.dtype) for t, form in zip(tensors, self.forms, strict=True)]
-        return cast(tensors, self.forms, self.device)
+        _torch.foreach_copy(made, tensors)
+        return made
 
 
 @dataclass(frozen=True)
@@ -64,6 +57,8 @@ class Zeros:
     __name__ = "zeros"
 
     def __call__(self) -> list[Tensor]:
-        if not serves(self.device):
+        made = allocated(self.forms, self.device)
+        if made is None:
             return [torch.zeros(size, dtype=dtype, device=self.device) for size, _, dtype in self.forms]
-        return zeros(self.forms, self.device)
+        _torch.foreach_zero(made)
+        return made

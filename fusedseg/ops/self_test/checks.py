@@ -338,6 +338,12 @@ def _replays(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
             yield Compared(f"result {place} of call {call}", mine, theirs.double(), 0.0)
 
 
+def _allocated(forms: tuple[Allocation, ...], device: torch.device) -> list[Tensor]:
+    made = together.allocated(forms, device, in_test=True)
+    assert made is not None
+    return made
+
+
 def _casts(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     """Casts of many tensors in one call have the bits of casts one by one, and many vectors of zeros are zeros."""
 
@@ -351,10 +357,12 @@ def _casts(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         given = [_random(shape, dtype, device, "contiguous", seed) for seed, shape in enumerate(shapes)]
         for of in (half, dtype):
             forms = tuple(Allocation(tuple(t.shape), t.stride(), of) for t in given)
-            found, wanted = together.cast(given, forms, device), [t.to(of) for t in given]
+            found, wanted = _allocated(forms, device), [t.to(of) for t in given]
+            _torch.foreach_copy(found, given)
             yield Compared(f"casts from {given[0].dtype} to {of}", joined(found), joined(wanted).double(), 0.0)
             given = found
-    zeros = together.zeros(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
+    zeros = _allocated(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
+    _torch.foreach_zero(zeros)
     # An error is relative to what is right, which must not be 0.
     yield Compared("zeros plus 1", joined(zeros) + 1, torch.ones(299 * 150, dtype=torch.float64), 0.0)
 
