@@ -1,4 +1,4 @@
-"""A small network in whose compiled steps every rewrite of the compiler takes part, for ``fusedseg doctor --gpu``.
+"""A small network in whose compiled steps rewrites of the compiler take part, for ``fusedseg doctor --gpu``.
 
 Its outputs and gradients under autocast are compared with those in float64 on the CPU, as those of eager mode are.
 """
