@@ -1,4 +1,4 @@
-"""The network of ``fusedseg doctor --gpu``: it has every rewrite but one, and the rewrite that makes it wrong is found."""
+"""The network of ``fusedseg doctor --gpu``: rewrites take part in it, and one that makes it wrong is found."""
 
 import re
 from pathlib import Path
