@@ -27,6 +27,8 @@ FirstUse = Callable[[str, torch.dtype, torch.device], str | None]
 _first_use: FirstUse | None = None
 # (family, dtype, device) -> the reason why Triton does not serve such tensors, or "" if it does.
 _reasons: dict[tuple[str | None, torch.dtype, torch.device], str] = {}
+# What ``proves`` has found out.  Callers in hot code look here first.
+proven: dict[tuple[str, torch.device], bool] = {}
 _at_forget: list[Callable[[], None]] = []
 
 
@@ -52,6 +54,7 @@ def set(name: str) -> None:
 def forget() -> None:
     """Forgets all choices, so that the next call of every kind chooses again."""
     _reasons.clear()
+    proven.clear()
     for function in _at_forget:
         function()
 
@@ -229,6 +232,19 @@ def refuse(family: str, dtype: torch.dtype, device: torch.device, reason: str) -
 def is_tested(device: torch.device) -> bool:
     """Whether the kernels of a device are tested at their first use."""
     return device.type == "cuda" and self_test_wanted()
+
+
+def proves(way: str, device: torch.device) -> bool:
+    """Whether a way of launching or allocating, "replays" or "casts", has passed its self-test on a device.
+
+    Devices that are not tested need no proof.  Where nothing can be tested now, there is no proof yet.
+    """
+    if (way, device) not in proven:
+        reason = _first_use(way, torch.float32, device) if _first_use is not None and is_tested(device) else ""
+        if reason is None:
+            return False
+        proven[way, device] = not reason
+    return proven[way, device]
 
 
 def launching(x: torch.Tensor) -> AbstractContextManager:

@@ -184,6 +184,16 @@ debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 # The dispatch modes of this thread.
 dispatch_modes = _or("torch.utils._python_dispatch._get_current_dispatch_mode_stack", lambda: [None])
+# The modes that PyTorch's trees of CUDA graphs put around each run and each recording look at branches and loops alone.
+_RECORDING = "torch._higher_order_ops.cudagraph_conditional_nodes"
+
+
+def is_seen() -> bool:
+    """Whether a dispatch mode must see the calls of this thread.
+
+    Those of selective checkpointing must, although they ignore a compiler: they return results that they have seen.
+    """
+    return not all(type(mode).__module__ == _RECORDING for mode in dispatch_modes())
 
 
 class _Aten:

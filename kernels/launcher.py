@@ -32,8 +32,8 @@ from .triton_names import CompiledKernel, JITFunction, driver, knobs
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 VERSION = ".".join(triton.__version__.split(".")[:2])
 KNOWN = VERSION in VERSIONS
-# Whether CudaLauncher is a class in Python whose ``__call__`` we have read.  It is in Triton 3.9.
-IN_PYTHON = VERSION == "3.9"
+# Whether CudaLauncher is a class in Python whose ``__call__`` we have read.
+IN_PYTHON = VERSION in ("3.8", "3.9")
 RUN = JITFunction.run
 # A multiplication and an addition must not become one instruction that rounds once.  The compiler did this for one of
 # two lanes only, so lanes that should have held the same mean differed in the last bit.  One lane stored its mean, and
@@ -126,8 +126,8 @@ class Ready(NamedTuple):
 def ready(compiled: Any) -> Ready:
     """The launch that ``JITFunction.run`` makes if no hook must see it.
 
-    In Triton 3.9 ``CompiledKernel.run`` is a function in Python.  If it only passes its arguments on to a function in
-    C, the function in C is called directly.
+    Since Triton 3.8 ``CompiledKernel.run`` is a function in Python.  If it only passes its arguments on to a function
+    in C, the function in C is called directly.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if not IN_PYTHON or type(run).__name__ != "CudaLauncher" or run.gsan_enabled:

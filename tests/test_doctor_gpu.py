@@ -10,18 +10,23 @@ import torch
 
 from fusedseg import _backend
 from fusedseg.__main__ import main
+from fusedseg.compiler.settings import OPTIONAL
 from fusedseg.doctor import gpu, report
 from fusedseg.ops.self_test import first_use
 from fusedseg.ops.self_test.checks import CHECKS, DTYPES
 
 CPU = torch.device("cpu")
+ALL = ",".join(OPTIONAL)
 JOBS = [gpu.Job("cpu", family, "float16") for family in ("norm", "pool", "conv")]
 # Does every job as its place in HOW says: "fails", or "dies", or "hangs", or "leaves" after the result.
 SCRIPT = """
 import json, os, sys, time
 print("a library says something, and {not json")
-for device, family, dtype in json.loads(sys.argv[1]):
+for device, family, dtype, without in json.loads(sys.argv[1]):
     how = HOW.get(family, "passes")
+    if how == "casts" or how == "several":
+        right = without.count(",") if how == "several" else "casts" in without
+        how = "passes" if right else "fails"
     if how == "dies":
         print("an illegal access", file=sys.stderr, flush=True)
         os.kill(os.getpid(), 11)
@@ -81,7 +86,7 @@ def test_a_kernel_that_hangs_ends_with_the_time(workers):
     assert time.monotonic() - start < 20
     assert [of.job for of in found] == JOBS
     assert [of.late for of in found] == [False, True, True]
-    assert "not tried, because no time was left: 55 seconds were over" in str(found[-1])
+    assert "not tried, because no time was left: 1 seconds were over" in str(found[-1])
 
 
 @pytest.fixture
@@ -116,7 +121,8 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     assert any(line.startswith("torch ") for line in content["versions"])
     (card,) = content["gpus"]
     assert (card["gpu"], card["architecture"], card["multiprocessors"]) == ("Card", "sm_90", 132)
-    assert len(content["jobs"]) == len(jobs)
+    assert len(content["jobs"]) == len(jobs) + 1
+    assert "  cuda:0 network float16: passed (0.5 s)\n" in out
 
 
 def test_kernels_for_hopper_are_tested_on_hopper_alone(on_a_gpu, monkeypatch, capsys):
@@ -133,6 +139,33 @@ def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "  cuda:0 norm bfloat16: PROBLEM: launch failed: RuntimeError: Triton Error\n" in out
     assert out.splitlines()[-1].startswith("Something is wrong: see the lines with PROBLEM above.")
+
+
+@pytest.mark.parametrize(
+    ("how", "advice"),
+    [
+        ("casts", "It is right without casts: set FUSEDSEG_WITHOUT=casts, and please report it"),
+        ("several", f"It is right without {ALL}: set FUSEDSEG_WITHOUT={ALL}, and please report it"),
+        ("fails", f"It is so without {ALL} too"),
+        # Each try has a process of its own then.
+        ("dies", f"It is so without {ALL} too"),
+    ],
+)
+def test_what_to_leave_out_is_found(on_a_gpu, capsys, how, advice):
+    on_a_gpu(network=how)
+    assert main(["doctor", "--gpu"]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "network" in line)
+    assert line.startswith("  cuda:0 network float16: PROBLEM: ")
+    assert line.endswith(advice)
+
+
+def test_what_is_left_out_already_stays_so(on_a_gpu, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDSEG_WITHOUT", "zeros")
+    on_a_gpu(network="casts")
+    assert main(["doctor", "--gpu"]) == 1
+    assert "set FUSEDSEG_WITHOUT=casts,zeros, and" in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDSEG_WITHOUT", "casts")
+    assert main(["doctor", "--gpu"]) == 0
 
 
 def test_a_gpu_that_fusedseg_does_not_use_is_tested_too(on_a_gpu, monkeypatch, capsys):
@@ -162,7 +195,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(capsys):
 
 def test_the_worker_prints_each_result(capsys):
     pytest.importorskip("triton")
-    gpu.worker([("cpu", "pool", "float32"), ("cpu", "pool", "int32")])
+    gpu.worker([gpu.Job("cpu", "pool", "float32"), gpu.Job("cpu", "pool", "int32")])
     passed, failed = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert passed["kind"] == ""
     # An error has its traceback.
@@ -173,7 +206,7 @@ def test_the_worker_prints_each_result(capsys):
 def test_the_worker_leaves_a_gpu_that_does_not_answer(monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.setattr(first_use, "answers", lambda device: False)
-    gpu.worker([("cpu", "pool", "int32"), ("cpu", "pool", "float32")])
+    gpu.worker([gpu.Job("cpu", "pool", "int32"), gpu.Job("cpu", "pool", "float32")])
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 

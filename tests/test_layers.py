@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/double_backward": ({"_torch"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),
     "ops/replay": ({"_backend", "_torch", "kernels"}, {"torch"}),
+    "ops/together": ({"_backend", "_torch", "ops/replay"}, {"torch"}),
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
     "ops/upsample": ({"_backend", "_torch", "kernels"} | SHARED, {"torch"}),
@@ -68,7 +69,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"_moved", "convert", "functional", "inference", "losses", "memory", "nn", "ops", "planning", "unet"},
         {"torch"},
     ),
-    "doctor": (BASE | {"__init__", "cli", "memory", "ops", "progress"}, {"torch"}),
+    "doctor": (BASE | {"__init__", "cli", "compiler", "memory", "ops", "progress"}, {"torch"}),
     "cli": ({"convert", "integrations", "memory", "planning", "progress", "unet"}, {"torch"}),
     "__main__": ({"__init__", "cli", "doctor", "integrations"}, {"torch"}),
 }

@@ -37,6 +37,9 @@ def backend(
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
     settings = with_codegen(parse(options), mode)
+    if _has_streams(module):
+        say_once(": a graph with streams of its own is left to PyTorch, without options but those of Inductor")
+        return _as_pytorch_runs_it(module, example_inputs, settings)
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -53,6 +56,18 @@ def backend(
         run = with_least_traffic(module, settings, compiled)
     remember(run, *noted)
     return run
+
+
+def _has_streams(module: fx.GraphModule) -> bool:
+    """Whether a captured graph names streams, which nodes that this package writes would not run on."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return any(str(node.target).startswith("streams.") or "stream" in node.meta.get("custom", ()) for node in calls)
+
+
+def _as_pytorch_runs_it(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Any:
+    if (settings if settings.codegen else _with_inductor(settings)).fused_code:
+        return _torch.compiler_parts().compile_fx(module, example_inputs, config_patches=dict(settings.inductor))
+    return module.forward
 
 
 def with_codegen(settings: Settings, mode: str | None = None) -> Settings:

@@ -29,7 +29,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         self.settings = settings
 
     def uuid(self) -> Any:
-        return _parts.get_hash_for_files(FILES, repr(self.settings))
+        return _parts.get_hash_for_files(FILES, self.settings.identity)
 
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object

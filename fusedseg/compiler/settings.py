@@ -1,10 +1,12 @@
 """The options of the backend: ``torch.compile(model, backend="fusedseg", options={...})``."""
 
 import functools
+import os
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -18,6 +20,49 @@ OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
 KEEP = "keep"
+WITHOUT = "FUSEDSEG_WITHOUT"
+# What WITHOUT can leave out.  Results are the same without it, but for their last bits.
+OPTIONAL = {
+    "ahead": "kernels are compiled in threads, before the first call of a graph",
+    "casts": "casts of many tensors in one call",
+    "channels_last": "convolutions compute in channels_last, whatever the model's format is",
+    "in_place": "results are written over inputs that nobody reads again",
+    "late_bias": "a concatenation adds the biases of convolutions before it",
+    "one_channel": "backward reads an image of one channel as a view in channels_last",
+    "replays": "launches are made again without the op",
+    "sums": "the gradient of a norm reads two gradients in place of their sum",
+    "zeros": "vectors of zeros in one call",
+}
+# How often each of these has written something in this process.
+written: Counter[str] = Counter()
+Given = ParamSpec("Given")
+
+
+def left_out() -> frozenset[str]:
+    """The names in the environment variable FUSEDSEG_WITHOUT; raises ValueError for an unknown one."""
+    names = frozenset(name.strip() for name in os.environ.get(WITHOUT, "").split(",")) - {""}
+    if unknown := sorted(names - set(OPTIONAL)):
+        raise ValueError(
+            f"environment variable {WITHOUT} must have names with commas between them, of {', '.join(OPTIONAL)}; "
+            f"got {', '.join(map(repr, unknown))}"
+        )
+    return names
+
+
+def optional(name: str) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
+    """Decorates a rewrite that ``WITHOUT`` can leave out: it finds nothing to write then."""
+    assert name in OPTIONAL
+
+    def decorate(rewrite: Callable[Given, int]) -> Callable[Given, int]:
+        @functools.wraps(rewrite)
+        def wanted(*args: Given.args, **kwargs: Given.kwargs) -> int:
+            count = 0 if name in left_out() else rewrite(*args, **kwargs)
+            written[name] += count
+            return count
+
+        return wanted
+
+    return decorate
 
 
 @functools.cache
@@ -83,6 +128,11 @@ class Settings:
     def fused_code(self) -> bool:
         """Whether Inductor generates the code, whose kernels compute several ops of a graph each."""
         return self.codegen == "inductor"
+
+    @property
+    def identity(self) -> str:
+        """What the caches of a compiler must tell apart."""
+        return repr((self, sorted(left_out())))
 
     def may_round(self, device: torch.device) -> bool:
         """Whether the last bits of results on a device may differ from those of eager mode.

@@ -1,8 +1,12 @@
-"""Tests the kernels on every kind of GPU of this machine, within a minute, for ``fusedseg doctor --gpu``.
+"""Tests the kernels and a compiled network on every kind of GPU of this machine, for ``fusedseg doctor --gpu``.
 
 Another process runs the kernels: ``python -m fusedseg.doctor.gpu JOBS``.  JOBS is a list in JSON of jobs (device,
-family, dtype).  The process prints a line of JSON after each job, and ends early if a job has left the GPU unusable.
-If a kernel kills the process, the report names the kernel, and a new process does the rest.
+family, dtype, what FUSEDSEG_WITHOUT leaves out).  The process prints a line of JSON after each job, and ends early if a
+job has left the GPU unusable.  If a kernel kills the process, the report names the kernel, and a new process does the
+rest.
+
+The family "network" is the network of ``network.py``.  Where its gradients are wrong, it runs again without each
+rewrite in turn, and the report has the names to leave out.
 """
 
 import contextlib
@@ -11,7 +15,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +26,9 @@ from ..cli.command import first_line
 from ..ops.self_test import first_use
 from ..ops.self_test.checks import DTYPES, runs_on
 
-# Seconds for all jobs together.  The process and PyTorch need a few more to start.
-LIMIT = 55.0
+# Seconds for all kernels together, for the networks, and for those without a rewrite.
+LIMIT, NETWORK_LIMIT, SEARCH_LIMIT = 55.0, 60.0, 180.0
+NETWORK = "network"
 # fp64 is left out, because hardly anybody trains in it.
 TESTED = (torch.float16, torch.bfloat16, torch.float32)
 WORKER = (sys.executable, "-m", "fusedseg.doctor.gpu")
@@ -30,11 +36,12 @@ DIED, LATE = "process died", "no time was left"
 
 
 class Job(NamedTuple):
-    """A family of kernels to test."""
+    """A family of kernels to test, or the network without the rewrites that ``without`` names."""
 
     device: str
     family: str
     dtype: str
+    without: str = ""
 
 
 class Outcome(NamedTuple):
@@ -52,7 +59,7 @@ class Outcome(NamedTuple):
         return self.found["kind"] == LATE
 
     def __str__(self) -> str:
-        name, found = " ".join(self.job), self.found
+        name, found = " ".join(self.job[:3]), self.found
         if self.late:
             return f"{name}: not tried, because {found['kind']}: {found['text']}"
         if self.failed:
@@ -69,7 +76,7 @@ def kinds_of_gpu() -> list[torch.device]:
 
 
 def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
-    """Tests every family in every dtype."""
+    """Tests every family in every dtype, and then the network."""
     jobs = [
         Job(str(gpu), family, first_use.short(dtype))
         for dtype in TESTED
@@ -78,6 +85,28 @@ def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
         if dtype in dtypes and runs_on(family, gpu)
     ]
     yield from run(jobs, LIMIT)
+    # The compiler takes seconds to import.
+    from ..compiler.settings import left_out
+
+    networks = [Job(str(gpu), NETWORK, "float16", ",".join(sorted(left_out()))) for gpu in gpus]
+    for outcome in run(networks, NETWORK_LIMIT):
+        if outcome.failed:
+            outcome.found["text"] += f". {advice(outcome.job)}"
+        yield outcome
+
+
+def advice(job: Job) -> str:
+    """What to leave out of a network that is wrong."""
+    from ..compiler.settings import OPTIONAL, WITHOUT
+
+    before = {name for name in job.without.split(",") if name}
+    names = [name for name in OPTIONAL if name not in before]
+    one_less = [job._replace(without=",".join(sorted({*before, name}))) for name in names]
+    tries = [*one_less, job._replace(without=",".join(OPTIONAL))]
+    right = [outcome.job.without for outcome in run(tries, SEARCH_LIMIT) if not outcome.found["kind"]]
+    if not right:
+        return f"It is so without {','.join(OPTIONAL)} too"
+    return f"It is right without {right[0]}: set {WITHOUT}={right[0]}, and please report it"
 
 
 def run(jobs: Sequence[Job], seconds: float) -> Iterator[Outcome]:
@@ -97,7 +126,7 @@ def run(jobs: Sequence[Job], seconds: float) -> Iterator[Outcome]:
                 found.append({"kind": DIED, "text": f"exit status {worker.returncode}: {last[0]}"})
         except subprocess.TimeoutExpired as error:
             found = list(_results(error.stdout or b""))
-            found += [{"kind": LATE, "text": f"{LIMIT:.0f} seconds were over"}] * (len(left) - len(found))
+            found += [{"kind": LATE, "text": f"{seconds:.0f} seconds were over"}] * (len(left) - len(found))
         yield from map(Outcome, left, found)
         del left[: len(found)]
 
@@ -111,12 +140,17 @@ def _results(printed: bytes) -> Iterator[dict[str, Any]]:
                 yield result
 
 
-def worker(jobs: Sequence[Sequence[str]]) -> None:
-    """Tests families of kernels."""
-    for where, family, dtype in jobs:
-        device, of = torch.device(where), getattr(torch, dtype)
+def worker(jobs: Iterable[Job]) -> None:
+    """Tests families of kernels, and networks."""
+    for job in jobs:
+        device, of = torch.device(job.device), getattr(torch, job.dtype)
         try:
-            result, trace = first_use.test_now(family, of, device)
+            if job.family == NETWORK:
+                from . import network
+
+                result, trace = network.test(device, of, job.without), ""
+            else:
+                result, trace = first_use.test_now(job.family, of, device)
         # There may be no memory for the test, for example.
         except Exception as error:
             result, trace = first_use.SelfTestResult("error", first_line(error)), ""
@@ -126,4 +160,4 @@ def worker(jobs: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    worker(json.loads(sys.argv[1]))
+    worker(starmap(Job, json.loads(sys.argv[1])))

@@ -176,7 +176,8 @@ DOC = """Convolution, batch normalisation and an invertible activation as one op
             both on this GPU at the first call with such a shape, and takes the faster one.  It measures only where the
             Triton kernel can win: tensor cores, no groups, at least 16 input channels, channels_last or 1x1, and one
             tap or up to 128 input channels; elsewhere it takes the vendor's.  The measurement needs the memory of a
-            second output for a moment.  If deterministic algorithms are required, "auto" takes the vendor's.  fp32
+            second output for a moment.  If deterministic algorithms are required, of all ops or of cuDNN,
+            "auto" takes the vendor's.  It also does if the measurement fails, with a warning.  fp32
             takes TF32 where a stock convolution would.  Unless it is "aten", a second kernel may take the vendor's
             place, and compute the gradient of the input, where it was measured to be faster on this GPU: on Hopper, for
             3x3x3 taps with stride, padding and dilation 1 and 16 to 64 channels in steps of 16, in half precision and

@@ -203,8 +203,11 @@ def direct_stream(device: int | None, argument: Tensor) -> Any:
     """
     if _torch.len_torch_dispatch_stack() or isinstance(argument, _torch.FakeTensor):
         return None
+    on = argument.device
+    # A lookup takes less time than a call.
+    passed = _backend.proven.get(("replays", on)) or _backend.proves("replays", on)
     find, _ = _launching()
-    return find(device)
+    return find(device) if passed else None
 
 
 def is_same(t: Tensor, other: Tensor) -> bool:

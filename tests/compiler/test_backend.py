@@ -1,6 +1,7 @@
 """The entry point, the options, and who generates code."""
 
 import copy
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg import _torch
 from fusedseg.compiler import backend, report
 from fusedseg.compiler.codegen import inductor
 from fusedseg.compiler.settings import Settings, parse, say_once
@@ -37,6 +39,47 @@ def test_a_long_compilation_shows_what_it_does(monkeypatch):
     assert shown == [
         "tracing forward and backward", "choosing what forward keeps", "code of forward", "code of backward"
     ]  # fmt: skip
+
+
+def streams(of):
+    """A graph whose sum runs on another stream: as Dynamo notes it, or by an op that waits for the stream."""
+    module = importlib.import_module("torch._dynamo.variables.streams")
+    if not hasattr(module, "wait_event"):
+        pytest.skip("this PyTorch traces no streams")
+    graph = torch.fx.Graph()
+    y = graph.call_function(torch.add, (graph.placeholder("x"), 1))
+    if of == "note":
+        y.meta["custom"] = {"stream": 1}
+    else:
+        graph.call_function(torch.ops.streams.wait_event, (0, 1))
+    graph.output((y,))
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("of", ["note", "op"])
+def test_a_graph_with_streams_is_left_to_pytorch(of, monkeypatch):
+    """Nodes that this package writes have no note of a stream, and would run on the current one, unordered."""
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="a graph with streams of its own is left to PyTorch"):
+        run = backend(streams(of), [torch.ones(2)], options={"codegen": "aten"})
+    if of == "note":
+        assert torch.equal(run(torch.ones(2))[0], torch.full((2,), 2.0))
+    given = {}
+    parts = _torch.compiler_parts()
+    parts.compile_fx = lambda module, inputs, config_patches: given.update(config_patches)
+    monkeypatch.setattr(_torch, "compiler_parts", lambda: parts)
+    monkeypatch.setattr(_torch, "inductor_problem", lambda: "")
+    backend(streams(of), [torch.ones(2)], options={"inductor": {"max_autotune": True}})
+    assert given == {"max_autotune": True}
+
+
+def test_caches_know_what_is_left_out(monkeypatch):
+    """Inductor's cache would hand out code that was compiled with what is left out now."""
+    found = set()
+    for without in ("", "channels_last", "channels_last,one_channel"):
+        monkeypatch.setenv("FUSEDSEG_WITHOUT", without)
+        found |= {Settings().identity, inductor.BeforeOthers(Settings()).uuid()}
+    assert len(found) == 6
 
 
 def test_the_package_in_place_of_its_name():

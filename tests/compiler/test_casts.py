@@ -8,13 +8,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedseg import _torch
 from fusedseg.compiler.codegen import aten, casts, convolution_backward, room
+from fusedseg.ops import together
 from fusedseg.ops.replay import Allocation
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import compiled, make
 from tests.compiler.test_passes import traced
 
 STEPS = 3
+CPU = torch.device("cpu")
 
 
 class Auto(nn.Module):
@@ -246,8 +249,27 @@ def test_seen_tensors_are_cast_one_by_one():
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(2, 3).to(torch.bfloat16)
-    call = casts.Casts((Allocation((2, 3), (3, 1), torch.float32),) * 2, torch.device("cpu"))
+    call = together.Casts((Allocation((2, 3), (3, 1), torch.float32),) * 2, CPU)
     with Mode():
         found = call(x, 2 * x)
     assert names.count("aten._to_copy.default") == 2
     assert all(map(torch.equal, found, call(x, 2 * x)))
+
+
+def test_the_trees_of_cuda_graphs_record_one_call(monkeypatch):
+    """Their modes look at branches and loops alone.  They were taken for observers: casts were recorded one by one."""
+    from torch._inductor import cudagraph_trees as trees
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    made: list[int] = []
+    copy, zero = _torch.foreach_copy, _torch.foreach_zero
+    monkeypatch.setattr(_torch, "foreach_copy", lambda to, tensors: made.append(len(to)) or copy(to, tensors))
+    monkeypatch.setattr(_torch, "foreach_zero", lambda to: made.append(len(to)) or zero(to))
+    forms, x = (Allocation((2, 3), (3, 1), torch.float32),) * 2, torch.randn(2, 3, dtype=torch.bfloat16)
+    modes = [make for name, make in vars(trees).items() if name.endswith("DispatchMode")]
+    for mode in modes:
+        with mode():
+            assert all(torch.equal(y, x.float()) for y in together.Casts(forms, CPU)(x, x))
+            assert not any(map(torch.any, together.Zeros(forms, CPU)()))
+    assert made == [2, 2] * len(modes)
+    assert len(modes) == 2 or torch.__version__ < "2.13"

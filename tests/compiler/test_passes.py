@@ -211,7 +211,7 @@ def test_zeros_are_filled_at_once():
     call = emit(traced(run, torch.ones(5)), [])
     found = call([torch.ones(5)])
     assert [(t.shape[0], t.dtype) for t in found[1:]] == [(3, torch.float32), (4, torch.float32), (2, torch.float64)]
-    assert call.source.count("zeros_of_") == 1
+    assert call.source.count("_of_zeros_") == 1
     assert len({t.untyped_storage().data_ptr() for t in found}) == 4
     found[1].add_(1)
     assert torch.equal(found[2], torch.zeros(4))
@@ -225,7 +225,7 @@ def test_zeros_are_made_under_a_mode():
         return x + 1, *(aten.zeros([n], dtype=torch.float64, device="cpu", pin_memory=False) for n in (2, 3))
 
     call = emit(traced(run, torch.ones(5)), [])
-    assert "zeros_of_" in call.source
+    assert "_of_zeros_" in call.source
     with FlopCounterMode(display=False):
         found = call([torch.ones(5)])
     assert same(found, run(torch.ones(5)))

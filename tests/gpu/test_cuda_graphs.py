@@ -4,6 +4,7 @@ A CPU has no graphs.  There a stand-in runs in place of PyTorch's trees, and the
 """
 
 import copy
+import inspect
 import warnings
 from unittest import mock
 
@@ -116,18 +117,37 @@ def test_several_sizes(device):
 
 @pytest.fixture
 def told(monkeypatch, device):
-    """What PyTorch's trees are told, on a CPU: the static inputs and those that are written, of each graph."""
+    """What PyTorch's trees are told, on a CPU: the static inputs and those that are written, of each graph.
+
+    PyTorch's own function must take it.
+    """
     if device.type == "cuda":
         pytest.skip("a stand-in for PyTorch's trees, for a machine without a GPU")
+    from torch._inductor import cudagraph_trees
+
     parts, found = _torch.cuda_graph_parts(), []
+    # The first one takes any argument, and hands it on to the second one.
+    takes = [inspect.signature(f) for f in (parts.cudagraphify_impl, cudagraph_trees.cudagraphify)]
 
     def stand_in(run, inputs, static, **given):
+        for signature in takes:
+            signature.bind(run, inputs, static, **given)
         found.append({"static": set(static), "inputs": len(inputs), **given})
         return lambda arguments: run(arguments)
 
     monkeypatch.setattr(_torch, "cuda_graph_parts", lambda: parts)
     monkeypatch.setattr(parts, "cudagraphify_impl", stand_in)
     return found
+
+
+def test_other_parts_of_the_trees_take_what_they_are_given():
+    """A forward that is recorded before a backward that is not, and ``torch._dynamo.reset``."""
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    parts = _torch.cuda_graph_parts()
+    inspect.signature(parts.get_manager).bind(0, create_if_none_exists=False)
+    inspect.signature(parts.reset).bind()
+    inspect.signature(CUDAGraphTreeManager.set_to_running_backward).bind(None)
 
 
 def test_what_the_trees_are_told(told):

@@ -29,6 +29,7 @@ def no_records():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Lets tensors on the CPU take the path of tensors on a GPU."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(conv_choice, "unfit", lambda x, positions: "")
     monkeypatch.setattr(conv_choice._backend, "use_triton", lambda x: True)
 
@@ -218,6 +219,42 @@ def test_deterministic_algorithms_take_aten(on_a_gpu, poison):
     remember(FASTER)
     assert chosen() == "aten"
     assert chosen("triton") == "triton"
+
+
+def test_a_deterministic_cudnn_takes_aten(on_a_gpu, monkeypatch):
+    """nnU-Net's deterministic mode sets this alone, and results differed between runs by a choice by time."""
+    remember(FASTER)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert chosen() == "aten"
+    assert chosen("triton") == "triton"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError("invalid argument")], ids=str)
+def test_a_measurement_that_fails_takes_the_vendors(on_a_gpu, gpu_tensors, error):
+    """The first step ended with the error."""
+
+    def forward(name):
+        if name == "triton":
+            raise error
+        return torch.ones(3)
+
+    with pytest.warns(RuntimeWarning, match=f"the vendor's is taken. {type(error).__name__}: {error}") as warned:
+        assert chosen(forward=forward) == "aten"
+    assert chosen(forward=forward) == "aten"
+    assert len(warned) == 1
+    # Who asks for the kernel gets it, and then its own error.
+    assert chosen("triton", forward=forward) == "triton"
+
+
+def test_few_kinds_are_measured(on_a_gpu, gpu_tensors):
+    """Each new size of an image was measured anew, and remembered for ever."""
+    x, measured = torch.ones(1), []
+    for size in range(2 * conv_choice.MOST_RECORDS):
+        conv_choice.recorded(size, x, lambda name, size=size: measured.append(size) or torch.ones(1))
+    assert len(set(measured)) == len(conv_choice._records) == conv_choice.MOST_RECORDS
+    # Kinds of another op are counted apart.
+    assert chosen(forward=lambda name: torch.ones(1)) == "aten"
+    assert len(conv_choice._records) == conv_choice.MOST_RECORDS + 1
 
 
 def test_a_record_does_not_overrule_the_rule(on_a_gpu):

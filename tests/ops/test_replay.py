@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg import _backend
+from fusedseg.ops import replay
+from fusedseg.ops.self_test import checks
 from tests.compiler.networks import compiled, make, results, same
+from tests.tools.stand_in import stand_in as stand_in
 
 # The first step compiles, the second one launches directly and is noted, and the others replay.
 STEPS = 4
@@ -83,7 +87,7 @@ LAYOUTS = {"U-Net": "planes", "3D U-Net": "rows", "nnU-Net": "planes", "ResNet":
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS.items())
-def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh):
+def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh, monkeypatch):
     """Outputs, gradients and buffers of steps whose ops are called, and of steps that launch without them."""
     net, inputs = make(name)
     if layout == "rows":
@@ -97,12 +101,9 @@ def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh)
     assert replays > 0
     # Some ops copy by a kernel of PyTorch, because convolutions of a CPU return other strides; most are replayed.
     assert sum(count < STEPS for count in calls) >= 0.6 * replays, calls
-    with pytest.MonkeyPatch.context() as patch:
-        from fusedseg.compiler.codegen import replays as writing
-
-        patch.setattr(writing, "rewrite", lambda graph: 0)
-        torch._dynamo.reset()
-        wanted = results(twin, compiled(twin), inputs, steps=STEPS)
+    monkeypatch.setenv("FUSEDSEG_WITHOUT", "replays")
+    torch._dynamo.reset()
+    wanted = results(twin, compiled(twin), inputs, steps=STEPS)
     assert len(direct) == replays
     assert same(found, wanted)
 
@@ -223,7 +224,6 @@ def test_steps_under_a_profiler_are_replayed_later(direct, compiled_afresh):
 
 def test_a_number_on_another_device_may_come_first(direct, compiled_afresh, monkeypatch):
     """Such a graph was never replayed: its device was taken to be that of its first argument."""
-    from fusedseg import _backend
     from fusedseg.compiler.codegen import replays
 
     net, x = norm_net(), torch.randn(2, 3, 10, 10)
@@ -294,3 +294,33 @@ def test_norms_of_running_statistics_are_replayed(direct, compiled_afresh):
             torch.testing.assert_close(run(x), twin(x))
     assert direct
     assert all(row.calls.count < STEPS for row in direct)
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_self_test_replays(direct):
+    assert checks.compare("replays", torch.float32, CPU) == 0.0
+    (row,) = direct
+    assert row.calls.count < checks.REPLAYS - 2
+
+
+def stale(program, x):
+    """A program whose first launch reads its first tensor where that was when the launch was noted."""
+    first, address = program.launches[0], x.data_ptr()
+    changed = first._replace(choose=lambda addresses: first.choose([address, *addresses[1:]]))
+    return program._replace(launches=(changed, *program.launches[1:]))
+
+
+def test_a_replay_that_reads_where_a_tensor_was_is_not_used(direct, stand_in, compiled_afresh, monkeypatch):
+    """The self-test finds it before the first replay of a graph."""
+    made = replay.program_of
+    monkeypatch.setattr(replay, "program_of", lambda tensors, *given: stale(made(tensors, *given), tensors[0]))
+    net, x = norm_net(), torch.randn(2, 3, 10, 10)
+    twin, run = copy.deepcopy(net), compiled(net)
+    with pytest.warns(RuntimeWarning, match="the calls of 'replays' in float32 failed .* Every op makes its launches"):
+        found = results(net, run, [x], steps=STEPS)
+    assert _backend.proven["replays", CPU] is False
+    monkeypatch.setenv("FUSEDSEG_WITHOUT", "replays")
+    torch._dynamo.reset()
+    assert same(found, results(twin, compiled(twin), [x], steps=STEPS))

@@ -10,54 +10,23 @@ A result that is made early needs memory, and so does a gradient that waits for 
 peak of the graph would rise.
 """
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import Argument
 
 from ... import _torch
 from ...ops.replay import Allocation
+from ...ops.together import Casts, Zeros
 from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
+from ..settings import optional
 from .room import More, Room
 
 # The dtypes that PyTorch's kernel for many tensors casts.
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
-
-@dataclass(frozen=True)
-class Casts:
-    """``casts(*tensors)``: a list of the tensors in another dtype, whose forms are those of the results."""
-
-    forms: tuple[Allocation, ...]
-    device: torch.device
-
-    @property
-    def __name__(self) -> str:
-        return "casts"
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        if isinstance(tensors[0], _torch.FakeTensor) or not allocates_shortly(self.device):
-            return [t.to(form.dtype) for t, form in zip(tensors, self.forms, strict=True)]
-        made = list(itertools.starmap(_torch.EMPTY_STRIDED[self.device.type], self.forms))
-        _torch.foreach_copy(made, tensors)
-        return made
-
-
-def allocates_shortly(device: torch.device) -> bool:
-    """Whether ``EMPTY_STRIDED`` can be used: no mode must see the allocation, and the GPU is the current one."""
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return here and not _torch.len_torch_dispatch_stack()
-
-
-def forms_of(nodes: Iterable[fx.Node]) -> tuple[Allocation, ...]:
-    """The sizes, strides and dtypes of results."""
-    values = map(value_of, nodes)
-    return tuple(Allocation(tuple(t.shape), t.stride(), t.dtype) for t in values)
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -69,6 +38,7 @@ def is_cast(node: fx.Node) -> bool:
     return alike and source.dtype != value.dtype and set(node.kwargs) <= {"dtype", "layout", "device"}
 
 
+@optional("casts")
 def rewrite(graph: fx.Graph, room: Room) -> int:
     """Writes casts of several tensors, and returns their number.  No pass that writes over arguments has run yet."""
     # Behind the first write to an argument nothing is moved.
@@ -135,18 +105,19 @@ def _cast_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -
     """Writes one call for these casts, and returns 1; for a single one it writes nothing, and returns 0."""
     if len(nodes) < 2:
         return 0
-    casts = Casts(forms_of(nodes), value_of(nodes[0]).device)
-    put_together(graph, nodes, before, casts, *(node_at(node, 0) for node in nodes))
+    put_together(graph, nodes, before, Casts, *(node_at(node, 0) for node in nodes))
     return 1
 
 
 def put_together(
-    graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node, function: Callable[..., object], *args: Argument
+    graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node, make: type[Casts | Zeros], *args: Argument
 ) -> None:
-    """Writes one call, whose results are those of ``nodes``, in their place."""
+    """Writes one call of ``make(forms, device)``, whose results are those of ``nodes``, in their place."""
+    values = [value_of(node) for node in nodes]
+    forms = tuple(Allocation(tuple(t.shape), t.stride(), t.dtype) for t in values)
     with graph.inserting_before(before):
-        together = graph.call_function(function, args)
-        together.meta["val"] = tuple(map(value_of, nodes))
+        together = graph.call_function(make(forms, values[0].device), args)
+        together.meta["val"] = tuple(values)
         for place, node in enumerate(nodes):
             part = graph.call_function(operator.getitem, (together, place))
             part.meta = dict(node.meta)

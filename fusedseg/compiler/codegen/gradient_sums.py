@@ -18,11 +18,13 @@ from ... import _backend
 from ...ops.layout import layout_of, pitch_of
 from ...ops.norm.graph import Backward
 from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, nodes_from, value_of
+from ..settings import optional
 from .in_place import Memory
 
 aten = torch.ops.aten
 
 
+@optional("sums")
 def rewrite(graph: fx.Graph) -> int:
     """Gives such norms both gradients, and returns how many.
 

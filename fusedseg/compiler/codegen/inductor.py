@@ -54,7 +54,7 @@ class BeforeOthers(_Pass):
         self.settings = settings
 
     def uuid(self) -> Any:
-        return _parts.get_hash_for_files(FILES, repr(self.settings))
+        return _parts.get_hash_for_files(FILES, self.settings.identity)
 
     def __call__(self, graph: fx.Graph) -> None:
         eager_mode.note_changeable(graph)

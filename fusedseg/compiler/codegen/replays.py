@@ -16,6 +16,7 @@ from ...ops.max_pool import op as pools
 from ...ops.norm import graph as norms
 from ...ops.replay import Replay, direct_stream
 from ..graph import has_symbols, is_tensor, value_of
+from ..settings import optional
 
 # The functions of ops that take tensors first, and then constants.
 TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
@@ -27,6 +28,7 @@ TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
 }
 
 
+@optional("replays")
 def rewrite(graph: fx.Graph) -> int:
     """Writes replays, and returns their number.  It is the last pass, because others look for the ops."""
     # A number on the CPU may come first among the arguments, such as the seed of a dropout.

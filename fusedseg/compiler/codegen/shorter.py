@@ -10,8 +10,6 @@ zeros
     that a graph only returns, as the gradients of dead biases, are filled by one kernel.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,31 +18,38 @@ from torch import Tensor, fx
 from ... import _torch
 from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
-from ...ops.replay import Allocation
+from ...ops.together import Zeros
 from ..graph import has_symbols, node_at, value_of
+from ..settings import optional
 from . import convolution_backward
-from .casts import allocates_shortly, forms_of, is_cast, put_together
+from .casts import is_cast, put_together
 
 aten = torch.ops.aten
 
 
 def rewrite(graph: fx.Graph) -> None:
-    """Writes such calls."""
+    """Writes calls of norms and casts."""
     for node in graph.nodes:
         made = norms.prepared(node.target, node.args)
         if made is not None:
             node.target, node.args = made
         elif is_cast(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
+
+
+@optional("zeros")
+def write_zeros(graph: fx.Graph) -> int:
+    """Writes one call for vectors of zeros, and returns the number of such calls."""
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
         value = value_of(node)
         plain = value.dim() == 1 and not has_symbols(value) and value.device.type in _torch.EMPTY_STRIDED
         if plain and set(node.users) == {graph.output_node()}:
             alike.setdefault((value.dtype, value.device), []).append(node)
-    for nodes in alike.values():
-        if len(nodes) > 1:
-            put_together(graph, nodes, graph.output_node(), zeros_of, forms_of(nodes), value_of(nodes[0]).device)
+    several = [nodes for nodes in alike.values() if len(nodes) > 1]
+    for nodes in several:
+        put_together(graph, nodes, graph.output_node(), Zeros)
+    return len(several)
 
 
 def write_convolutions(graph: fx.Graph) -> int:
@@ -88,16 +93,3 @@ def _is_the_vendors(node: fx.Node) -> bool:
     weight = value_of(node_at(node, of.weight))
     given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
     return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
-
-
-def zeros_of(forms: Sequence[Allocation], device: torch.device) -> list[Tensor]:
-    """Vectors of zeros.
-
-    They do not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay.
-    """
-    if not allocates_shortly(device):
-        # A graph hands on each form as a plain tuple.
-        return [torch.zeros(size, dtype=dtype, device=device) for size, _, dtype in forms]
-    made = list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
-    _torch.foreach_zero(made)
-    return made

@@ -14,8 +14,10 @@ from ... import _backend
 from ...ops.concat import are_rows, concat_biased_op
 from ...ops.layout import is_rows
 from ..graph import has_symbols, name_of, node_at, nodes_at, value_of
+from ..settings import optional
 
 
+@optional("late_bias")
 def rewrite(graph: fx.Graph) -> int:
     """Gives concatenations the biases of their sources, and returns the number of these convolutions.
 

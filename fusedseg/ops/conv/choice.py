@@ -5,8 +5,8 @@ faster.  ``could_win`` is the rule for shapes in which it can be faster; for the
 first call of a kind of convolution (see ``Key``).  It compares their results, and takes Triton's kernel if they agree
 and it needs at most ``MARGIN`` of the vendor's time.  This first call waits for the device, compiles Triton's kernel,
 runs some thirty forwards, and needs the memory of one more output.  The vendor's convolution is taken without a
-measurement while a CUDA graph is captured.  It is also taken if deterministic algorithms are required, because a choice
-by time differs between runs.
+measurement while a CUDA graph is captured.  It is also taken if results must be the same in each run (``must_repeat``),
+because a choice by time differs between runs, and if a measurement fails, which a warning says.
 
 For 3x3x3 taps of few channels the vendor has a second rival, the kernel of ``conv3d.py``.  It is measured in the same
 way (``recorded``), and where it is faster, it takes part here in the vendor's place.
@@ -15,6 +15,7 @@ way (``recorded``), and where it is faster, it takes part here in the vendor's p
 import functools
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ AGREEMENT = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 5e-3}
 WARMUP, ROUNDS = 3, 10
 # About a millisecond, in which the host queues a forward.
 AHEAD_CYCLES = 2_000_000
+# Networks have few kinds of convolutions.  The limit is for sizes that change with every batch.
+MOST_RECORDS = 64
 
 
 class Key(NamedTuple):
@@ -93,6 +96,11 @@ def tf32_allowed() -> bool:
 def takes_tf32(x: Tensor) -> bool:
     """Whether Triton's kernel uses TF32 for ``x``."""
     return x.dtype == torch.float32 and tf32_allowed() and _backend.has_tf32(x.device)
+
+
+def must_repeat() -> bool:
+    """Whether results must be the same in each run, so that no choice may depend on a time."""
+    return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
 
 
 def check_conv_backend(op: str, name: str) -> None:
@@ -177,7 +185,7 @@ def choose(
     if conv_backend == "triton":
         if reason := unfit(x, positions):
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
-    elif not could_win(x, w, geometry) or torch.are_deterministic_algorithms_enabled() or unfit(x, positions):
+    elif not could_win(x, w, geometry) or must_repeat() or unfit(x, positions):
         return "aten"
     key = key_of(x, w, geometry, training)
     record = recorded(key, x, forward)
@@ -197,10 +205,13 @@ def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record 
     """The measurement of a kind of call, which is made at its first call; ``run`` computes it by "triton" or "aten".
 
     It is None if nothing can be measured now: on a CPU, while a CUDA graph is captured, or if the result is not finite.
+    Nothing more is measured either when there are ``MOST_RECORDS`` of such kinds.
     """
     record = _records.get(kind)
     if record is not None or not x.is_cuda:
         return record
+    if sum(isinstance(known, type(kind)) for known in _records) >= MOST_RECORDS:
+        return None
     if is_listed(x):
         # A measurement launches the kernel.
         run("triton")
@@ -209,12 +220,29 @@ def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record 
     with torch.cuda.device_of(x):
         if torch.cuda.is_current_stream_capturing():
             return None
-        record = measure(x.dtype, run, cuda_seconds)
+        record = _measured(kind, x.dtype, run)
     if math.isnan(record.difference):
         # A result that is not finite says nothing about the next batch, so it is not recorded.
         return None
     _records[kind] = record
     return record
+
+
+def _measured(kind: Hashable, dtype: torch.dtype, run: Callable[[str], Tensor]) -> Record:
+    """``measure`` on the current device.  Where it fails, the vendor's convolution is the faster one."""
+    try:
+        return measure(dtype, run, cuda_seconds)
+    # Triton's errors have no common class, and a measurement needs more memory than a step.
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        warnings.warn(
+            "fusedseg: the first call of a convolution compares Triton's kernel with the vendor's, and that failed. "
+            f"So the vendor's is taken. {type(error).__name__}: {text} ({kind})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        # Who asks for Triton's kernel gets it, or its error.
+        return Record(math.inf, 0.0, math.inf, agree=True)
 
 
 def measure(

@@ -6,13 +6,13 @@ and the gradient of its input.  The gradient of the weight is always the vendor'
 
 The kernel takes the vendor's place if ``Arguments.served`` allows it, and if a measurement at the first call of a kind
 of convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can
-be made, so while a CUDA graph is captured.  It also computes if deterministic algorithms are required, because a choice
-by time differs between runs.
+be made, so while a CUDA graph is captured.  It also computes if results must be the same in each run.
 
 Sums are fp32 in a fixed order, and the result is rounded once.  A bias is added before that, where the vendor rounds
 twice.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,17 +29,23 @@ FAMILY = "conv3d"
 ARCHITECTURE = "sm_90"
 # The channels of the input and of the output.
 LEAST_CHANNELS, MOST_CHANNELS, STEP_CHANNELS = 16, 64, 16
+# Each sample is a program along the third dimension of the grid, where CUDA has no more.
+MOST_SAMPLES = 2**16 - 1
 ONES = (1, 1, 1)
 CHANNELS_LAST = torch.channels_last_3d
 
 
 class Kind(NamedTuple):
-    """The kind of a call.  Calls of equal kinds share a measurement."""
+    """The kind of a call.  Calls of equal kinds share a measurement.
+
+    The number of positions is rounded up to the next power of two.
+    """
 
     what: str
     device: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    log2_positions: int
+    in_channels: int
     out_channels: int
     has_bias: bool
     # A setting of the user for the vendor's library.
@@ -75,7 +81,7 @@ class Arguments(NamedTuple):
         """Whether the kernel computes convolutions of such shapes and dtypes, which do not change in a compiled graph.
 
         It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
-        dilation 1 and without groups, and samples of fewer than 2**31 elements.
+        dilation 1 and without groups, at most MOST_SAMPLES samples, and samples of fewer than 2**31 elements.
         """
         # Cheap conditions come first, because most convolutions fail one of them.
         return (
@@ -92,8 +98,8 @@ class Arguments(NamedTuple):
             and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
             and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
             and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
+            and 0 < x.shape[0] <= MOST_SAMPLES
             # A single position has the same strides in both formats.
-            and x.shape[0] > 0
             and x.shape[2:].numel() > 1
             and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
         )
@@ -143,11 +149,17 @@ def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 def _is_faster(what: str, x: Tensor, weight: Tensor, has_bias: bool, run: Callable[[str], Tensor]) -> bool:
     """Whether the kernel is right and faster for such a call.  ``run`` computes it by "triton" or "aten"."""
-    if torch.are_deterministic_algorithms_enabled():
+    if choice.must_repeat():
         return False
-    channels = weight.shape[1 if what == "input gradient" else 0]
     kind = Kind(
-        what, choice.device_name(x.device), x.dtype, tuple(x.shape), channels, has_bias, torch.backends.cudnn.benchmark
+        what=what,
+        device=choice.device_name(x.device),
+        dtype=x.dtype,
+        log2_positions=math.ceil(math.log2(x.numel() // x.shape[1])),
+        in_channels=x.shape[1],
+        out_channels=weight.shape[1 if what == "input gradient" else 0],
+        has_bias=has_bias,
+        benchmark=torch.backends.cudnn.benchmark,
     )
     record = choice.recorded(kind, x, run)
     return record is not None and record.choice == "triton"

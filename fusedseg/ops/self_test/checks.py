@@ -3,12 +3,13 @@
 The self-test at first use and ``fusedseg doctor`` share these checks.  Together the checks launch every kernel: both
 memory formats, statistics that one program computes and statistics that several programs share, both forms of the
 norm, the convolution in training and in eval mode, the 3x3x3 convolution and the gradient of its input, pools,
-interpolations, concatenations, the sums of losses of few and of many classes, and packing.
+interpolations, concatenations, the sums of losses of few and of many classes, and packing.  Two more families are ways
+of making calls: launches that are made again without their op, and casts of many tensors in one call.
 
 The references are stock functions in float64 on the CPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import _backend
-from .. import upsample
+from ... import _backend, _torch
+from .. import together, upsample
 from ..ahead import compile_kernels
 from ..check import HALF
 from ..conv import conv3d
 from ..layout import layout_of
 from ..low_bit import reference as low_bit_reference
 from ..low_bit.spec import lines_of
+from ..replay import Allocation, Replay
 from ..segmentation.spec import SumsSpec, sizes_of
 
 EPS, MOMENTUM, SLOPE = 1e-5, 0.1, 0.01
@@ -43,6 +45,8 @@ CONV_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2
 TF32_TOLERANCE = 5e-3
 # Both compute the same codes.  A division that is rounded in another way may change one of them by 1.
 LOW_BIT_TOLERANCE = 1e-2
+# The calls of a replay that are compared.  The first ones call the op.
+REPLAYS = 7
 # More parts of statistics than a program merges by itself (MAX_PARTIALS in kernels/launch.py).
 PARTS = 18
 
@@ -292,13 +296,88 @@ def _upsample(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
         yield Compared(f"dx {of}", dx, dx64, tolerance)
 
 
+def _late(values: Tensor) -> Tensor:
+    """A tensor that gets its values a millisecond later, on the current stream, and is NaN until then."""
+    late = torch.full_like(values, torch.nan)
+    if values.is_cuda:
+        _torch.cuda_sleep(2_000_000)
+    return late.copy_(values)
+
+
+def _training_step(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, running: Tensor, var: Tensor) -> list[Tensor]:
+    """Forward and backward of a norm, by launchers, which ask nobody whether they are right."""
+    from ...kernels.norm_act import norm_act_fwd
+    from ...kernels.norm_act_bwd import norm_act_bwd
+
+    layout, act, z = layout_of(x), ("leaky_relu", SLOPE), torch.empty_like(x)
+    _, rstd, _ = norm_act_fwd(
+        x, z, layout, weight, bias, running_mean=running, running_var=var, training=True, momentum=MOMENTUM, eps=EPS,
+        act=act, kept=None, partial=None, batches=None,
+    )  # fmt: skip
+    dx, dweight, dbias = norm_act_bwd(
+        dz, z, layout, weight, bias, rstd, training=True, dparam_dtype=weight.dtype, xhat_kept=None, kept=None, act=act
+    )
+    return [z, dx, dweight, dbias]
+
+
+def _replays(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    """Launches that are made again have the bits of the op, and read tensors where they are, when they have values."""
+    from ...kernels.launcher import direct_stream
+
+    again, alive = Replay(_training_step, device), list[Any]()
+    weight, bias = _parameters(SHAPE[1], dtype, device)
+    for call in range(REPLAYS):
+        x, dz = (_random(SHAPE, dtype, device, "channels_last", 2 * call + k) for k in range(2))
+        right, found = torch.zeros(2, 2, SHAPE[1], dtype=dtype, device=device)
+        wanted = [*_training_step(x, dz, weight, bias, *right), right]
+        x, dz = _late(x), _late(dz)
+        results = [*again(direct_stream(device.index), x, dz, weight, bias, *found), found]
+        # Tensors that stay alive make those of the next call lie elsewhere.
+        alive.append((x, dz, results))
+        for place, (mine, theirs) in enumerate(zip(results, wanted, strict=True)):
+            yield Compared(f"result {place} of call {call}", mine, theirs.double(), 0.0)
+
+
+def _allocated(forms: tuple[Allocation, ...], device: torch.device) -> list[Tensor]:
+    made = together.allocated(forms, device, in_test=True)
+    assert made is not None
+    return made
+
+
+def _casts(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
+    """Casts of many tensors in one call have the bits of casts one by one, and many vectors of zeros are zeros."""
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.flatten() for t in tensors])
+
+    shapes: list[tuple[int, ...]] = [(n % 7 + 1, 3, 3, 3) for n in range(250)]
+    # One is longer than the part that a program of PyTorch's kernel computes.
+    shapes += [(65537,), (320, 320), ()]
+    for half in HALF:
+        given = [_random(shape, dtype, device, "contiguous", seed) for seed, shape in enumerate(shapes)]
+        for of in (half, dtype):
+            forms = tuple(Allocation(tuple(t.shape), t.stride(), of) for t in given)
+            found, wanted = _allocated(forms, device), [t.to(of) for t in given]
+            _torch.foreach_copy(found, given)
+            yield Compared(f"casts from {given[0].dtype} to {of}", joined(found), joined(wanted).double(), 0.0)
+            given = found
+    zeros = _allocated(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
+    _torch.foreach_zero(zeros)
+    # An error is relative to what is right, which must not be 0.
+    yield Compared("zeros plus 1", joined(zeros) + 1, torch.ones(299 * 150, dtype=torch.float64), 0.0)
+
+
 Check = Callable[[torch.dtype, torch.device], Iterator[Compared]]
 # For each family of kernels, the check, which launches them and yields each result beside its reference.
 CHECKS: dict[str, Check] = {
     "norm": _norm, "conv": _conv, "pool": _pool, "upsample": _upsample, "concat": _concat, "sums": _sums,
-    "low_bit": _low_bit, "conv3d": _conv3d,
+    "low_bit": _low_bit, "conv3d": _conv3d, "replays": _replays, "casts": _casts,
 }  # fmt: skip
-_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"conv": tuple(CONV_TOLERANCE), "conv3d": HALF}
+# What takes the place of a family that fails, if PyTorch's own ops do not: these families are ways of making calls.
+INSTEAD = {"replays": "Every op makes its launches itself", "casts": "Every cast is a call of its own"}
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "conv": tuple(CONV_TOLERANCE), "conv3d": HALF, **dict.fromkeys(INSTEAD, (torch.float32,))
+}  # fmt: skip
 DTYPES = {name: _DTYPES.get(name, tuple(NORM_TOLERANCE)) for name in CHECKS}
 
 
@@ -309,7 +388,9 @@ def runs_on(family: str, device: torch.device) -> bool:
 
 def compile_first(family: str, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernels of a check in threads, before the check launches them one after the other."""
-    compile_kernels(lambda _: list(CHECKS[family](dtype, device)), (), device)
+    # Kernels of PyTorch alone cast tensors, also where there is no Triton.
+    if family != "casts":
+        compile_kernels(lambda _: list(CHECKS[family](dtype, device)), (), device)
 
 
 def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 
 from ... import _backend, _torch
-from .checks import WrongResult, compare, compile_first
+from .checks import INSTEAD, WrongResult, compare, compile_first
 
 MORE = "python -m fusedseg doctor --gpu"
 REPORT = f"{MORE} --json fusedseg.json"
 TEXT_LENGTH = 300
+ATEN = "PyTorch's own ops take their place"
 
 
 class SelfTestResult(NamedTuple):
@@ -164,10 +165,11 @@ def short(dtype: torch.dtype) -> str:
 
 def message(family: str, dtype: torch.dtype, device: torch.device, result: SelfTestResult) -> str:
     """The warning about a failure: what failed, what happens now, how to see more, and what to attach to a report."""
+    what, instead = ("calls", INSTEAD[family]) if family in INSTEAD else ("Triton kernels", ATEN)
     return (
-        f"fusedseg: the Triton kernels of '{family}' in {short(dtype)} failed their self-test on "
-        f"{model_of(device)}, {result.kind}: {result.text}. PyTorch's own ops take their place, so results are "
-        f"right, and training is slower. `{MORE}` shows more and tests again. Please report this, and attach the file "
+        f"fusedseg: the {what} of '{family}' in {short(dtype)} failed their self-test on "
+        f"{model_of(device)}, {result.kind}: {result.text}. {instead}, so results are right, and "
+        f"training is slower. `{MORE}` shows more and tests again. Please report this, and attach the file "
         f"that `{REPORT}` writes. FUSEDSEG_SELF_TEST=0 runs the kernels without this test."
     )
 

@@ -1,0 +1,64 @@
+"""Casts of many tensors, and many vectors of zeros, in one call each, for the code of compiled graphs.
+
+PyTorch's kernels for many tensors serve dozens of them in one launch.  The memory of the results is allocated without
+the dispatcher.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _backend, _torch
+from .replay import Allocation
+
+Forms = tuple[Allocation, ...]
+
+
+def allocated(forms: Forms, device: torch.device, in_test: bool = False) -> list[Tensor] | None:
+    """Memory for tensors in one call; None if each tensor must be a call of its own.
+
+    It must if a mode must see calls, if another GPU is the current one, or if the self-test has failed.  The zeros do
+    not share memory: PyTorch's trees of CUDA graphs make tensors that do anew in each replay.
+    """
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    if not here or (_torch.len_torch_dispatch_stack() and _torch.is_seen()):
+        return None
+    # A lookup takes less time than a call.
+    if not (in_test or _backend.proven.get(("casts", device)) or _backend.proves("casts", device)):
+        return None
+    return list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
+
+
+@dataclass(frozen=True)
+class Casts:
+    """``casts(*tensors)``: the tensors in the dtypes of ``forms``."""
+
+    forms: Forms
+    device: torch.device
+    # Generated code takes its names from the names of functions.
+    __name__ = "casts"
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        made = None if isinstance(tensors[0], _torch.FakeTensor) else allocated(self.forms, self.device)
+        if made is None:
+            return [t.to(form.dtype) for t, form in zip(tensors, self.forms, strict=True)]
+        _torch.foreach_copy(made, tensors)
+        return made
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """``zeros()``: vectors of zeros of these ``forms``."""
+
+    forms: Forms
+    device: torch.device
+    __name__ = "zeros"
+
+    def __call__(self) -> list[Tensor]:
+        made = allocated(self.forms, self.device)
+        if made is None:
+            return [torch.zeros(size, dtype=dtype, device=self.device) for size, _, dtype in self.forms]
+        _torch.foreach_zero(made)
+        return made
