@@ -3,8 +3,9 @@
 The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
 op keeps x and the statistics, and backward computes its output again from them where it reads that.
 
-``rewrite`` finds the calls, and puts ``of_stock`` in the place of each.  What ``of_stock`` computes is decided when
-AOTAutograd runs it on tensors without values: the op, or else the functions that were captured.
+``rewrite`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts ``of_stock``
+in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the op, or else
+the functions that were captured.
 """
 
 import operator
@@ -33,8 +34,8 @@ from .dead_bias import move_op
 class How(NamedTuple):
     """What a backend wants of norms.  These are the last arguments of both ops.
 
-    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
-        kernel serves them, and where they would be in the op alone.
+    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where they would
+        be in the op alone.
     whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
         y > 0 is answered in forward.
     for_gpu: the graph is that of a GPU, wherever its tensors are.
@@ -296,11 +297,14 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
 
 
 def _may_be_served(x: Tensor | None, how: How) -> bool:
-    """Whether kernels of Triton serve a norm of ``x``.  Where they do not, PyTorch's kernels are the fastest.
+    """Whether the op may compute a norm of ``x``: where Triton does not serve it, PyTorch's kernels take less time.
 
-    Rounded inputs ask for a norm apart, which a compiler fuses with what is before and after it.
+    But rounded inputs need statistics of their own, apart from those of forward, unless a compiler fuses the norm.
     """
-    return x is not None and (how.whole or not how.fuses) and (how.for_gpu or _backend.takes_triton(x.device))
+    if x is None:
+        return False
+    kernels = how.for_gpu or _backend.takes_triton(x.device)
+    return (kernels and how.whole) or not (how.fuses or how.whole)
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:

@@ -76,7 +76,9 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     # over what it reads of the activation too.
     exchanged = row_of(node).commutative and len(node.args) == 2 and not node.kwargs
     result = first_result(node)
-    given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + (exchanged or node.target in GRADIENTS)]
+    given = (
+        node.args[1:] if node.target is aten.where.self else node.args[: 1 + (exchanged or node.target in GRADIENTS)]
+    )
     if result is None:
         # Nobody reads the first result.
         return []
