@@ -58,8 +58,7 @@ def test_saved_bytes_of_a_network():
 @pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.2), (torch.float16, 1.4)], ids=["fp32", "fp16"])
 def test_backward_holds_one_tensor_beyond_dz(norm, shape, fmt, dtype, most):
-    """That is dx.  Backward works in tiles of a sixteenth of the tensor, or of 2^18 elements; three or four are alive at
-    a time, in fp32.
+    """That is dx.  Tiles of backward have a sixteenth of the tensor or 2^18 elements; a few are alive at once, in fp32.
 
     Once a tile was two channels at least, and in channels_last the whole tensor.
     """
