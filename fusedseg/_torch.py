@@ -11,6 +11,7 @@ Names of modules that ``import torch`` does not load, such as the compiler, are 
 classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documentation, and are no part of this file.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -349,6 +350,26 @@ def inductor_problem() -> str:
     except Exception as error:
         return f"there is no C++ compiler ({type(error).__name__})"
     return ""
+
+
+@functools.cache
+def read_after_writes() -> None:
+    """Lets code of Inductor for a CPU read memory after what has been written there, as PyTorch 2.14 does by itself.
+
+    Inductor gives memory a new name with each write, such as a draw of ``bernoulli_``, and readers wait for the name
+    that they read.  Before 2.14, a reader whose loops are changed to fit those of another kernel got the first name
+    back: it read the memory before the draw, in stock ``torch.compile`` too.
+    """
+    node = _find("torch._inductor.scheduler.SchedulerNode")
+    changed = getattr(node, "recompute_size_and_body", None)
+    if changed is None:
+        return
+
+    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> None:
+        changed(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = recompute_size_and_body
 
 
 def decomposition(op: object) -> Any:
