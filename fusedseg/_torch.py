@@ -11,6 +11,7 @@ Names of modules that ``import torch`` does not load, such as the compiler, are 
 classes of stock modules (``_BatchNorm``) stand beside them in PyTorch's documentation, and are no part of this file.
 """
 
+import functools
 import importlib
 import inspect
 import sys
@@ -361,6 +362,26 @@ def inductor_problem() -> str:
     return ""
 
 
+@functools.cache
+def read_after_writes() -> None:
+    """Lets code of Inductor for a CPU read memory after what has been written there, as PyTorch 2.14 does by itself.
+
+    Inductor gives memory a new name with each write, such as a draw of ``bernoulli_``, and readers wait for the name
+    that they read.  Before 2.14, a reader whose loops are changed to fit those of another kernel got the first name
+    back: it read the memory before the draw, in stock ``torch.compile`` too.
+    """
+    node = _find("torch._inductor.scheduler.SchedulerNode")
+    changed = getattr(node, "recompute_size_and_body", None)
+    if changed is None:
+        return
+
+    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> None:
+        changed(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = recompute_size_and_body
+
+
 def decomposition(op: object) -> Any:
     """The function by which the compiler writes an op as simpler ones; None if it has none."""
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)
@@ -403,6 +424,14 @@ def known(answer: object) -> bool:
     """Whether a question about symbolic sizes has the answer True for all of them; no guard is added."""
     path = "torch.fx.experimental.symbolic_shapes.statically_known_true"
     return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
+
+
+def depends_on_data(*tensors: torch.Tensor) -> bool:
+    """Whether a size depends on values, as the rows of ``x[mask]`` do.
+
+    Such a symbol has no example, and each question about it that is not ``known`` would raise an error.
+    """
+    return any(not isinstance(n, int) and not n.node.has_hint() for t in tensors for n in t.shape)
 
 
 def changes_grad_mode(node: torch.fx.Node) -> bool:

@@ -165,6 +165,7 @@ def _inductor(
     from .partition import Partition
 
     parts = _torch.compiler_parts()
+    _torch.read_after_writes()
     own = {"joint_custom_pre_pass": BeforeOthers(settings), "post_grad_custom_pre_pass": WeightsAsTheyAre()}
     patches = {**own, **settings.inductor}
     if settings.cudagraphs:
