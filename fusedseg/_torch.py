@@ -416,6 +416,14 @@ def known(answer: object) -> bool:
     return answer if isinstance(answer, bool) else later(path, "the compiler backend")(answer)
 
 
+def depends_on_data(*tensors: torch.Tensor) -> bool:
+    """Whether a size depends on values, as the rows of ``x[mask]`` do.
+
+    Such a symbol has no example, and each question about it that is not ``known`` would raise an error.
+    """
+    return any(not isinstance(n, int) and not n.node.has_hint() for t in tensors for n in t.shape)
+
+
 def changes_grad_mode(node: torch.fx.Node) -> bool:
     """Whether a call of a captured graph switches gradients on or off for what follows."""
     target = node.target

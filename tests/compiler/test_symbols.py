@@ -107,3 +107,37 @@ def test_blocks_of_other_channels_after_a_graph_break():
     net = Net().double()
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     check(net, compiled(net, budget=0.3), [(x,)])
+
+
+# Each reads rows of an image, whose number depends on a mask.
+OF_ROWS = {
+    "max-pool": lambda rows: F.max_pool2d(rows, 2),
+    "max-pool of volumes": lambda rows: F.max_pool3d(rows.unflatten(2, (2, 16)), 2),
+    "group norm": lambda rows: F.gelu(F.group_norm(rows, 2)),
+    "instance norm": lambda rows: F.instance_norm(rows).relu(),
+    "interpolation": lambda rows: F.interpolate(rows, scale_factor=2.0, mode="bilinear"),
+    "dropout": lambda rows: F.dropout(F.silu(rows), 0.0),
+}
+WAYS = {"exact": {}, "budget": {"budget": 0.5}, "bits": {"bits": 8}, "layout": {"memory_format": torch.channels_last}}
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_sizes_that_depend_on_data(name, way):
+    """The bug: pools and norms of ``x[mask]``, and with bits all packed tensors, raised an error about such a size."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.SiLU()).double()
+    image, mask = torch.randn(4, 2, 32, 32, dtype=torch.float64), torch.tensor([True, False, True, True])
+
+    def program(x, mask):
+        return OF_ROWS[name](net(x)[mask])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(program, backend="fusedseg", options={"codegen": "aten", **WAYS[way]})
+        found, wanted = (
+            torch.autograd.grad(call(image, mask).square().mean(), [*net.parameters()]) for call in (run, program)
+        )
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= (0.05 if way == "bits" else 1e-9) * other.norm()

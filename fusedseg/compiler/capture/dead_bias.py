@@ -53,7 +53,7 @@ def _given(node: fx.Node) -> _Given | None:
     x = captured_value_of(given["input"])
     if x is None or (stock.own and given[stock.own] is not True):
         return None
-    if stock.kind == "group" and x.shape[1] != given["num_groups"]:
+    if stock.kind == "group" and not _torch.known(x.shape[1] == given["num_groups"]):
         return None
     return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
 

@@ -214,7 +214,7 @@ def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     kernels = _backend.takes_triton(x.device)
     if how.fuses and not (kernels and how.whole):
         return False
-    if x.dtype not in ACTIVATION_DTYPES or not is_in_a_dense_format(x) or x.dim() < 2:
+    if x.dtype not in ACTIVATION_DTYPES or x.dim() < 2 or _torch.depends_on_data(x) or not is_in_a_dense_format(x):
         return False
     if any(n == 0 for n in x.shape if isinstance(n, int)):
         return False

@@ -110,7 +110,8 @@ def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def max_pool(input: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:  # noqa: A002
         trained = torch.is_grad_enabled() and input.requires_grad
-        found = pools.of_stock(dims, input, args, kwargs) if trained else None
+        served = trained and not _torch.depends_on_data(input)
+        found = pools.of_stock(dims, input, args, kwargs) if served else None
         if found is None:
             return stock(input, *args, **kwargs)
         x, pool = found

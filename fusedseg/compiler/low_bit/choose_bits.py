@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from ... import _torch
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
 from ...ops.max_pool.op import max_pool_op
 from ..graph import (
@@ -73,7 +74,7 @@ class Rounded:
 def _has_size(node: fx.Node) -> bool:
     """Whether a kept result of forward is large, and lies in memory without gaps."""
     large = node.op == "call_function" and is_tensor(node) and size_of(node) >= FEWEST_VALUES
-    return large and is_dense(value_of(node))
+    return large and not _torch.depends_on_data(value_of(node)) and is_dense(value_of(node))
 
 
 def _positions(node: fx.Node) -> int:

@@ -118,6 +118,8 @@ def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
     if not _may_pass_on(node):
         return []
     found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() in dims]
+    if _torch.depends_on_data(*map(value_of, found), *tensors_of(node)):
+        return []
     results = [t for t in tensors_of(node) if t.dim() in dims and t.numel()]
     row = row_of(node)
     if row.images:
