@@ -33,7 +33,7 @@ class MetaTensor(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         made = super().__torch_function__(func, types, args, kwargs)
         if isinstance(made, cls):
-            made.__dict__ = dict(next(x.__dict__ for x in args if isinstance(x, cls)))
+            made.__dict__ = dict(next(x.__dict__ for x in _torch.tree_leaves(args) if isinstance(x, cls)))
         return made
 
 
@@ -41,7 +41,9 @@ class MetaTensor(torch.Tensor):
 def meta_tensor(monkeypatch):
     """The class of a fresh stand-in for MONAI."""
     made = types.ModuleType("a stand-in")
-    made.MetaTensor = type("MetaTensor", (MetaTensor,), {"__torch_function__": MetaTensor.__dict__["__torch_function__"]})
+    made.MetaTensor = type(
+        "MetaTensor", (MetaTensor,), {"__torch_function__": MetaTensor.__dict__["__torch_function__"]}
+    )
     monkeypatch.setitem(sys.modules, "monai.data.meta_tensor", made)
     return made.MetaTensor
 
