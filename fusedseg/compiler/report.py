@@ -90,8 +90,8 @@ class Graph:
             share = f"; {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
             yield f"  recomputed         in {names}{more}{share}"
         if self.symbolic:
-            yield "  several sizes      counted at those of the capture. It computes in the model's memory format, and calls"
-            yield "                     each kernel by itself; dynamic=False makes a graph for each size instead."
+            yield "  several sizes      counted at those of the capture. It computes in the model's memory format, and"
+            yield "                     calls each kernel by itself; dynamic=False makes a graph for each size instead."
         if self.unpacked:
             yield "  bits               not used: the step would keep more, or peak higher, with them"
         if self.ends:
