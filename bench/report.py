@@ -236,7 +236,7 @@ def front_of(files: Files) -> list[str]:
 
 
 def report_lines(files: Files) -> list[str]:
-    lines = [*machine_lines(files), "", *front_of(files)]
+    lines = [f"Measured with {machine_lines(files)[0]}.", "", *front_of(files)]
     gpus = [content["machine"].get("gpu", "") for content in files.values()]
     if any(name in gpu for name in GOALS_OF for gpu in gpus):
         lines += [*goal_lines(goals.judge(files)), ""]

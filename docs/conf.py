@@ -43,6 +43,7 @@ if REPOSITORY:
 html_sidebars = {"**": ["globaltoc.html"]}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = [("scroll.js", {"defer": "defer"})]
 
 
 # What may change with each minor version (docs/stability.md).  A name stands for its members too.  Every other name of

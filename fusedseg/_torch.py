@@ -469,8 +469,8 @@ def compiles_for_fusedseg(frame: Any) -> bool:
     return getattr(compiler, "__module__", "") == "fusedseg.compiler.backend"
 
 
-class _AtTheEnd(list):
-    """Functions that PyTorch calls when a compilation ends; the first one stays when all are taken away.
+class _Lasting(list):
+    """Functions that PyTorch calls when a compilation begins or ends; the first one stays when all are taken away.
 
     ``torch._dynamo.reset()`` takes them away, and tells a backend nothing of it.
     """
@@ -479,11 +479,15 @@ class _AtTheEnd(list):
         del self[1:]
 
 
-def call_at_the_end(function: Callable[..., None]) -> None:
-    """Lets PyTorch call a function at the end of each compilation, where ``sys.exc_info()`` has the error, if any."""
+def call_around(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Lets PyTorch call a function before each compilation, and another one at its end.
+
+    At the end ``sys.exc_info()`` has the error, if any.
+    """
     handler = later("torch._dynamo.callback.callback_handler", "the compiler backend")
     if hasattr(handler, "end_callbacks"):
-        handler.end_callbacks = _AtTheEnd([function, *handler.end_callbacks])
+        handler.start_callbacks = _Lasting([before, *handler.start_callbacks])
+        handler.end_callbacks = _Lasting([after, *handler.end_callbacks])
 
 
 def python_dispatcher() -> Any:

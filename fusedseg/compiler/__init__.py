@@ -6,10 +6,11 @@ from .backend import backend
 from .estimate import NotCompiled, estimate
 from .module_errors import name_module
 from .report import Graph, Report, report
+from .subclasses import trace_meta_tensors
 
 __all__ = ["Graph", "NotCompiled", "Report", "backend", "estimate", "report"]
 
-_torch.call_at_the_end(name_module)
+_torch.call_around(trace_meta_tensors, name_module)
 
 
 def __dir__() -> list[str]:

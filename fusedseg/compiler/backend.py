@@ -12,6 +12,7 @@ from torch import fx
 
 from .. import _torch
 from ..progress import Progress
+from . import subclasses
 from .capture import passes
 from .graph import twin_of
 from .report import note_codegen, note_moved, noting, remember
@@ -47,13 +48,17 @@ def backend(
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
     with noting(module, example_inputs) as noted, Progress(f"{OP}: {noted[0].calls} calls", QUIET_SECONDS) as progress:
+        places = subclasses.places_of(example_inputs)
+        inputs = subclasses.without_classes(module, example_inputs, places)
 
         def compiled(module: fx.GraphModule, settings: Settings) -> Any:
             note_codegen(settings.codegen or "aten")
             compiler = _inductor if settings.fused_code else _aten
-            return compiler(module, example_inputs, settings, mode, progress)
+            return compiler(module, inputs, settings, mode, progress)
 
         run = with_least_traffic(module, settings, compiled)
+    if places:
+        run = subclasses.unwrapping(run, places)
     remember(run, *noted)
     return run
 

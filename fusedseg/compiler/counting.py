@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ..memory.meter import Course, key_of
 from ..memory.workspaces import copies_of
-from .graph import flops_of, following, outputs_of, tensors_of
+from .graph import flops_of, following, hint_of, outputs_of, tensors_of
 from .plan import keep, peak, schedule
 
 Parts = tuple[fx.GraphModule, fx.GraphModule]
@@ -56,8 +57,13 @@ def module_of(node: fx.Node) -> Module:
     return Module(name, kind if isinstance(kind, str) else kind.__name__)
 
 
-def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course]:
-    """The bytes of forward and backward, and their course.
+# What is alive at the peak, and its bytes.
+Peak = Mapping[str, int]
+KEPT, GRADIENTS, REST = "kept", "gradients of parameters", "in use there"
+
+
+def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course, Peak]:
+    """The bytes of forward and backward, their course, and what is alive at the peak.
 
     Args:
         parts: the graph of forward, whose first ``outputs`` results are those of the model, and that of backward.
@@ -67,15 +73,24 @@ def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course]:
     forward, backward = (_alive(part, fused) for part in parts)
     kept = sum(kept_by_module(parts[0], outputs).values())
     needs = Bytes(kept, max(forward.peak, backward.peak), max(forward.with_workspaces, backward.with_workspaces))
-    return needs, (forward.course, backward.course)
+    name, top = (GRADIENTS, backward) if backward.peak >= forward.peak else (KEPT, forward)
+    at_peak = Counter({KEPT: top.given})
+    at_peak[name] += top.returned
+    at_peak[REST] = max(0, top.peak - top.given - top.returned)
+    return needs, (forward.course, backward.course), at_peak
 
 
 class _Alive(NamedTuple):
-    """The most bytes of tensors of a graph, the most with workspaces, and the bytes at each call."""
+    """The most bytes of tensors of a graph, and the most with workspaces, and the bytes at each call.
+
+    given, returned: the bytes at the peak that the graph is given, and those that it returns.
+    """
 
     peak: int
     with_workspaces: int
     course: list[int]
+    given: int
+    returned: int
 
 
 def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
@@ -83,13 +98,28 @@ def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
     alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
     most = alive.most_with(lambda node: estimated_workspace(node, fused))
     calls = zip(alive.places, alive.bytes_at, strict=True)
-    return _Alive(alive.peak[0], most, [nbytes for step, nbytes in calls if step.node.op == "call_function"])
+    course = [nbytes for step, nbytes in calls if step.node.op == "call_function"]
+    there = [step for step, place in alive.places.items() if step.first is step and place <= alive.top]
+    there = [step for step in there if alive.last[step] >= alive.top and step not in alive.inlined]
+    given = [step for step in there if step.node.op == "placeholder"]
+    now = list(alive.places)[alive.top]
+    end = next(step for step in alive.places if step.node.op == "output")
+    # Each of several results of a call has a step of its own, right after it.
+    made = [step for step in alive.places if step.node.target is operator.getitem and now in step.reads]
+    returned = {read.first for read in end.reads}.intersection((*there, *made)).difference(given)
+    return _Alive(alive.peak[0], most, course, *(sum(step.nbytes for step in of) for of in (given, returned)))
 
 
 def estimated_workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
     images = peak.images_of(node)
-    return copies_of(t for image in images for t in tensors_of(image)) if images else peak.workspace(node, fused)
+    tensors = (_with_numbers(t) for image in images for t in tensors_of(image))
+    return copies_of(tensors) if images else peak.workspace(node, fused)
+
+
+def _with_numbers(t: Tensor) -> Tensor:
+    """A tensor without values whose sizes are numbers."""
+    return torch.empty_strided([*map(hint_of, t.shape)], [*map(hint_of, t.stride())], dtype=t.dtype, device="meta")
 
 
 def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:
@@ -134,5 +164,5 @@ def _storages(nodes: Sequence[object]) -> dict[int, tuple[int, fx.Node]]:
     for node in made:
         for t in tensors_of(node):
             if key_of(t) not in given:
-                found.setdefault(key_of(t), (t.untyped_storage().nbytes(), node))
+                found.setdefault(key_of(t), (hint_of(t.untyped_storage().nbytes()), node))
     return found

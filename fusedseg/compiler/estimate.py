@@ -169,7 +169,7 @@ class _Divisions:
         stock = _by_budget(1.0, joint, joint_inputs, **options)
         if fused:
             # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
-            bytes_of_stock, _ = counting.bytes_of(stock, options["num_fwd_outputs"], fused=True)
+            bytes_of_stock, *_ = counting.bytes_of(stock, options["num_fwd_outputs"], fused=True)
             for of in self._found:
                 of[-1][0].stock = bytes_of_stock
         return stock

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from ..memory.fake import fake_mode
 from ..memory.meter import measure
 from .counting import GIVEN, MODEL, Bytes, Course, Module, module_of
-from .graph import twin_of
+from .graph import hint_of, twin_of
 
 
 class Captured:
@@ -84,6 +84,8 @@ class InputWithoutValues(NamedTuple):
 
 
 def _without_values(value: object) -> object:
+    if isinstance(value, torch.SymInt):
+        return hint_of(value)
     if not isinstance(value, Tensor):
         return value
     shape, stride = tuple(value.shape), tuple(value.stride())

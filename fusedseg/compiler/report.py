@@ -44,7 +44,8 @@ class Graph:
         repeated: the arithmetic of compute-intensive ops that backward recomputes, as a share of forward's.
         returned: the bytes that the graph returns.
         gradients: the bytes of the gradients that its backward returns.
-        symbolic: whether it serves several sizes, so that its bytes are not counted.
+        at_peak: what the peak of ``ours`` consists of, in bytes.
+        symbolic: whether it serves several sizes; its bytes are those of the sizes at which it was captured.
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
         codegen: who has generated its code.
         moved: the bytes that kernels of both codegens would move, if they have decided; None if the options have.
@@ -64,6 +65,7 @@ class Graph:
     repeated: float = 0.0
     returned: int = 0
     gradients: int = 0
+    at_peak: Mapping[str, int] = field(default_factory=dict)
     symbolic: bool = False
     ends: str = ""
     codegen: str = ""
@@ -73,8 +75,6 @@ class Graph:
     def lines(self) -> Iterator[str]:
         if not self.trained:
             yield "  runs without a backward, and keeps nothing"
-        elif self.symbolic:
-            yield "  serves several sizes, so its bytes are not counted"
         elif self.eager is None or self.ours is None:
             yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
         else:
@@ -82,12 +82,16 @@ class Graph:
             for place, label in enumerate(labels):
                 stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
                 yield change_text(label, self.eager[place], self.ours[place]) + stock
+            yield "  the peak is        " + ", ".join(f"{text_of(n)} {what}" for what, n in self.at_peak.items() if n)
         if self.recomputed:
             most = sorted(self.recomputed.items(), key=lambda row: -row[1])
             names = ", ".join(name if name == MODEL.name else f"{count} {name}" for name, count in most[:MOST_NAMES])
             more = f" and {len(most) - MOST_NAMES} other classes" if len(most) > MOST_NAMES else ""
             share = f"; {self.repeated:.1%} of forward's arithmetic" if self.repeated else ""
             yield f"  recomputed         in {names}{more}{share}"
+        if self.symbolic:
+            yield "  several sizes      counted at those of the capture. It computes in the model's memory format, and"
+            yield "                     calls each kernel by itself; dynamic=False makes a graph for each size instead."
         if self.unpacked:
             yield "  bits               not used: the step would keep more, or peak higher, with them"
         if self.ends:
@@ -337,10 +341,7 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
     if graph is None:
         return
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
-    if graph.symbolic:
-        # Comparing symbolic sizes would make guards of them.
-        return
-    graph.ours, graph.ours_course = counting.bytes_of(parts, outputs, fused)
+    graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, fused)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
     graph.repeated = counting.repeated(parts)
     graph.returned = counting.returned_bytes(parts[0], outputs)
