@@ -194,5 +194,5 @@ class _Fused:
                     reads[root] = max(reads.get(root, 0), _read_bytes(source, self._roots))
             written |= reads.keys()
             total += sum(reads.values()) if kernel.size else 0
-        fused = (root for root in written if (kernel := self._kernel_of(root)) is not None and kernel.size)
-        return total + sum(map(nbytes_of, fused))
+        made = (root for root in written if (maker := self._kernel_of(root)) is not None and maker.size)
+        return total + sum(map(nbytes_of, made))

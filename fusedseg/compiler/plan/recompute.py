@@ -193,8 +193,8 @@ def _batch_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node])
     eps = given["eps"] if "eps" in given else given["epsilon"]
     x = given["input"]
     exact = {1, 2} <= set(items) and value_of(items[1]).dtype == wide_dtype(value_of(x).dtype)
-    statistics = (items[1], items[2]) if exact else (None, None)
-    norm = BatchNorm(x, given["weight"], given["bias"], *statistics, eps)
+    mean, rstd = (items[1], items[2]) if exact else (None, None)
+    norm = BatchNorm(x, given["weight"], given["bias"], mean, rstd, eps)
     return norm if given["training"] is True else None
 
 

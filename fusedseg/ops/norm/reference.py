@@ -419,8 +419,11 @@ def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
         return None
     channels = min(C, max(1, TILE_PLANES // least) * unit)
     samples = min(N, max(samples, TILE_PLANES // (C * S))) if channels == C else samples
-    steps = (range(0, N, samples), samples), (range(0, C, channels), channels)
-    return [(*nc, slice(None)) for nc in product(*([slice(k, k + n) for k in at] for at, n in steps))]
+    ranges = (
+        [slice(n, n + samples) for n in range(0, N, samples)],
+        [slice(c, c + channels) for c in range(0, C, channels)],
+    )
+    return [(n, c, slice(None)) for n, c in product(*ranges)]
 
 
 def _groups(C: int, norm: Norm) -> int:
