@@ -110,6 +110,7 @@ def _inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
     from .codegen.inductor import BeforeOthers, WeightsAsTheyAre
+    from .low_bit.branches import whole_activations
     from .partition import Partition
 
     parts = _torch.compiler_parts()
@@ -121,7 +122,10 @@ def _inductor(
         patches = {**parts.list_mode_options(mode), **patches}
     patches["custom_partitioner_fn"] = Partition(settings)
     progress.update("Inductor traces and compiles forward and backward")
-    return parts.compile_fx(passes.rewrite(module, settings), example_inputs, config_patches=patches)
+    table = None if settings.bits is None else whole_activations()
+    return parts.compile_fx(
+        passes.rewrite(module, settings), example_inputs, config_patches=patches, decompositions=table
+    )
 
 
 def _reset() -> None:

@@ -110,13 +110,16 @@ def estimate_ways(
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
     from .capture import passes
+    from .low_bit.branches import whole_activations
 
     parts = compiler_parts()
 
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
-    options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
+    options: dict[str, Any] = {}
+    if asked.fused_code:
+        options["decompositions"] = parts.decompositions() if asked.bits is None else whole_activations()
     compiler = parts.aot_autograd(
         fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.divide, keep_inference_input_mutations=True,
         **options,

@@ -389,11 +389,11 @@ _EXACT = (
 _WRITTEN = (
     *_each(EXACT, "erf", "sin", "cos"),
     *_each(EXACT, "_softmax", bounded=True, poles=True),
-    # The result of a softmax is never packed.
     *_each(
-        SLOPE, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward",
-        "_softmax_backward_data", cheap=False,
+        SLOPE, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward", cheap=False,
     ),
+    # The result of a softmax is never packed.
+    *_each(FIRST, "_softmax_backward_data", cheap=False),
     OpRow("abs", FOLLOWS, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
     OpRow("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),

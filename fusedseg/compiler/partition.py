@@ -13,6 +13,7 @@ from .. import _torch
 from .codegen.inductor import FILES
 from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
+from .low_bit.branches import write_activations
 from .plan import eager_mode, keep, schedule
 from .report import note_after
 from .rewrite import channels_last, one_channel, simplify
@@ -39,6 +40,10 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         one_channel.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
+        if self.settings.bits is not None and self.settings.fused_code:
+            for part in (forward, backward):
+                write_activations(part.graph)
+                part.recompile()
         schedule.rewrite(backward, decision.goal, self.settings.fused_code)
         note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward

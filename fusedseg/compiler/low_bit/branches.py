@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
 from ..graph import calls_view, is_op, is_tensor, items_of, op_of, row_of, splice, value_of
+from ..op_table import OF_OP, SLOPE, UNKNOWN, OpRow
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -20,9 +21,26 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes
 
 
-def pointwise_chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
+def whole_activations() -> dict[Any, Any]:
+    """Inductor's table of decompositions without those of activations that may read packed values."""
+    table = _torch.compiler_parts().decompositions()
+    return {op: function for op, function in table.items() if _row_of(op).reads != SLOPE}
+
+
+def _row_of(op: Any) -> OpRow:
+    return OF_OP.get(op._schema.name.removeprefix("aten::"), UNKNOWN)
+
+
+def write_activations(graph: fx.Graph) -> None:
+    """Writes such activations as Inductor would have."""
+    table = _torch.compiler_parts().decompositions()
+    for node in [node for node in graph.nodes if row_of(node).reads == SLOPE]:
+        write_pointwise_chain(graph, node, table.get(node.target))
+
+
+def pointwise_chain_of(graph: fx.Graph, node: fx.Node, function: Any = None) -> list[fx.Node] | None:
     """The results of a node computed by a pointwise chain of simpler nodes right before it; None if none is known."""
-    function = row_of(node).pieces or _torch.decomposition(node.target)
+    function = function or row_of(node).pieces or _torch.decomposition(node.target)
     sources = node.all_input_nodes
     values = [value_of(source) for source in sources]
     mode = next((v.fake_mode for v in values if isinstance(v, _torch.FakeTensor)), None)
@@ -41,9 +59,9 @@ def pointwise_chain_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     return splice(graph, traced.graph, sources, node)
 
 
-def write_pointwise_chain(graph: fx.Graph, node: fx.Node) -> bool:
-    """Writes an op of backward as a pointwise chain, if there is one; forward can answer the predicates of that."""
-    chain = pointwise_chain_of(graph, node)
+def write_pointwise_chain(graph: fx.Graph, node: fx.Node, function: Any = None) -> bool:
+    """Writes an op as a pointwise chain, if there is one; forward can answer the predicates of that of backward."""
+    chain = pointwise_chain_of(graph, node, function)
     if chain is None:
         return False
     if len(chain) == 1 and is_tensor(node):

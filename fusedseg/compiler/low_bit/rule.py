@@ -18,16 +18,18 @@ known exactly.  So |v~ - v| <= a h for a copy v, where h are steps of its roots,
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
 from ..graph import (
     SMALL,
     Joint,
     calls_view,
+    hint_of,
     hinted,
     is_op,
     is_tensor,
@@ -39,7 +41,7 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import EXACT, FACTOR, FIRST, FOLLOWS, NORM, ROWS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -93,26 +95,40 @@ def varying(factor: Any, value: Tensor) -> set[int]:
     return {place + missing for place, (size, stride) in enumerate(sizes) if size != 1 and stride != 0}
 
 
-def unit_of(root: Tensor, value: Tensor, varies: Iterable[int]) -> str | None:
-    """The unit of the groups of a root in which nothing varies that varies along these dimensions of an affine copy.
-
-    None: there is no such unit.
-    """
-    root, value = hinted(root), hinted(value)
-    last, plane = max(varies, default=-1), 2 if root.dim() > 2 else 1
-    if last < 0:
-        return ""
-    shapes = [(t.shape[0], *t.shape[2:]) for t in (root, value) if t.dim() > 1]
-    rows = root.dim() > 2 and not root.is_contiguous()
-    if root.dim() == value.dim() > 1 and shapes[0] == shapes[1] and rows != value.is_contiguous():
-        if set(varies) == {1}:
-            return "batch"
-        if rows:
-            return "plane" if last < plane else None
-    if root.dim() < 2 or not root.is_contiguous() or not value.is_contiguous():
+def run_of(value: Tensor) -> int | None:
+    """How many adjacent values a plane has, or a row of N x C values; 0 if channels are adjacent, None if nothing is."""
+    value = hinted(value)
+    if value.dim() < 2:
+        return value.numel()
+    if layout_of(value) is None:
         return None
-    # Both lie in memory in the same order.
-    return "plane" if value[(0,) * (last + 1)].numel() % root[(0,) * plane].numel() == 0 else None
+    return value[(0,) * min(2, value.dim() - 1)].numel() if value.is_contiguous() else 0
+
+
+class Affine(NamedTuple):
+    """A copy that is a sum of roots with a factor for each group.
+
+    run: how many adjacent values follow a plane of each root (``run_of``).
+    units: for each root the unit of groups that the factors need.
+    """
+
+    run: int
+    units: dict[fx.Node, str]
+
+    def unit(self, root: fx.Node, value: Tensor, varies: set[int]) -> str | None:
+        """The unit of groups of a root in which nothing varies that varies along these dimensions of the copy.
+
+        None: there is no such unit.
+        """
+        value, last = hinted(value), max(varies, default=-1)
+        of = value_of(root)
+        planes = value.dim() == of.dim() > 1 and hint_of(of.shape[0]) == value.shape[0] and run_of(value) == self.run
+        if last < 0 or (planes and varies == {1}):
+            return "" if last < 0 else "batch"
+        if self.run == 0:
+            return "plane" if planes and last < 2 else None
+        constant = value[(0,) * (last + 1)].numel() if value.is_contiguous() else 1
+        return "plane" if constant % self.run == 0 else None
 
 
 class Rule:
@@ -134,8 +150,7 @@ class Rule:
         self.joint, self.found, self.rounded, self.stuck = joint, found, rounded, stuck
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
-        # For each affine copy the units that its roots need for that.
-        self.affine: dict[fx.Node, dict[fx.Node, str]] = {}
+        self.affine: dict[fx.Node, Affine] = {}
         # For each gradient the roots that have brought an error since the last end, and those with unsteady factors.
         self.noise: dict[fx.Node, set[fx.Node]] = {}
         self.unsteady: set[fx.Node] = set()
@@ -150,9 +165,11 @@ class Rule:
     def _visit(self, node: fx.Node) -> set[fx.Node]:
         if node in self.rounded.bits:
             self.roots[node] = {node}
-            self.affine[node] = {node: ""}
+            if (run := run_of(value_of(node))) is not None:
+                self.affine[node] = Affine(run, {node: ""})
             return set()
-        if not (node in self.found.recomputed or node in self.own) or not tensors_of(node) or reads_size_alone(node):
+        needed = node in self.own or (node in self.found.recomputed and node in self.found.readers)
+        if not needed or not tensors_of(node) or reads_size_alone(node):
             return set()
         if node in self.joint.backward:
             return self._gradient(node)
@@ -214,38 +231,49 @@ class Rule:
     def _take(self, copy: fx.Node, factor: Any, product: fx.Node) -> bool:
         """Whether a copy is affine, and one number of a factor of it, or of the statistics of a norm, is for each group
         of its roots, which get units for that."""
-        value, needed = value_of(product), {}
-        for root, before in self.affine.get(copy, {}).items():
-            varies = norm_varies(factor, value) if is_norm(factor) else varying(factor, value)
-            unit = unit_of(value_of(root), value, varies)
+        if copy not in self.affine:
+            return False
+        value, needed = value_of(product), dict[fx.Node, str]()
+        varies = norm_varies(factor, value) if is_norm(factor) else varying(factor, value)
+        for root, before in self.affine[copy].units.items():
+            unit = self.affine[copy].unit(root, value, varies)
             if unit is None or not self._can_have(root, max(before, unit)):
                 return False
             needed[root] = max(before, unit)
-        for root, unit in needed.items():
+        self._need(needed)
+        return True
+
+    def _need(self, units: dict[fx.Node, str]) -> None:
+        for root, unit in units.items():
             self.rounded.units[root] = max(unit, self.rounded.units.get(root, ""))
-        return bool(needed)
 
     def _can_have(self, root: fx.Node, unit: str) -> bool:
         """Whether groups can have this unit too: those of N x C values are rows or columns."""
         return value_of(root).dim() != 2 or {unit, self.rounded.units.get(root, "")} != {"batch", "plane"}
 
     def _note_affine(self, node: fx.Node, copies: list[fx.Node]) -> None:
-        """Notes a copy that has a factor and a summand for each group of its root, or parts that do."""
+        """Notes a sum of affine copies, or one with a factor for each group; pools and interpolations are sums too."""
         if not all(copy in self.affine for copy in copies):
             return
-        value, source = value_of(node), value_of(copies[0])
-        if name_of(node) == "cat" and (*node.args[1:], 0)[0] == 1 and value.dim() > 2:
-            self.affine[node] = {root: unit for copy in copies for root, unit in self.affine[copy].items()}
-        if name_of(node) not in AFFINE or len(copies) > 1 or hinted(value).stride() != hinted(source).stride():
-            return
-        others = [self._read(argument) for argument in node.args[:2] if self._read(argument) is not copies[0]]
-        found = {}
-        for root, before in self.affine[copies[0]].items():
-            units = [unit_of(value_of(root), value, varying(other, value)) for other in others]
-            if None in units:
-                return
-            found[root] = max(before, *filter(None, units), "")
-        self.affine[node] = found
+        value, name = value_of(node), name_of(node)
+        runs = {self.affine[copy].run for copy in copies}
+        units = {root: unit for copy in copies for root, unit in self.affine[copy].units.items()}
+        if row_of(node).layout == PASSES:
+            planes = all(run_of(value_of(copy)) == self.affine[copy].run for copy in copies)
+            run = run_of(value)
+            if planes and run is not None and all((run == 0) == (of == 0) for of in runs):
+                self.affine[node] = Affine(run, units)
+        elif name in AFFINE and len(runs) == 1 and (name == "add" or len(copies) == 1):
+            strides = {hinted(value_of(one)).stride() for one in (node, *copies)}
+            found = Affine(runs.pop(), units)
+            for other in map(self._read, node.args[:2] if name != "add" else ()):
+                for root in units if other not in copies else ():
+                    unit = found.unit(root, value, varying(other, value))
+                    if unit is None:
+                        return
+                    units[root] = max(unit, units[root])
+            if len(strides) == 1:
+                self.affine[node] = found
 
     def _product(self, node: fx.Node, copies: list[fx.Node]) -> set[fx.Node]:
         factors = [self._read(factor) for factor in node.args[:2]]
@@ -260,7 +288,7 @@ class Rule:
             self._note_affine(node, copies)
             return set()
         # A copy that is not affine becomes a root, which is, where each of its planes has one factor.
-        planes = copy not in self.affine and unit_of(value_of(node), value_of(node), varying(other, value_of(node)))
+        planes = copy not in self.affine and _is_constant_in_planes(other, node)
         return {copy} if planes and copy in self.found.recomputed and not is_view(copy) else {node}
 
     def _give_more_bits(self, copies: list[fx.Node]) -> None:
@@ -315,13 +343,14 @@ class Rule:
         """Whether a factor of a gradient is steady, or one number for each group of what has brought errors."""
         if is_steady(factor, product):
             return True
-        value = value_of(product)
-        units = {root: unit_of(value_of(root), value, varying(factor, value)) for root in noise or {product}}
-        if not all(unit is not None and (not noise or self._can_have(root, unit)) for root, unit in units.items()):
-            return False
-        for root in noise:
-            self.rounded.units[root] = max(units[root] or "", self.rounded.units.get(root, ""))
-        return True
+        value, run = value_of(product), run_of(value_of(product))
+        if not noise or run is None:
+            return run is not None and _is_constant_in_planes(factor, product)
+        units = {root: Affine(run, {}).unit(root, value, varying(factor, value)) for root in noise}
+        found = {root: unit for root, unit in units.items() if unit is not None and self._can_have(root, unit)}
+        if len(found) == len(noise):
+            self._need(found)
+        return len(found) == len(noise)
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
@@ -356,6 +385,12 @@ def _is_end(node: fx.Node) -> bool:
     if name_of(node) in ("sum", "mean"):
         return size_of(node) * SMALL <= size_of(node.all_input_nodes[0])
     return row.reads == NORM or (row.compute_intensive and not row.batched)
+
+
+def _is_constant_in_planes(factor: Any, product: fx.Node) -> bool:
+    value = value_of(product)
+    run = run_of(value)
+    return run is not None and Affine(run, {}).unit(product, value, varying(factor, value)) is not None
 
 
 def is_norm(call: Any) -> bool:
