@@ -110,8 +110,8 @@ def _inductor(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
     from .codegen.inductor import BeforeOthers, WeightsAsTheyAre
-    from .low_bit.branches import whole_activations
     from .partition import Partition
+    from .rewrite.branches import whole_activations
 
     parts = _torch.compiler_parts()
     own = {"joint_custom_pre_pass": BeforeOthers(settings), "post_grad_custom_pre_pass": WeightsAsTheyAre()}

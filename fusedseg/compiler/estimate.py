@@ -110,7 +110,7 @@ def estimate_ways(
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
     from .capture import passes
-    from .low_bit.branches import whole_activations
+    from .rewrite.branches import whole_activations
 
     parts = compiler_parts()
 

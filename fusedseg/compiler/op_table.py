@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 Function = Callable[..., Any]
 
-# How a function may read packed values (``reads`` of a row).  e is the error of a packed value: it is 0 on average, and at
-# most the step h of the value's group, which is range / (2**bits - 1), or twice that in groups with both signs.
+# How a function may read packed values (``reads`` of a row).  e is the error of a packed value: it is 0 on average, and
+# at most the step h of the value's group, which is range / (2**bits - 1), or twice that in groups with both signs.
 # ``low_bit/rule.py`` applies the column to graphs, and docs/low_bits.md has the proofs.
 #
 # The result is linear in its arguments, and follows them: an error of a e, a being the weights of a mean or a sum;

@@ -13,10 +13,10 @@ from .. import _torch
 from .codegen.inductor import FILES
 from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
-from .low_bit.branches import write_activations
 from .plan import eager_mode, keep, schedule
 from .report import note_after
 from .rewrite import channels_last, one_channel, simplify
+from .rewrite.branches import write_activations
 from .settings import Settings
 
 _parts = _torch.compiler_parts()

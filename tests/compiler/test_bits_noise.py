@@ -79,8 +79,7 @@ def test_a_norm_of_this_package_with_a_residual(act):
 # The most error, relative to a gradient in float64, that an order of sums explains.
 LAST_BITS = 1e-14
 
-# Functions that backward cannot follow in fewer bits read exact values.  LogSigmoid divides by a sum with a result of
-# its op, which on a CPU is positive, but is not known to be.
+# Functions without a bound of their error read exact values, and so does all else in that network.
 EXACT = ("glu", "LogSigmoid")
 
 # The compiler turns a call in place into the same graph; two of them show it.

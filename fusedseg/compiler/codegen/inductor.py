@@ -7,9 +7,9 @@ from torch import fx
 
 from ... import _torch
 from ..graph import is_gradient, outputs_of
-from ..low_bit.branches import write_activations
 from ..plan import eager_mode
 from ..rewrite import channels_last
+from ..rewrite.branches import write_activations
 from ..settings import Settings
 
 _parts = _torch.compiler_parts()

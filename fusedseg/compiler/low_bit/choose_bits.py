@@ -35,7 +35,7 @@ from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
 from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import pointwise_chain_of, write_pointwise_chain
+from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Rule, bent, is_predicate
 
 # The most positions in a window that are packed.

@@ -1,12 +1,12 @@
-"""The rule of what backward may compute from packed values: the column ``reads`` of ``op_table.py``, applied to a graph.
+"""The rule of what backward may compute from packed values: the column ``reads`` of ``op_table.py`` in a graph.
 
 A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  A copy reads other copies
 by FOLLOWS, FACTOR and SLOPE alone, and an activation that is linear on both sides of a kink follows if its side is
 known exactly.  So |v~ - v| <= a h for a copy v, where h are steps of its roots, and a depends on no input.
 
-* **Steady factors.**  A factor is steady if it is a number, a function of parameters, or bounded.  Any other factor of a
-  copy is one number for each group of its root, and the copy is *affine* in it: only such factors and summands have
-  come between.  Then the step of the copy is what packing the copy itself would give, however large the factor is.
+* **Steady factors.**  A factor is steady if it is a number, a function of parameters, or bounded.  Any other factor of
+  a copy is one number for each group of its root, and the copy is *affine* in it: only such factors, and summands,
+  have come between.  Then the step of the copy is what packing the copy itself would give, however large the factor is.
 * **Norms** read affine copies alone, for the same reason.  Groups then lie inside of what has the same statistics
   (``Rounded.units``).
 * **Gradients.**  Between two ends (a convolution, a matrix product with a weight, a norm, a sum of many values) a
@@ -60,7 +60,9 @@ def is_predicate(node: fx.Node) -> bool:
 
 def is_bounded(node: Any) -> bool:
     """Whether no value of a node is large, whatever the inputs are."""
-    while is_op(node) and len(node.all_input_nodes) == 1 and (calls_view(node) or row_of(node).reads in (FOLLOWS, FACTOR)):
+    while (
+        is_op(node) and len(node.all_input_nodes) == 1 and (calls_view(node) or row_of(node).reads in (FOLLOWS, FACTOR))
+    ):
         if name_of(node) == "div" and is_tensor(node.args[1]):
             return False
         (node,) = node.all_input_nodes
@@ -96,7 +98,7 @@ def varying(factor: Any, value: Tensor) -> set[int]:
 
 
 def run_of(value: Tensor) -> int | None:
-    """How many adjacent values a plane has, or a row of N x C values; 0 if channels are adjacent, None if nothing is."""
+    """The length of a plane in memory, or of a row of N x C values; 0 if channels are adjacent, None if nothing is."""
     value = hinted(value)
     if value.dim() < 2:
         return value.numel()
@@ -198,6 +200,8 @@ class Rule:
         if form is not None:
             return self._form(node, form)
         row = row_of(call)
+        if is_tensor(node) and not value_of(node).is_floating_point():
+            return {node}
         if calls_view(call) or not is_op(call):
             if size_of(node) == size_of(copies[0]) and copies[0] in self.affine:
                 self.affine[node] = self.affine[copies[0]]
@@ -308,20 +312,14 @@ class Rule:
         elif _is_end(node) or (row.reads == FACTOR and all(_is_end(user) for user in node.users)):
             return set()
         elif row.reads == FACTOR:
-            for factor in (self._read(factor) for factor in node.args[:2]):
-                if not is_tensor(factor) or factor in self.joint.backward:
-                    continue
-                if factor in self.roots and name_of(node) == "div":
-                    return self._of([factor])
-                (other,) = (one for one in node.args[:2] if self._read(one) is not factor)
-                if factor not in self.roots:
-                    is_new |= not self._is_steady(factor, node, before)
-                elif self._take(factor, other, node):
-                    # It has the error of a product that is packed itself, whatever the gradient is.
-                    before, wild = before | self._of([factor]), False
-                else:
-                    new |= self._of([factor])
-                    is_new |= not is_bounded(factor)
+            if name_of(node) == "div" and copies:
+                return self._of(copies)
+            if self._is_packed_term(node, copies):
+                # It has the error of a product that is packed itself, whatever the gradient is.
+                before, wild = before | self._of(copies), False
+            else:
+                new = self._of(copies)
+                is_new = not all(self._is_steady(factor, node, before) for factor in node.args[:2])
         elif row.reads in (FOLLOWS, SUM, SLOPE) and not row.kinks:
             new = self._of(copies)
             if row.reads == SLOPE:
@@ -339,10 +337,18 @@ class Rule:
             self.unsteady.add(node)
         return set()
 
-    def _is_steady(self, factor: fx.Node, product: fx.Node, noise: set[fx.Node]) -> bool:
+    def _is_packed_term(self, node: fx.Node, copies: list[fx.Node]) -> bool:
+        """Whether a product is an affine copy times a gradient that is one number for each group."""
+        factors = [factor for factor in node.args[:2] if self._read(factor) not in copies]
+        return len(copies) == 1 and len(factors) == 1 and self._take(copies[0], factors[0], node)
+
+    def _is_steady(self, factor: Any, product: fx.Node, noise: set[fx.Node]) -> bool:
         """Whether a factor of a gradient is steady, or one number for each group of what has brought errors."""
-        if is_steady(factor, product):
+        factor = self._read(factor)
+        if factor in self.joint.backward or is_steady(factor, product):
             return True
+        if factor in self.roots:
+            return False
         value, run = value_of(product), run_of(value_of(product))
         if not noise or run is None:
             return run is not None and _is_constant_in_planes(factor, product)

@@ -60,6 +60,11 @@ def _is_in_other_order(t: Tensor, lines: ChannelLines) -> bool:
     return lines.C > 1 and t.stride(1) != 1
 
 
+def is_moved(t: Tensor, unit: str) -> bool:
+    """Whether a copy of a dense tensor is packed, and what is unpacked is copied too."""
+    return t.dim() > 1 and t.numel() > 0 and _is_in_other_order(t, lines_of(t, unit))
+
+
 def pack(t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes, and the lowest and the highest value of each group."""
     if t.numel() == 0:
