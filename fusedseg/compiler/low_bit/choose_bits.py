@@ -194,7 +194,8 @@ class _Choice:
         flow, vertices = Flow(), dict[fx.Node, int]()
         for root in self.rounded.bits:
             vertices[root] = flow.vertex()
-            flow.edge(0, vertices[root], nbytes_of(root) - self._kept_bytes(root))
+            # A value that only answers have read is not kept at all.
+            flow.edge(0, vertices[root], nbytes_of(root) - (root in self.found.kept and self._kept_bytes(root)))
         for answer, roots in self.answers.items():
             cost = LEAST_GAIN * self._kept_bytes(answer) if answer in self.found.kept else 0
             own = flow.vertex()
