@@ -261,7 +261,9 @@ class Rule:
             return
         value, name = value_of(node), name_of(node)
         runs = {self.affine[copy].run for copy in copies}
-        units = {root: unit for copy in copies for root, unit in self.affine[copy].units.items()}
+        parts = sorted((unit, root) for copy in copies for root, unit in self.affine[copy].units.items())
+        # The last one of a root counts, which is the largest.
+        units = {root: unit for unit, root in parts}
         if row_of(node).layout == PASSES:
             planes = all(run_of(value_of(copy)) == self.affine[copy].run for copy in copies)
             run = run_of(value)
@@ -320,6 +322,8 @@ class Rule:
             else:
                 new = self._of(copies)
                 is_new = not all(self._is_steady(factor, node, before) for factor in node.args[:2])
+                # The gradient may have had a factor for each plane.
+                self._need({root: "plane" for root in new if is_new and self._can_have(root, "plane")})
         elif row.reads in (FOLLOWS, SUM, SLOPE) and not row.kinks:
             new = self._of(copies)
             if row.reads == SLOPE:

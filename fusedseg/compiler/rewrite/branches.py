@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
 from ..graph import calls_view, is_op, is_tensor, items_of, op_of, row_of, splice, value_of
-from ..op_table import OF_OP, SLOPE, UNKNOWN, OpRow
+from ..op_table import OF_OP, SLOPE, UNKNOWN
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -24,11 +24,12 @@ def _is_elementwise(node: fx.Node) -> bool:
 def whole_activations() -> dict[Any, Any]:
     """Inductor's table of decompositions without those of activations that may read packed values."""
     table = _torch.compiler_parts().decompositions()
-    return {op: function for op, function in table.items() if _row_of(op).reads != SLOPE}
+    return {op: function for op, function in table.items() if not _may_read_packed_values(op)}
 
 
-def _row_of(op: Any) -> OpRow:
-    return OF_OP.get(op._schema.name.removeprefix("aten::"), UNKNOWN)
+def _may_read_packed_values(op: object) -> bool:
+    name = op._schema.name.removeprefix("aten::") if isinstance(op, _torch.OpOverload) else ""
+    return OF_OP.get(name, UNKNOWN).reads == SLOPE
 
 
 def write_activations(graph: fx.Graph) -> None:
