@@ -262,10 +262,7 @@ _PRODUCTS = (
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
     *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
     *_each(NORM, "fusedseg::norm_act_backward", cheap=False, dense=True, layout=PASSES),
-    *_each(
-        FIRST, "native_dropout_backward", "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward",
-        "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", cheap=False,
-    ),
+    *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 
 _LINEAR = (

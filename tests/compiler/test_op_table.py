@@ -58,6 +58,7 @@ ARGUMENTS = {
     "_adaptive_avg_pool2d": given([3, 3]),
     "_prelu_kernel": lambda: (tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
     "_prelu_kernel_backward": lambda: (tensor(), tensor(), torch.full((1,), 0.3, dtype=torch.float64)),
+    "_softmax_backward_data": lambda: (tensor(), tensor().softmax(1), 1, torch.float64),
     "_unsafe_view": given([2, -1]),
     "_unsafe_index": given([None, torch.tensor([1, 1, 3])]),
     "_adaptive_avg_pool2d_backward": lambda: (tensor(2, 8, 3, 3), tensor()),
