@@ -20,6 +20,7 @@ from fusedseg.compiler.capture import norms, passes
 from fusedseg.compiler.low_bit import choose_bits as compiled_bits
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings
+from tests.hunt.rounding import rounded_error  # noqa: F401
 
 
 class eager(contextlib.ContextDecorator):
