@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedseg.compiler.op_table import FORM, ROWS, OpRow
+from fusedseg.compiler.op_table import ROWS, OpRow
 from tests.hunt.compiled import Compiled
 from tests.hunt.grow import Grower
 from tests.hunt.prelude import Log, rounded_error
@@ -76,8 +76,8 @@ CALLS = {
     **dict.fromkeys(("le", "gt"), "{x} * {f}({x}, 0.2)"),
     "detach": "{x} * {f}({x})",
     "log1p": "{f}({x}.square())",
-    # It reads no tensor.
-    "full": "",
+    # They read no values.
+    **dict.fromkeys(("full", "empty_like", "zeros_like", "ones_like", "full_like"), ""),
     "index_put": "{f}({x}, (torch.tensor(0),), {y}[0])",
     "scatter_add": "{f}({x}, -1, torch.zeros_like({x}, dtype=torch.int64), {y})",
 }  # fmt: skip
@@ -109,7 +109,7 @@ NORMS = {
     "L2 norm by hand": "{x} / ({x}.norm(dim={d}, keepdim=True) + {eps})",
     "maximum norm": "{x} / ({x}.abs().amax({d}, keepdim=True) + {eps})",
     "shares": "a = F.relu({x}); a / (a.sum({d}, keepdim=True) + {eps})",
-    "cosine similarity": "{x} * F.cosine_similarity({x}, {y}, {i}).unsqueeze({i})",
+    "cosine similarity": "a = {mix}({x}); {x} * F.cosine_similarity({x}, a, {i}).unsqueeze({i})",
     "standard deviation": "{x} * {x}.std({d}, keepdim=True)",
     "standard deviation as a gate": "{x} * torch.sigmoid(({x}.var({d}, keepdim=True) + {eps}).sqrt())",
     "demodulation": "a = {x} * ({w} + 1); a * torch.rsqrt(a.square().sum({d}, keepdim=True) + {eps})",
@@ -209,6 +209,8 @@ OF_IMAGES = {
     "g = a.norm(dim=(1, 2), keepdim=True); a = {linear}(a * (g / (g.mean(-1, keepdim=True) + {eps})) + a); "
     "{x} + a.movedim(-1, 1)",
     "residual block": "a = F.relu({norm}({conv}({x}))); F.relu({norm}({conv}(a)) + {x})",
+    "block of DenseNet": "a = torch.cat([{x}, {conv}({x})], 1); {mix2}(F.relu({norm2}(a))) + {mix2}(a)",
+    "norm with a residual": "{fused}({mix}({x}), residual={x})",
     "block with a norm first": "{conv}(F.silu({norm}({x}))) + {x}",
     "spatial attention": "{x} * torch.sigmoid({x}.mean(1, keepdim=True) + {x}.amax(1, keepdim=True))",
     "skip": "a = F.interpolate({conv}(F.max_pool2d({x}, 2)), scale_factor=2.0); torch.cat([a, {x}], 1)",
@@ -269,6 +271,7 @@ IMAGE_NORMS = (
     "fusedseg.BatchNormAct({n}, activation='relu')",
     "fusedseg.GroupNormAct(4, {n}, activation='silu')",
 )  # fmt: skip
+FUSED = ("relu", "leaky_relu", "selu", "silu", "relu6")
 TOKEN_NORMS = ("nn.LayerNorm({n})", "nn.RMSNorm({n})")
 
 
@@ -284,7 +287,7 @@ def name_of(call: Callable[..., Any]) -> str:
 def of_row(row: OpRow) -> list[str]:
     """The pieces of a row: its calls; of a row of ops alone, each op that PyTorch has as a function."""
     calls = {name_of(call): call.__name__ for call in row.calls}
-    if not row.calls and row.kind != FORM:
+    if not row.calls:
         calls |= {f"torch.{op}": op for op in row.ops if hasattr(torch, op) and "backward" not in op and op[0] != "_"}
     found = [CALLS.get(name, "{f}({x})").replace("{f}", code) for code, name in calls.items()]
     return [code for code in found if code] + [OF_OPS[op] for op in dict.fromkeys((row.name, *row.ops)) if op in OF_OPS]
@@ -333,6 +336,9 @@ def _places(g: Grower, name: str) -> dict[str, Callable[[], str]]:
     def leaf(*shape: int) -> Callable[[], str]:
         return lambda: g.leaf(shape, torch.float64, scale=0.3)
 
+    def norm(channels: int) -> Callable[[], str]:
+        return lambda: g.module(g.rng.choice(IMAGE_NORMS if image else TOKEN_NORMS).replace("{n}", str(channels)))
+
     others = [other for other in g.frames[-1][:-1] if other != "t0" and g.of(other).shape == x.shape]
     return {
         "x": lambda: name,
@@ -352,7 +358,10 @@ def _places(g: Grower, name: str) -> dict[str, Callable[[], str]]:
         "linear": module(f"nn.Linear({c}, {n})"),
         "conv": module(f"nn.Conv2d({c}, {c}, 3, padding=1)"),
         "depthwise": module(f"nn.Conv2d({c}, {c}, 7, padding=3, groups={c})"),
-        "norm": lambda: g.module(g.rng.choice(IMAGE_NORMS if image else TOKEN_NORMS).replace("{n}", str(c))),
+        "norm": norm(c),
+        "norm2": norm(2 * c),
+        "mix2": module(f"nn.Conv2d({2 * c}, {n}, 1)"),
+        "fused": lambda: g.module(f"fusedseg.BatchNormAct({c}, activation={g.rng.choice(FUSED)!r})"),
         "talk": module("nn.Linear(4, 4)"),
     }
 
