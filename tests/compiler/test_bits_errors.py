@@ -1,6 +1,4 @@
-"""The error of 4 bits in the gradient of small networks; ``docs/low_bits.md`` has the table."""
-
-import functools
+"""The error of 4 bits in the gradient of small networks stays that of an earlier engine."""
 
 import pytest
 import torch
@@ -42,41 +40,20 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-# Each network, and the error that an earlier engine, the recompute scope, had with the same weights
-# (64 or 256 roundings).  It kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
+# Each network, and the error that an earlier engine, the recompute scope, had with the same weights (64 or 256
+# roundings).
 NETWORKS = {
     "BatchNorm, ReLU": (plain, 0.0285),
-    "InstanceNorm, LeakyReLU": (lambda: plain(functools.partial(nn.InstanceNorm2d, affine=True), nn.LeakyReLU), 0.0298),
     "GroupNorm, ReLU": (lambda: plain(lambda channels: nn.GroupNorm(2, channels)), 0.0157),
     "`InPlaceABN`, LeakyReLU": (lambda: plain(fusedseg.InPlaceABN, nn.Identity), 0.0290),
-    "BatchNorm, SiLU": (lambda: plain(act=nn.SiLU), 0.0115),
-    "BatchNorm, ReLU6": (lambda: plain(act=nn.ReLU6), 0.0285),
-    "ReLU without a norm": (lambda: plain(lambda _: nn.Identity()), 0.0054),
-    "ReLU after a sum": (lambda: Residual(nn.ReLU()), 0.0170),
-    "LeakyReLU after a sum": (lambda: Residual(nn.LeakyReLU()), 0.0203),
-    "PReLU after a sum": (lambda: Residual(nn.PReLU()), 0.0198),
     "ReLU in place after three sums": (lambda: Residual(nn.ReLU(inplace=True), 3), 0.0192),
-    "LeakyReLU in place after three sums": (lambda: Residual(nn.LeakyReLU(inplace=True), 3), 0.0228),
 }
 
 
-# Rows of the table whose norm, activation and sums stand in other rows too.
-IMPLIED = (
-    "InstanceNorm, LeakyReLU",
-    "BatchNorm, SiLU",
-    "ReLU after a sum",
-    "LeakyReLU after a sum",
-    "ReLU in place after three sums",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in IMPLIED else ()) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_small_networks(name):
     build, of_scope = NETWORKS[name]
     torch.manual_seed(0)
     found = error_of(build(), [IMAGE], 4, 64)
-    print(f"\n{name}: error {found.size:.4f}, bias² / error² {found.bias:+.3f}")
     assert 0 < found.size <= 1.1 * of_scope
     assert found.bias < MOST

@@ -311,7 +311,7 @@ class Rule:
             pass
         elif row.reads == NORM:
             return self._norm(node, self._read(node.args[1]))
-        elif _is_end(node) or (row.reads == FACTOR and all(_is_end(user) for user in node.users)):
+        elif _is_end(node) or (row.reads == FACTOR and _is_summed(node)):
             return set()
         elif row.reads == FACTOR:
             if name_of(node) == "div" and copies:
@@ -353,10 +353,11 @@ class Rule:
             return True
         if factor in self.roots:
             return False
-        value, run = value_of(product), run_of(value_of(product))
-        if not noise or run is None:
-            return run is not None and _is_constant_in_planes(factor, product)
-        units = {root: Affine(run, {}).unit(root, value, varying(factor, value)) for root in noise}
+        value = value_of(product)
+        if not noise:
+            return _is_constant_in_planes(factor, product)
+        varies, runs = varying(factor, value), {root: run_of(value_of(root)) for root in noise}
+        units = {root: Affine(run, {}).unit(root, value, varies) for root, run in runs.items() if run is not None}
         found = {root: unit for root, unit in units.items() if unit is not None and self._can_have(root, unit)}
         if len(found) == len(noise):
             self._need(found)
@@ -395,6 +396,11 @@ def _is_end(node: fx.Node) -> bool:
     if name_of(node) in ("sum", "mean"):
         return size_of(node) * SMALL <= size_of(node.all_input_nodes[0])
     return row.reads == NORM or (row.compute_intensive and not row.batched)
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """Whether all readers of a product are sums of many values, or views that such sums read."""
+    return all(_is_end(user) or (calls_view(user) and _is_summed(user)) for user in node.users)
 
 
 def _is_constant_in_planes(factor: Any, product: fx.Node) -> bool:
