@@ -54,7 +54,7 @@ class Dense(nn.Module):
 
     def forward(self, x):
         for conv in self.convs:
-            x = torch.cat([x, F.elu(conv(x))], 1)
+            x = torch.cat([x, F.leaky_relu(conv(x))], 1)
         return x
 
 
