@@ -286,7 +286,7 @@ class Rule:
         inexact = [factor for factor in factors if factor in self.roots]
         if name_of(node) == "div" and (factors[1] in inexact or "rounding_mode" in node.kwargs):
             return {node}
-        if len(inexact) == 2:
+        if len(inexact) != 1:
             return set() if any(map(is_bounded, inexact)) else {node}
         (copy,) = inexact
         (other,) = (factor for factor in factors if factor is not copy)
