@@ -12,8 +12,9 @@ known exactly.  So |v~ - v| <= a h for a copy v, where h are steps of its roots,
 * **Gradients.**  Between two ends (a convolution, a matrix product with a weight, a norm, a sum of many values) a
   gradient has the errors of slopes and factors that are packed: at most a h |g| for each element.  Beside such an error
   it is multiplied by steady factors alone.  Any other factor may be large just where the gradient is small, so that
-  a h |g| has no bound in terms of the result: then what brought the error is exact.  One unsteady packed factor is
-  allowed.  At an end the gradient becomes a sum over many values, and errors and gradients are scaled alike.
+  a h |g| has no bound in terms of the result: then what brought the error is exact.  A slope counts as such a factor
+  too.  One unsteady factor may be packed, or one slope.  At an end the gradient becomes a sum over many values, and
+  errors and gradients are scaled alike.
 """
 
 import operator
@@ -45,8 +46,7 @@ from ..op_table import FACTOR, FIRST, FOLLOWS, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
-# Gradients of activations, whose slopes are bounded; and of those that are linear between kinks.
-SLOPES = {row.backward for row in ROWS}
+# Gradients of activations that are linear between kinks.
 BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 # Ops that change neither the place of a value nor the value, but for a factor and a summand.
 AFFINE = ("clone", "_to_copy", "convert_element_type", "add", "sub", "rsub", "neg", "mul", "div")
@@ -325,15 +325,15 @@ class Rule:
                 # The gradient may have had a factor for each plane.
                 self._need({root: "plane" for root in new if is_new and self._can_have(root, "plane")})
         elif row.reads in (FOLLOWS, SUM, SLOPE) and not row.kinks:
-            new = self._of(copies)
-            if row.reads == SLOPE:
+            new, is_new = self._of(copies), row.reads == SLOPE
+            if is_new:
                 self._give_more_bits(copies)
         elif copies:
             if node in self.stuck or (row.pieces is None and name_of(node) not in BENT):
                 return self._of(copies)
             self.rounded.branching.add(node)
         else:
-            is_new = name_of(node) not in SLOPES
+            is_new = True
         if exact := (before if is_new else set()) | (new if wild else set()):
             return exact
         self.noise[node] = before | new
