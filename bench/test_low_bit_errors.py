@@ -80,9 +80,9 @@ class Signs:
 
     count = wrong = 0
 
-    def pack(self, t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
-        codes = PACK(t, kink, bits, key)
-        unpacked = unpack_op(*codes, kink, bits, t.shape, t.stride())
+    def pack(self, t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tuple[Tensor, Tensor, Tensor]:
+        codes = PACK(t, kink, bits, unit, key)
+        unpacked = unpack_op(*codes, kink, bits, unit, t.shape, t.stride())
         # A kink has a number for each channel, or for each channel of each sample.
         border = 0.0 if kink is None else kink.reshape(-1, t.shape[1], *[1] * (t.dim() - 2))
         self.count += t.numel()

@@ -168,6 +168,7 @@ def _inductor(
 ) -> Any:
     from .codegen.inductor import BeforeOthers, WeightsAsTheyAre
     from .partition import Partition
+    from .rewrite.branches import whole_activations
 
     parts = _torch.compiler_parts()
     _torch.read_after_writes()
@@ -179,7 +180,10 @@ def _inductor(
         patches = {**parts.list_mode_options(mode), **patches}
     patches["custom_partitioner_fn"] = Partition(settings)
     progress.update("Inductor traces and compiles forward and backward")
-    return parts.compile_fx(passes.rewrite(module, settings), example_inputs, config_patches=patches)
+    table = None if settings.bits is None else whole_activations()
+    return parts.compile_fx(
+        passes.rewrite(module, settings), example_inputs, config_patches=patches, decompositions=table
+    )
 
 
 def _reset() -> None:

@@ -103,6 +103,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
     from .backend import with_least_traffic
     from .capture import passes
+    from .rewrite.branches import whole_activations
 
     parts = compiler_parts()
 
@@ -111,7 +112,9 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
 
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         def compiled(module: fx.GraphModule, asked: settings.Settings) -> Any:
-            options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
+            options: dict[str, Any] = {}
+            if asked.fused_code:
+                options["decompositions"] = parts.decompositions() if asked.bits is None else whole_activations()
             compiler = parts.aot_autograd(
                 fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
                 keep_inference_input_mutations=True, **options,

@@ -43,6 +43,12 @@ def numel_of(t: Tensor) -> int:
     return math.prod(map(hint_of, t.shape))
 
 
+def hinted(t: Tensor) -> Tensor:
+    """A tensor without memory that has hints in place of symbolic sizes."""
+    sizes, strides = (list(map(hint_of, of)) for of in (t.shape, t.stride()))
+    return torch.empty_strided(sizes, strides, dtype=t.dtype, device="meta")
+
+
 def size_of(node: fx.Node) -> int:
     """The number of elements of the largest result."""
     return max(map(numel_of, tensors_of(node)), default=0)
@@ -147,7 +153,7 @@ def row_of(node: object) -> OpRow:
 
 def reads_size_alone(node: fx.Node) -> bool:
     """Whether a node reads the size of its argument, and no values."""
-    return row_of(node).kind == FORM
+    return row_of(node).reads == FORM
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

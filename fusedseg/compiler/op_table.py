@@ -17,14 +17,26 @@ from torch.nn import functional as F
 
 Function = Callable[..., Any]
 
-# What a function does with values that are right on average, but rounded (``kind`` of a row):
-# the result is right on average;
-LINEAR = "linear"
-# so it is, unless two arguments come from the same rounding;
-PRODUCT = "product"
-# it is nearly, if there are many values to round to, because the derivative varies slowly;
-SMOOTH = "smooth"
-# it is not, as of functions that use statistics of their argument, or about which nothing is known;
+# How a function may read packed values (``reads`` of a row).  e is the error of a packed value: it is 0 on average, and
+# at most the step h of the value's group, which is range / (2**bits - 1), or twice that in groups with both signs.
+# ``low_bit/rule.py`` applies the column to graphs, and docs/low_bits.md has the proofs.
+#
+# The result is linear in its arguments, and follows them: an error of a e, a being the weights of a mean or a sum;
+FOLLOWS = "follows"
+# so it is in its first argument; of the others it reads sizes and positions;
+FIRST = "first"
+# a product: an error of a e, if the other factor a is steady (``rule.py``);
+FACTOR = "factor"
+# a convolution or a matrix product.  The sum of g v~ has the error of the sum of g e, where g is exact or independent;
+SUM = "sum"
+# the gradient of a norm.  With statistics that are constant in each group, the error is at most s (2 + s) of the root
+# mean square of the gradient, where s is the step of the normalised values;
+NORM = "norm"
+# an activation f with a bounded slope, or its gradient g f'(v~), in 8 bits.  The errors are at most L e, and
+# min(M h, 1.2) g: (L, M) = (1.10, .50) for SiLU, (1.13, .80) for GELU, (1.09, .65) for Mish.  The gradients of sigmoid
+# and tanh read the result: (.25, .10) and (1, .77);
+SLOPE = "slope"
+# not at all: it needs exact values.  So do all functions without a row;
 EXACT = "exact"
 # the function reads sizes and no values.
 FORM = "form"
@@ -34,14 +46,6 @@ FORM = "form"
 INSIDE = "inside"
 # the op has a kernel of its own, inside which its elementwise inputs are computed.
 READS = "reads"
-
-# The inputs whose rounding the result of a gradient op follows, element by element (``follows`` of a row):
-# all of them;
-ALL = "all"
-# the first one, which is the gradient: other inputs count by a mean over many values, or by their size alone;
-FIRST = "first"
-# all but the second one, which is the input of a convolution.
-NOT_SECOND = "not second"
 
 # What an op does with images in channels_last (``layout`` of a row); elementwise ops need no row for it:
 # its result is in channels_last too;
@@ -69,7 +73,8 @@ class OpRow:
     """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    kind: LINEAR, PRODUCT, SMOOTH, EXACT or FORM; of a function with ``kinks``, what it is between them.
+    reads: how it reads packed values: FOLLOWS, FIRST, FACTOR, SUM, NORM, SLOPE, EXACT or FORM; of a function with
+        ``kinks``, how it reads them between these.
     ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
         "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
@@ -83,16 +88,17 @@ class OpRow:
     batched: whether both factors are activations.
     images: the places of the arguments that are images, of which kernels may make copies in another layout.
 
-    How rounded values are read:
+    How packed values are read:
 
     kinks: the places where the derivative jumps, for the default arguments.
     keeps_sign: the function is linear on both sides of 0, and its result is above 0 where its argument is.
     pieces: the first one of ``ops`` as predicates (x <= 0), choices and ops without kinks.  With None, the compiler's
         own decomposition is taken.
     sign_of: the place of the argument whose sign the op asks for.
-    follows: ALL, FIRST or NOT_SECOND.
-    statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power, or
-        another power.  It is never rounded.
+    bounded: whether no result is above 1, or below -1, whatever the arguments are.
+    poles: whether some results may be infinite, or far larger than others, so that no result is packed.
+    statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
+        It is never packed.
     positions: whether the second result numbers positions in windows, whose size is the second argument.
     eager_keeps_input: whether eager mode keeps the first argument of the stock function for which the op stands.
 
@@ -118,7 +124,7 @@ class OpRow:
     """
 
     name: str
-    kind: str
+    reads: str
     ops: tuple[str, ...]
     calls: dict[Function, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -130,7 +136,8 @@ class OpRow:
     keeps_sign: bool = False
     pieces: Function | None = None
     sign_of: int | None = None
-    follows: str = ALL
+    bounded: bool = False
+    poles: bool = False
     statistics: int | None = None
     positions: bool = False
     eager_keeps_input: bool = False
@@ -157,9 +164,9 @@ def _flagged(*functions: Function) -> dict[Function, Any]:
     return dict.fromkeys(functions, FLAG)
 
 
-def _each(kind: str, *ops: str, **columns: Any) -> list[OpRow]:
+def _each(reads: str, *ops: str, **columns: Any) -> list[OpRow]:
     """A row for each of the ops, without calls."""
-    return [OpRow(op, kind, (op,), **columns) for op in ops]
+    return [OpRow(op, reads, (op,), **columns) for op in ops]
 
 
 def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | None = None) -> Tensor:
@@ -170,7 +177,7 @@ def _clamp(x: Tensor, low: float | Tensor | None = None, high: float | Tensor | 
 
 _ACTIVATIONS = (
     OpRow(
-        "relu", LINEAR, ("relu",),
+        "relu", FOLLOWS, ("relu",),
         {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_},
         kinks=(0.0,), keeps_sign=True, sign_of=0, in_place="default",
         # The gradient has the same predicate, which is evaluated once.
@@ -178,55 +185,55 @@ _ACTIVATIONS = (
         backward="threshold_backward", fixed=(("threshold", 0),),
     ),
     OpRow(
-        "leaky_relu", LINEAR, ("leaky_relu",), _flagged(F.leaky_relu), arguments=("negative_slope",), kinks=(0.0,),
+        "leaky_relu", FOLLOWS, ("leaky_relu",), _flagged(F.leaky_relu), arguments=("negative_slope",), kinks=(0.0,),
         keeps_sign=True, sign_of=0, in_place="default",
         pieces=lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
     OpRow(
-        "prelu", LINEAR, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), kinks=(0.0,),
+        "prelu", FOLLOWS, ("_prelu_kernel",), _alone(F.prelu, torch.prelu, Tensor.prelu), kinks=(0.0,),
         pieces=lambda x, w: torch.where(x > 0, x, w * x),
     ),
     OpRow(
-        "hardtanh", LINEAR, ("hardtanh",), _flagged(F.hardtanh), kinks=(-1.0, 1.0),
+        "hardtanh", FOLLOWS, ("hardtanh",), _flagged(F.hardtanh), kinks=(-1.0, 1.0),
         pieces=lambda x, low=-1.0, high=1.0: _clamp(x, low, high), in_place="default", backward="hardtanh_backward",
     ),
     OpRow(
-        "relu6", LINEAR, ("hardtanh",), _flagged(F.relu6), arguments=("min_val", "max_val"), kinks=(0.0, 6.0),
+        "relu6", FOLLOWS, ("hardtanh",), _flagged(F.relu6), arguments=("min_val", "max_val"), kinks=(0.0, 6.0),
         in_place="default", backward="hardtanh_backward", fixed=(("min_val", 0), ("max_val", 6)),
     ),
     OpRow(
-        "hardsigmoid", LINEAR, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0),
+        "hardsigmoid", FOLLOWS, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0), bounded=True,
         in_place="default", backward="hardsigmoid_backward",
     ),
     OpRow(
-        "hardswish", SMOOTH, ("hardswish",), _flagged(F.hardswish), kinks=(-3.0, 3.0),
+        "hardswish", EXACT, ("hardswish",), _flagged(F.hardswish), kinks=(-3.0, 3.0),
         in_place="default", backward="hardswish_backward",
     ),
     OpRow(
-        "elu", SMOOTH, ("elu",), _flagged(F.elu), arguments=("alpha",), kinks=(0.0,), in_place="default",
+        "elu", EXACT, ("elu",), _flagged(F.elu), arguments=("alpha",), kinks=(0.0,), in_place="default",
         backward="elu_backward", parameter="alpha",
         fixed=(("scale", 1), ("input_scale", 1)),
     ),
-    OpRow("selu", SMOOTH, ("elu",), _flagged(F.selu), kinks=(0.0,), in_place="default", backward="elu_backward"),
-    OpRow("celu", SMOOTH, ("celu",), _flagged(F.celu)),
-    OpRow("silu", SMOOTH, ("silu",), _flagged(F.silu), in_place="default", backward="silu_backward"),
-    OpRow("mish", SMOOTH, ("mish",), _flagged(F.mish), in_place="default", backward="mish_backward"),
+    OpRow("selu", EXACT, ("elu",), _flagged(F.selu), kinks=(0.0,), in_place="default", backward="elu_backward"),
+    OpRow("celu", EXACT, ("celu",), _flagged(F.celu)),
+    OpRow("silu", SLOPE, ("silu",), _flagged(F.silu), in_place="default", backward="silu_backward"),
+    OpRow("mish", SLOPE, ("mish",), _flagged(F.mish), in_place="default", backward="mish_backward"),
     OpRow(
-        "gelu", SMOOTH, ("gelu",), _alone(F.gelu), in_place="default", backward="gelu_backward",
+        "gelu", SLOPE, ("gelu",), _alone(F.gelu), in_place="default", backward="gelu_backward",
         fixed=(("approximate", "none"),),
     ),
     OpRow(
-        "gelu_tanh", SMOOTH, ("gelu",), in_place="default", backward="gelu_backward", fixed=(("approximate", "tanh"),),
+        "gelu_tanh", SLOPE, ("gelu",), in_place="default", backward="gelu_backward", fixed=(("approximate", "tanh"),),
     ),
     OpRow(
-        "softplus", SMOOTH, ("softplus",), _alone(F.softplus), arguments=("beta", "threshold"), kinks=(20.0,),
+        "softplus", EXACT, ("softplus",), _alone(F.softplus), arguments=("beta", "threshold"), kinks=(20.0,),
         backward="softplus_backward", fixed=(("beta", 1), ("threshold", 20)),
     ),
     *(
         OpRow(
-            name, SMOOTH, (name,), {call: over, method: overwriting, function: None}, in_place="default",
-            backward=f"{name}_backward",
+            name, EXACT, (name,), {call: over, method: overwriting, function: None}, in_place="default",
+            backward=f"{name}_backward", bounded=True,
         )
         for name, function, call, over, method, overwriting in (
             ("sigmoid", F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
@@ -237,79 +244,72 @@ _ACTIVATIONS = (
 
 _PRODUCTS = (
     OpRow(
-        "convolution", PRODUCT, ("convolution",),
+        "convolution", SUM, ("convolution",),
         _alone(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), cheap=False,
         compute_intensive=True, images=(0,),
     ),
     *_each(
-        PRODUCT, "convolution_backward", cheap=False, compute_intensive=True, images=(0, 1), follows=NOT_SECOND,
-        dense=True,
+        SUM, "convolution_backward", cheap=False, compute_intensive=True, images=(0, 1), dense=True,
     ),
-    OpRow("linear", PRODUCT, ("addmm", "mm"), _alone(F.linear), cheap=False, compute_intensive=True),
-    *_each(PRODUCT, "bmm", "baddbmm", cheap=False, compute_intensive=True, batched=True),
+    OpRow("linear", SUM, ("addmm", "mm"), _alone(F.linear), cheap=False, compute_intensive=True),
+    *_each(SUM, "bmm", "baddbmm", cheap=False, compute_intensive=True, batched=True),
     OpRow(
-        "mul", PRODUCT, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, in_place="Tensor",
+        "mul", FACTOR, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, in_place="Tensor",
         commutative=True,
     ),
-    # It is linear in the numerator alone; ``low_bit/branches.py`` asks which argument is rounded.
-    OpRow("div", SMOOTH, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor"),
-    *_each(PRODUCT, "addcmul"),
-    *_each(PRODUCT, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, follows=FIRST, dense=True),
-    *_each(PRODUCT, "native_layer_norm_backward", cheap=False, follows=FIRST),
-    *_each(PRODUCT, "fusedseg::norm_act_backward", cheap=False, follows=FIRST, dense=True, layout=PASSES),
-    *_each(PRODUCT, "native_dropout_backward", cheap=False),
-    *_each(
-        EXACT, "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward",
-        "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward",
-        "fractional_max_pool3d_backward", cheap=False, follows=FIRST,
-    ),
+    # The numerator alone may be packed.
+    OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
+    *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
+    *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
+    *_each(NORM, "fusedseg::norm_act_backward", cheap=False, dense=True, layout=PASSES),
+    *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 
 _LINEAR = (
     OpRow(
-        "add", LINEAR, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
+        "add", FOLLOWS, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
         commutative=True,
     ),
-    OpRow("sub", LINEAR, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
-    OpRow("cat", LINEAR, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
+    OpRow("sub", FOLLOWS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
+    OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
     # The concatenation that ``rewrite/late_bias.py`` writes, for the codegen "aten" alone.
-    *_each(LINEAR, "fusedseg::concat_biased", layout=PASSES),
+    *_each(FOLLOWS, "fusedseg::concat_biased", layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
-    OpRow("roll", LINEAR, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
-    OpRow("stack", LINEAR, ("stack",), _alone(torch.stack)),
-    *_each(LINEAR, "constant_pad_nd", inductor=INSIDE, layout=PASSES),
+    OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
+    OpRow("stack", FOLLOWS, ("stack",), _alone(torch.stack)),
+    *_each(FOLLOWS, "constant_pad_nd", inductor=INSIDE, layout=PASSES),
     OpRow(
-        "pad", LINEAR,
+        "pad", FOLLOWS,
         (
             "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
             "replication_pad2d", "replication_pad3d",
         ),
         _alone(F.pad),
     ),
-    *_each(LINEAR, "_unsafe_view", aliases=True),
-    *_each(LINEAR, "alias", "detach", "view", returns_input=True),
+    *_each(FOLLOWS, "_unsafe_view", aliases=True),
+    *_each(FOLLOWS, "alias", "detach", "view", returns_input=True),
     OpRow(
-        "reshape", LINEAR, ("clone", "_unsafe_view"),
+        "reshape", FOLLOWS, ("clone", "_unsafe_view"),
         _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
     ),
-    OpRow("clone", LINEAR, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
+    OpRow("clone", FOLLOWS, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
     OpRow(
-        "to", LINEAR, ("_to_copy", "convert_element_type"),
+        "to", FOLLOWS, ("_to_copy", "convert_element_type"),
         _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), inductor=INSIDE,
     ),
     OpRow(
-        "pixel_shuffle", LINEAR, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
+        "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(LINEAR, "avg_pool2d", "_adaptive_avg_pool2d", "fusedseg::avg_pool3d", layout=PASSES),
+    *_each(FOLLOWS, "avg_pool2d", "_adaptive_avg_pool2d", "fusedseg::avg_pool3d", layout=PASSES),
     OpRow(
-        "avg_pool", LINEAR, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+        "avg_pool", FOLLOWS, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
     OpRow(
-        "adaptive_avg_pool", LINEAR, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+        "adaptive_avg_pool", FOLLOWS, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
         _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
     OpRow(
-        "interpolate", LINEAR,
+        "interpolate", FOLLOWS,
         (
             "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
             "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
@@ -319,32 +319,31 @@ _LINEAR = (
     ),
     # Its mask is kept: nothing is drawn again.
     OpRow(
-        "dropout", LINEAR, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+        "dropout", FOLLOWS, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(LINEAR, "rsub", "neg", "where", "masked_fill"),
-    *_each(LINEAR, "sum", "mean", inductor=READS, layout=ANY),
-    *_each(LINEAR, "repeat", "index", "_unsafe_index", inductor=INSIDE),
-    *_each(LINEAR, "broadcast_in_dim"),
+    *_each(FOLLOWS, "rsub", "neg", "where", "masked_fill"),
+    *_each(FOLLOWS, "sum", "mean", inductor=READS, layout=ANY),
+    *_each(FOLLOWS, "repeat", "index", "_unsafe_index", inductor=INSIDE),
+    *_each(FOLLOWS, "broadcast_in_dim"),
     # Inductor's call that lays a tensor out in given strides.
-    *_each(LINEAR, "inductor_force_stride_order"),
-    *_each(LINEAR, "copy", cheap=False),
-    # Of the pool's input they read the size alone.
+    *_each(FOLLOWS, "inductor_force_stride_order"),
+    *_each(FOLLOWS, "copy", cheap=False),
     *_each(
-        LINEAR, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "fusedseg::avg_pool3d_backward", cheap=False,
-        follows=FIRST, layout=PASSES,
+        FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "fusedseg::avg_pool3d_backward", cheap=False,
+        layout=PASSES,
     ),
     *_each(
-        LINEAR, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
-        "max_pool3d_with_indices_backward", cheap=False, follows=FIRST,
+        FIRST, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward", cheap=False,
     ),
-    *_each(LINEAR, "fusedseg::interpolate", layout=PASSES),
-    *_each(LINEAR, "fusedseg::interpolate_backward", cheap=False, layout=PASSES),
-    *_each(LINEAR, "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
-    *_each(LINEAR, "fusedseg::max_pool_backward", cheap=False, dense=True, layout=PASSES),
+    *_each(FOLLOWS, "fusedseg::interpolate", layout=PASSES),
+    *_each(FOLLOWS, "fusedseg::interpolate_backward", cheap=False, layout=PASSES),
+    *_each(FOLLOWS, "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
+    *_each(FOLLOWS, "fusedseg::max_pool_backward", cheap=False, dense=True, layout=PASSES),
     # It is recomputed in a form of its own (``plan/recompute.py``).  ``fusedseg::norm`` never is: one that keeps its
     # output has nothing to recompute, and a synchronised one must not communicate again.
-    *_each(LINEAR, "fusedseg::norm_act", cheap=False, statistics=1, layout=PASSES),
+    *_each(EXACT, "fusedseg::norm_act", cheap=False, statistics=1, layout=PASSES),
 )  # fmt: skip
 
 _EXACT = (
@@ -357,7 +356,7 @@ _EXACT = (
         _alone(F.batch_norm), statistics=1, norm=NormFunction("batch", "training"),
     ),
     # In eval mode the statistics are constants.
-    *_each(LINEAR, "_native_batch_norm_legit_no_training", statistics=1),
+    *_each(FOLLOWS, "_native_batch_norm_legit_no_training", statistics=1),
     OpRow(
         "instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1,
         norm=NormFunction("instance", "use_input_stats"),
@@ -375,22 +374,24 @@ _EXACT = (
         _alone(F.max_pool2d, torch.max_pool2d),
     ),
     OpRow("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
-    *_each(EXACT, "_log_softmax", "glu", "log_sigmoid_forward"),
+    *_each(EXACT, "_log_softmax", poles=True),
+    *_each(EXACT, "glu", "log_sigmoid_forward", "addcmul"),
     *_each(EXACT, "var", inductor=READS, layout=ANY),
     *_each(EXACT, "var_mean", statistics=0, inductor=READS, layout=ANY),
-    # Small arguments give huge or infinite results, beside which a grid of few bits leaves nothing of the others.
-    *_each(EXACT, "rsqrt", "reciprocal", "pow", statistics=0),
+    *_each(EXACT, "rsqrt", "reciprocal", "pow", "exp", "expm1", "log1p", poles=True),
     *_each(EXACT, "le", "gt", sign_of=0),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
-    *_each(SMOOTH, "exp", "expm1", "log1p", "erf", "sin", "cos", "_softmax"),
+    *_each(EXACT, "erf", "sin", "cos"),
+    *_each(EXACT, "_softmax", bounded=True, poles=True),
     *_each(
-        SMOOTH, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward",
-        "_softmax_backward_data", cheap=False,
+        SLOPE, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward", cheap=False,
     ),
-    OpRow("abs", LINEAR, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
+    # The result of a softmax is never packed.
+    *_each(FIRST, "_softmax_backward_data", cheap=False),
+    OpRow("abs", FOLLOWS, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
     OpRow("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),
     OpRow("clamp_max", EXACT, ("clamp_max",), pieces=lambda x, high: _clamp(x, None, high)),
@@ -430,7 +431,7 @@ def _by_op(rows: Iterable[OpRow]) -> dict[str, OpRow]:
 # For each op its row.  Rows that share an op agree about it, but for kinks, and for the arguments of functions.
 OF_OP: dict[str, OpRow] = _by_op(ROWS)
 # What is known about all other ops.
-UNKNOWN = OpRow("", EXACT, (), cheap=False)
+UNKNOWN = OpRow("", EXACT, (), cheap=False, poles=True)
 OF_NAME: dict[str, OpRow] = {row.name: row for row in ROWS}
 # The norms among PyTorch's functions.
 NORMS: dict[Any, NormFunction] = {call: row.norm for row in ROWS if row.norm is not None for call in row.calls}

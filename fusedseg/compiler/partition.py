@@ -17,6 +17,7 @@ from .graph import Joint, Outputs, is_tensor, outputs_of
 from .plan import eager_mode, keep, schedule
 from .report import note_after, note_moved
 from .rewrite import channels_last, one_channel, simplify
+from .rewrite.branches import write_activations
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -40,6 +41,10 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         one_channel.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
+        if self.settings.bits is not None and self.settings.fused_code:
+            for part in (forward, backward):
+                write_activations(part.graph)
+                part.recompile()
         if self.settings.codegen is None:
             note_moved(traffic.check([forward.graph, backward.graph]))
         schedule.rewrite(backward, decision.goal, self.settings.fused_code)

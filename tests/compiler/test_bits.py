@@ -14,7 +14,7 @@ import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.codegen import aten
 from fusedseg.compiler.settings import say_once
-from fusedseg.ops.low_bit.spec import lines_of
+from fusedseg.ops.low_bit.spec import packed_bytes
 from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.bits_cases import IMAGE, MOST, NORMS, Around, Call, Error, spread
@@ -140,12 +140,7 @@ def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
     """Group norm took a bit a value for it, and kept its output too."""
     net, x = Plain(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
     numbers = 5 * 2 * 16 * 4  # statistics and kinks of channels
-    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
-
-
-def packed_bytes(t, bits):
-    lines = lines_of(t, 0)
-    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.element_size()
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), "", 4) + numbers
 
 
 def test_signs_after_a_group_norm_are_exact_under_autocast():
@@ -177,7 +172,7 @@ def test_a_layer_norm_is_rebuilt_from_its_statistics():
     """Its output was kept beside its input."""
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(128, 32)
-    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(torch.empty(128, 64), 4) + 2 * 128 * 4
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(torch.empty(128, 64), "plane", 4) + 2 * 128 * 4
     torch._dynamo.reset()
     found = error_of(net, [x], 4, 32)
     assert found.size > 0
@@ -201,7 +196,7 @@ def test_positions_and_masks_take_as_few_bits_as_number_them(name):
     x = torch.randn(2, 1, *((64, 64) if dims == 2 else (32, 16, 16)))
     y = net[0](x)
     count = layer(y).numel()
-    assert kept(net, compiled(net, bits=4), [x]) == packed_bytes(y, 4) + count // 8 * bits
+    assert kept(net, compiled(net, bits=4), [x]) == packed_bytes(y, "", 4) + count // 8 * bits
     if name != "dropout":
         torch._dynamo.reset()
         assert error_of(net, [x], 4, 32).bias < MOST

@@ -1,4 +1,4 @@
-"""The error of 4 bits in the gradient of small networks; ``docs/low_bits.md`` has the table."""
+"""The error of 4 bits in the gradient of small networks stays that of an earlier engine."""
 
 import pytest
 import torch
@@ -40,16 +40,13 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-# Each network, and the error that an earlier engine, the recompute scope, had with the same weights
-# (64 or 256 roundings).  It kept exact values for ReLU6, five times as many bytes; here is the error with ReLU.
+# Each network, and the error that an earlier engine, the recompute scope, had with the same weights (64 or 256
+# roundings).
 NETWORKS = {
     "BatchNorm, ReLU": (plain, 0.0285),
     "GroupNorm, ReLU": (lambda: plain(lambda channels: nn.GroupNorm(2, channels)), 0.0157),
     "`InPlaceABN`, LeakyReLU": (lambda: plain(fusedseg.InPlaceABN, nn.Identity), 0.0290),
-    "BatchNorm, ReLU6": (lambda: plain(act=nn.ReLU6), 0.0285),
-    "ReLU without a norm": (lambda: plain(lambda _: nn.Identity()), 0.0054),
-    "PReLU after a sum": (lambda: Residual(nn.PReLU()), 0.0198),
-    "LeakyReLU in place after three sums": (lambda: Residual(nn.LeakyReLU(inplace=True), 3), 0.0228),
+    "ReLU in place after three sums": (lambda: Residual(nn.ReLU(inplace=True), 3), 0.0192),
 }
 
 
@@ -58,6 +55,5 @@ def test_small_networks(name):
     build, of_scope = NETWORKS[name]
     torch.manual_seed(0)
     found = error_of(build(), [IMAGE], 4, 64)
-    print(f"\n{name}: error {found.size:.4f}, bias² / error² {found.bias:+.3f}")
     assert 0 < found.size <= 1.1 * of_scope
     assert found.bias < MOST

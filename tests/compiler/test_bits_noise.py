@@ -1,31 +1,22 @@
-"""The noise of the option "bits" over networks, norms and activations: gradients are right on average."""
-
-import itertools
+"""The noise of the option "bits" in whole networks; ``test_bits_property.py`` has norms, activations and the rest."""
 
 import pytest
 import torch
 from torch import nn
 
-import fusedseg
 from fusedseg import _torch
-from tests.compiler.bits_cases import ACTIVATIONS, EVERY, IMAGE, MOST, NORMS, Around, Shortcut, Sum
+from tests.compiler.bits_cases import IMAGE, MOST
 from tests.compiler.networks import compiled, kept, make
-from tests.compiler.test_bits import Plain, error_of
+from tests.compiler.test_bits import error_of
 
 # These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
 pytestmark = pytest.mark.usefixtures("packed")
 
-STOCK = ("batch", "instance", "group", "layer")
-
-OURS = [name for name in NORMS if name not in STOCK]
-
-# A U-Net of three dimensions is built as nnU-Net is.
-LARGE = {"U-Net": 0.08, "two encoders": 0.09, "nnU-Net": 0.1, "ResNet": 0.16}
-
+LARGE = {"two encoders": 0.09, "nnU-Net": 0.1, "ResNet": 0.16}
 SIDES = {"ResNet": 128, "nnU-Net": 16}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "U-Net")) for name in LARGE])
+@pytest.mark.parametrize("name", LARGE)
 def test_networks(name):
     net, inputs = make(name)
     inputs = [torch.randn(2, x.shape[1], *(SIDES.get(name, 32),) * (x.dim() - 2)) for x in inputs]
@@ -37,86 +28,6 @@ def test_networks(name):
     found = error_of(net, [x[..., :64, :64].clone() for x in inputs], 4, 16)
     assert 0 < found.size < 0.12
     assert found.bias < MOST
-
-
-# Each norm and each activation; `test_every_activation_after_every_norm` has more pairs.
-PAIRS = [(norm, act) for norm in STOCK for act in ACTIVATIONS if norm == "group" or act == "ReLU"]
-
-
-@pytest.mark.parametrize(("norm", "act"), PAIRS)
-def test_a_norm_of_a_concatenation_that_another_convolution_reads(norm, act):
-    # Statistics of a batch of one are those of one sample.
-    for batch in (1, 2) if act == "ReLU" else (2,):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        net = Shortcut(NORMS[norm](), ACTIVATIONS[act]())
-        found = error_of(net, [torch.randn(batch, 3, 32, 32)], 4, 32)
-        assert found.size > 0
-        assert found.bias < MOST, batch
-
-
-@pytest.mark.parametrize("norm", OURS)
-def test_a_norm_of_this_package_of_such_a_concatenation(norm):
-    torch.manual_seed(0)
-    found = error_of(Shortcut(NORMS[norm](), nn.Identity()), [torch.randn(2, 3, 32, 32)], 4, 32)
-    assert found.size > 0
-    assert found.bias < MOST
-
-
-@pytest.mark.parametrize("act", ["relu", "leaky_relu", "selu", "silu", "relu6"])
-def test_a_norm_of_this_package_with_a_residual(act):
-    """The sign of the sum of two rounded tensors is not exact."""
-    torch.manual_seed(0)
-    assert error_of(Sum(fusedseg.BatchNormAct(16, activation=act)), [IMAGE], 8, 32).bias < MOST
-
-
-# The most error, relative to a gradient in float64, that an order of sums explains.
-LAST_BITS = 1e-14
-
-# Functions that backward cannot follow in fewer bits read exact values.  LogSigmoid divides by a sum with a result of
-# its op, which on a CPU is positive, but is not known to be.
-EXACT = ("glu", "LogSigmoid")
-
-# The compiler turns a call in place into the same graph; two of them show it.
-ONCE = [name for name in EVERY if not name.endswith(("in place", "_")) or name in ("ELU in place", "ReLU in place")]
-
-
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        pytest.param(name, bits, marks=[pytest.mark.slow] * (bits == 8))
-        for bits in (4, 8)
-        for name in (ONCE if bits == 4 else ONCE[::4])
-    ],
-)
-def test_every_activation(name, bits):
-    torch.manual_seed(0)
-    found = error_of(Around(EVERY[name]), [IMAGE], bits, 48)
-    assert (found.size > LAST_BITS) == (name not in EXACT)
-    assert found.size <= LAST_BITS or found.bias < MOST
-
-
-# SiLU with each norm, batch and structure, and each of the other activations with one of them in turn.
-WAYS = list(itertools.product(STOCK, (1, 2), (Plain, Shortcut)))
-TURNS = [(act, *WAYS[k % len(WAYS)]) for k, act in enumerate(ONCE) if act != "SiLU"] + [("SiLU", *way) for way in WAYS]
-ALL = [pytest.param(*of, id=f"{of[0]}, {of[1]}, {of[2]}, {of[3].__name__}") for of in TURNS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("act", "norm", "batch", "around"), ALL)
-def test_every_activation_after_every_norm(act, norm, batch, around):
-    """The noise of 24 roundings is about .02, so more decide then.
-
-    Where nothing is rounded, last bits may differ, because gradients are added source by source.
-    """
-    torch.manual_seed(0)
-    net = around(NORMS[norm](), EVERY[act]())
-    x = torch.randn(batch, 3, 32, 32)
-    found = error_of(net, [x], 4, 24)
-    if found.bias >= MOST and found.size > LAST_BITS:
-        torch._dynamo.reset()
-        found = error_of(net, [x], 4, 256)
-    assert found.bias < MOST or found.size <= LAST_BITS
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")

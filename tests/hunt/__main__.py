@@ -20,8 +20,8 @@ def seeds_of(text: str) -> range:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
     of_kinds = (
-        "networks that are converted, or programs and networks that are compiled, networks also with a budget or with "
-        "bits"
+        "networks that are converted; programs and networks that are compiled, networks also with a budget or with "
+        "bits; bits: pieces of networks and losses with bits"
     )
     parser.add_argument("--kind", choices=KINDS, default="networks", help=of_kinds)
     parser.add_argument(

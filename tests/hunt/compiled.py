@@ -20,7 +20,7 @@ from tests.hunt.program import Block, Network, Node, Step, Steps, defined, names
 SETUP = ("leaf", "module", "memory")
 # What belongs to the log or to the time after forward, and steps that raise in eager mode.
 NO_STEPS = ("note", "backward", "return", "attempt")
-# The last tensors, which are returned beside the loss.  A tensor that is returned is not computed again.
+# So many of the last tensors are returned, beside the loss.  A tensor that is returned is not computed again.
 RETURNED = 3
 
 
@@ -32,6 +32,8 @@ class Compiled(NamedTuple):
         shape: the shape of a network's input; None for a program.
         dynamic: whether it is compiled for all sizes.
         options: the backend's, beside the codegen.
+        judge: what says how a network with bits is wrong; None without bits.
+        returned: how many of the last tensors are returned.
     """
 
     seed: int
@@ -39,13 +41,15 @@ class Compiled(NamedTuple):
     shape: tuple[int, ...] | None = None
     dynamic: bool = False
     options: Mapping[str, Any] = MappingProxyType({})
+    judge: Callable[..., str | None] | None = None
+    returned: int = RETURNED
 
     def functions(self) -> str:
         if self.shape is not None:
             return self.network().functions()
         setup, body = ([f"    {line}" for node in part for line in node.lines()] for part in self.parts)
         loss = ["loss"] if any("loss = " in line for line in body) else []
-        found = ", ".join(f"{name!r}: {name}" for name in [*self._tensors()[-RETURNED:], *loss])
+        found = ", ".join(f"{name!r}: {name}" for name in [*self._tensors()[-self.returned :], *loss])
         lines = ["def part0(run, log):", *setup, "    def forward():", *(f"    {line}" for line in body),
                  f"        return {{{found}}}", "    finish(run(forward)(), log)"]  # fmt: skip
         return "\n".join(lines) + "\n"
@@ -55,7 +59,7 @@ class Compiled(NamedTuple):
         return list(dict.fromkeys(names))
 
     def network(self) -> Network:
-        last = Step("return", f"return joined({', '.join(self._tensors() or ['t0'])})")
+        last = Step("return", f"return joined({', '.join(self._tensors()[-self.returned :] or ['t0'])})")
         return Network(self.seed, ((*self.parts[0], *self.parts[1], last),), self.shape or (), {})
 
     def run(self, how: Callable) -> list[Log]:
@@ -72,8 +76,8 @@ class Compiled(NamedTuple):
             run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         call = f"compiled_failure(lambda how: {run}, {self.dynamic}{options})"
-        if "bits" in self.options:
-            call = f"rounded_difference(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
+        if self.judge is not None:
+            call = f"{self.judge.__name__}(lambda: seeded(Network(), {self.seed}), {self.shape}{options})"
         name = f"compiled {'program' if self.shape is None else 'network'} {self.seed}"
         return script(name, self.functions(), call)
 
@@ -121,7 +125,8 @@ def with_budget(seed: int) -> Compiled:
 
 def with_bits(seed: int) -> Compiled:
     """A network whose kept values are rounded; tensors of symbolic sizes would stay as they are."""
-    return network(seed)._replace(dynamic=False, options={"bits": random.Random(seed).choice((8, 4))})
+    options = {"bits": random.Random(seed).choice((8, 4))}
+    return network(seed)._replace(dynamic=False, options=options, judge=prelude.rounded_difference)
 
 
 def _known(setup: Steps, body: Steps) -> Steps:

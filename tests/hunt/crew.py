@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.hunt import compiled
+from tests.hunt import compiled, pieces
 from tests.hunt.compiled import Compiled
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network
@@ -28,6 +28,7 @@ KINDS = {
     "compiled-networks": compiled.network,
     "compiled-budgets": compiled.with_budget,
     "compiled-bits": compiled.with_bits,
+    "bits": pieces.network,
 }
 # Seconds; a program takes a few hundredths of a second.
 PATIENCE = 120.0

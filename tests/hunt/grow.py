@@ -62,6 +62,8 @@ class Grower:
         self.numbers = iter(range(1, 100_000))
         self.kept: list[Tensor] = []
         self.scopes, self.entered, self.checkpoints = 0, False, False
+        # The most values of a tensor, and the limit of their sizes.
+        self.largest, self.most = LARGEST, 1e3
 
     # -- the present tensors
 
@@ -130,7 +132,7 @@ class Grower:
             if "backward" not in kind and len(self.frames) == 1 and self.chance(self.rates.keep_failing):
                 self.stack[-1].append(Block("attempt", "with log.attempt():", (Step(kind, expression),)))
             return None
-        if not all(_usable(self.space[name]) for name in names):
+        if not all(self._usable(self.space[name]) for name in names):
             for name in names:
                 self.space.pop(name, None)
             return None
@@ -142,6 +144,14 @@ class Grower:
         """Whether autograd keeps the tensor that a step writes to, which is the first tensor that it names."""
         match = re.search(r"\b[tp]\d+\b", expression)
         return match is not None and self.keeps(self.of(match.group()))
+
+    def _usable(self, value: object) -> bool:
+        if not isinstance(value, Tensor) or value.numel() > self.largest or value.layout is not torch.strided:
+            return False
+        if value.device.type != "cpu" or value.is_nested:
+            return False
+        with torch.no_grad():
+            return value.numel() == 0 or not (value.is_floating_point() and not value.abs().max().item() < self.most)
 
     @contextlib.contextmanager
     def block(self, kind: str, header: str) -> Iterator[None]:
@@ -193,15 +203,6 @@ def _memory(t: Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except Exception:
         return id(t)
-
-
-def _usable(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.numel() > LARGEST or value.layout is not torch.strided:
-        return False
-    if value.device.type != "cpu" or value.is_nested:
-        return False
-    with torch.no_grad():
-        return value.numel() == 0 or not (value.is_floating_point() and not value.abs().max().item() < 1e3)
 
 
 def grown(seed: int) -> Program:

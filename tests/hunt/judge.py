@@ -15,7 +15,6 @@ from tests.hunt.prelude import (
     eager_call,
     network_difference,
     network_results,
-    rounded_difference,
 )
 from tests.hunt.program import Network, Steps, defined, edited, names_in, nodes, renamed, without
 
@@ -70,16 +69,16 @@ def judged(program: Network | Compiled, tell: Callable[[str], None] = lambda pha
         return Verdict("same") if how is None else Verdict("failure", how)
     tell("eager")
     with quiet():
-        if "bits" not in program.options:
+        if program.judge is None:
             return Verdict(*compiled_difference(program.run, program.dynamic, tell, **program.options))
-        for how, kind in ((eager_call, "raises"), (aot_eager(program.dynamic), "impossible")):
-            error = program.run(how)[0].error
-            if error is not None:
-                return Verdict(kind, str(error))
+        if (error := program.run(eager_call)[0].error) is not None:
+            return Verdict("raises", str(error))
         tell("ours")
-        make = program.network().make()
-        found = rounded_difference(make, program.shape, **program.options)
-    return Verdict("same") if found is None else Verdict("failure", found)
+        found = program.judge(program.network().make(), program.shape, **program.options)
+        if found is None:
+            return Verdict("same")
+        error = program.run(aot_eager(program.dynamic))[0].error
+    return Verdict("failure", found) if error is None else Verdict("impossible", str(error))
 
 
 def shrunk(program: Network | Compiled, tries: int = 1000) -> Network | Compiled:

@@ -20,6 +20,7 @@ from fusedseg.compiler.capture import norms, passes
 from fusedseg.compiler.low_bit import choose_bits as compiled_bits
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings
+from tests.hunt.rounding import BIASED, rounded_error, share_of_bias  # noqa: F401
 
 
 class eager(contextlib.ContextDecorator):
@@ -335,8 +336,8 @@ def network_difference(make, shape, later=None):
     return None
 
 
-# Roundings of one network, and the largest share of the squared error that may be bias.
-ROUNDINGS, BIASED = 24, 0.25
+# Roundings of one network.
+ROUNDINGS = 24
 
 
 def rounded_difference(make, shape, bits):
@@ -378,14 +379,9 @@ def bias_of(expected, got):
     if not right.isfinite().all():
         return None
     each = torch.stack([torch.cat([results[name].flatten() for name in names]) for results in got])
-    mean = each.mean(0)
-    error = (each - right).square().sum(1).mean()
-    if not error > 1e-12 * right.square().sum():
-        return None if error.isfinite() else "gradients differ: they are not finite"
-    # The mean of independent errors has 1 / times of their variance.
-    times = len(got)
-    noise = (each - mean).square().sum() / (times - 1)
-    share = ((mean - right).square().sum() - noise / times) / error
+    if not each.isfinite().all():
+        return "gradients differ: they are not finite"
+    share = share_of_bias(right, each)
     return None if share < BIASED else f"gradients differ: {share:.2f} of their squared error is bias"
 
 

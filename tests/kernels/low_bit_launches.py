@@ -15,7 +15,7 @@ SHAPE = (2, 64, 128, 128)
 def launch(dtype, rows, bits, has_kink):
     t = torch.empty(SHAPE, dtype=dtype, memory_format=torch.channels_last if rows else torch.contiguous_format)
     kink = torch.empty(SHAPE[1], dtype=torch.promote_types(dtype, torch.float32)) if has_kink else None
-    lines, flat = lines_of(t, SHAPE[1] if has_kink else 0), t.as_strided((t.numel(),), (1,))
+    lines, flat = lines_of(t, "batch"), t.as_strided((t.numel(),), (1,))
     if kink is not None:
         low_bit_kink(kink, kink, kink, kink, torch.empty_like(kink))
     packed = low_bit_pack(flat, lines, bits, 1, kink)

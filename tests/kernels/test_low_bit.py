@@ -23,7 +23,8 @@ def launch(t, bits, kink=None):
     """Codes and range of the kernel, what it makes of them, and the counted bytes."""
     from fusedseg.kernels.low_bit import low_bit_pack, low_bit_unpack
 
-    lines, out = lines_of(t, 0 if kink is None else kink.numel()), torch.empty_like(t)
+    unit = "" if kink is None else "batch" if kink.numel() == t.shape[1] else "plane"
+    lines, out = lines_of(t, unit), torch.empty_like(t)
     flat, flat_out = (of.as_strided((of.numel(),), (1,)) for of in (t, out))
     with traffic() if t.device.type == "cpu" else contextlib.nullcontext() as moved:
         packed = low_bit_pack(flat, lines, bits, KEY, kink)

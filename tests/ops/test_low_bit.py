@@ -27,6 +27,7 @@ class Packed(NamedTuple):
     highest: torch.Tensor
     kink: torch.Tensor | None
     bits: int
+    unit: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -36,8 +37,13 @@ class Packed(NamedTuple):
 
 
 def pack(t, bits, seed, kink=None):
-    kink = None if kink is None else kink.to(wide_dtype(t.dtype))
-    return Packed(*graph.pack(t, kink, bits, mixed(seed)), kink, bits, tuple(t.shape), t.stride())
+    kink, unit = (None, "") if kink is None else (kink.to(wide_dtype(t.dtype)), unit_of(t, kink))
+    return Packed(*graph.pack(t, kink, bits, unit, mixed(seed)), kink, bits, unit, tuple(t.shape), t.stride())
+
+
+def unit_of(t, kink):
+    """Kinks of channels, or of channels of samples."""
+    return "batch" if kink.numel() == t.shape[1] else "plane"
 
 
 def unpack(packed):
@@ -245,9 +251,9 @@ def test_bytes(dtype, bits, most):
     true = pack(t, bits, 0, torch.zeros(8))
     assert true.nbytes - 8 * 4 <= most * t.nbytes
     with FakeTensorMode() as mode:
-        fake = graph.packed_like(mode.from_tensor(t), mode.from_tensor(torch.zeros(8)), bits)
+        fake = graph.packed_like(mode.from_tensor(t), bits, "batch")
         assert sum(part.nbytes for part in fake) == true.nbytes - 8 * 4
-        assert graph.unpack_op(*fake, None, bits, t.shape, t.stride()).stride() == t.stride()
+        assert graph.unpack_op(*fake, None, bits, "batch", t.shape, t.stride()).stride() == t.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -261,7 +267,7 @@ def test_peak(dtype, one_thread, record_property):
     # The meter does not see inside an op.
     flat = t.new_empty(t.numel())
     with LiveBytes() as live:
-        reference.unpack(packed[:3], kink, lines_of(t, 16), 4, flat)
+        reference.unpack(packed[:3], kink, lines_of(t, "batch"), 4, flat)
     record_property("unpack", live.peak / 2**20)
     assert live.peak <= 3 * 2**20
 
@@ -281,13 +287,13 @@ def test_the_workspace_is_enough(bits, rows, dtype, one_thread):
     # The meter does not see inside an op.
     flat = t.new_empty(t.numel())
     with LiveBytes() as live:
-        reference.unpack(packed[:3], kink, lines_of(t, 16), bits, flat)
+        reference.unpack(packed[:3], kink, lines_of(t, "batch"), bits, flat)
     assert live.peak <= reference.unpack_workspace(t.numel(), dtype, t.device) + of_groups
 
 
 def test_opcheck(backend, device):
     t = channels_last(torch.randn(2, 3, 4, 5, device=device))
     key = torch.tensor(1)
-    torch.library.opcheck(graph.round_op, (t, 4, key, 0, torch.zeros(3, device=device), list(t.stride())))
-    packed = graph.pack(t, None, 8, 1)
-    torch.library.opcheck(graph.unpack_op, (*packed, None, 8, list(t.shape), list(t.stride())))
+    torch.library.opcheck(graph.round_op, (t, 4, key, 0, torch.zeros(3, device=device), "batch", list(t.stride())))
+    packed = graph.pack(t, None, 8, "", 1)
+    torch.library.opcheck(graph.unpack_op, (*packed, None, 8, "", list(t.shape), list(t.stride())))

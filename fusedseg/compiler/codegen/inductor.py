@@ -9,6 +9,7 @@ from ... import _torch
 from ..graph import is_gradient, outputs_of
 from ..plan import eager_mode
 from ..rewrite import channels_last
+from ..rewrite.branches import write_activations
 from ..settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -60,3 +61,5 @@ class BeforeOthers(_Pass):
         eager_mode.note_changeable(graph)
         if not any(map(is_gradient, graph.find_nodes(op="placeholder"))):
             channels_last.run(graph, self.settings)
+            if self.settings.bits is not None:
+                write_activations(graph)

@@ -1,9 +1,10 @@
 """What forward keeps in 8 or 4 bits a value, for the option "bits".
 
-``settled`` says which kept values are packed, and what must be exact beside them, by its readers (``branches.py``).
+``settled`` says which kept values are packed, and what must be exact beside them, by the rule of ``rule.py``.
 
-A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  A
-predicate about such a copy, x <= 0, is answered in forward from exact values, and takes one bit a value.
+A value is rounded once.  Everything that backward recomputes from it is a copy that reads the unpacked value.  What
+must read exact values is computed in forward: a predicate, x <= 0, takes one bit a value, and another result is kept,
+packed if its readers allow it.
 """
 
 import math
@@ -14,38 +15,29 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ... import _torch
-from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, SMOOTH_BITS, lines_of
+from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, packed_bytes
 from ...ops.max_pool.op import max_pool_op
 from ..graph import (
-    SMALL,
     Joint,
     Outputs,
     behind,
+    hinted,
     is_dense,
     is_op,
     is_tensor,
     name_of,
     nbytes_of,
     node_at,
-    op_of,
-    reads_size_alone,
     row_of,
     size_of,
-    tensors_of,
     value_of,
 )
-from ..op_table import EXACT, FIRST, LINEAR, NOT_SECOND, SMOOTH
+from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
-from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
+from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
 from ..plan.min_cut import ENDLESS, Flow
-from .branches import (
-    is_multiplication,
-    is_predicate,
-    kind_of,
-    may_divide_by_zero,
-    pointwise_chain_of,
-    write_pointwise_chain,
-)
+from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
+from .rule import Rule, bent, is_predicate
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
@@ -59,6 +51,7 @@ class Rounded:
 
     Attributes:
         bits: for each kept node the bits of a value.
+        units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
         integers: the kept nodes with masks or small integers, and the bits of a value.
         branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
@@ -66,6 +59,7 @@ class Rounded:
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
+    units: dict[fx.Node, str] = field(default_factory=dict)
     kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     branching: set[fx.Node] = field(default_factory=set)
@@ -84,22 +78,27 @@ def _positions(node: fx.Node) -> int:
 
 
 def _is_statistic(node: fx.Node) -> bool:
-    """Whether a node is a mean or 1/sqrt(var + eps) of a norm, which enters gradients as a power."""
+    """Whether a node is a mean or 1/sqrt(var + eps) of a norm."""
     is_item = node.target is operator.getitem
     first = row_of(node.args[0] if is_item else node).statistics
     place: Any = node.args[1] if is_item else 0
     return first is not None and bool(place >= first)
 
 
+def _has_poles(node: fx.Node) -> bool:
+    """Whether a value may be infinite, or huge, until a mask hides it.  A group of values with it has no grid."""
+    made = call_node(node)
+    return row_of(made).poles and not (name_of(made) == "div" and not is_tensor(made.args[1]))
+
+
 def bits_of(node: fx.Node, bits: int) -> int:
     """In how many bits a value of a kept node is packed before its readers are asked; 0 if it stays as it is."""
-    if not _has_size(node) or _is_statistic(node) or may_divide_by_zero(node):
-        # Where a divisor is 0, a quotient is no number until a mask hides it.  A group of values with it has no grid.
+    if not _has_size(node) or _is_statistic(node):
         return 0
-    if value_of(node).dtype in DTYPES:
-        return bits
     if is_predicate(node):
         return 1
+    if value_of(node).dtype in DTYPES:
+        return 0 if _has_poles(node) else bits
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
 
@@ -121,7 +120,6 @@ class _Choice:
         # The rounded values for which each answer is kept.
         self.answers: dict[fx.Node, set[fx.Node]] = {}
         self.predicates: dict[object, fx.Node] = {}
-        self.own = set(found.reading)
         for node in found.kept:
             self._pack(node)
 
@@ -131,155 +129,26 @@ class _Choice:
             floating = value_of(node).dtype in DTYPES
             (self.rounded.bits if floating else self.rounded.integers)[node] = bits
 
-    def _roots(self) -> dict[fx.Node, set[fx.Node]]:
-        """For each node the packed ones from which backward has it, and those that its gradient depends on.
-
-        ``near`` has those that the gradient of a norm depends on element by element, times a mean over many values.
-        """
-        roots: dict[fx.Node, set[fx.Node]] = {}
-        self.near: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.joint.graph.nodes:
-            if node in self.rounded.bits:
-                roots[node] = {node}
-            elif self._follows(node):
-                followed = self._followed(node)
-                roots[node] = set().union(*(roots.get(source, ()) for source in followed))
-                # Where a result mixes values of many places, the rounding of one value hardly counts.
-                mixes = row_of(node).compute_intensive
-                if node in self.joint.backward and not mixes and not reads_size_alone(node):
-                    self.near[node] = self._near(node, followed, roots)
-        return {node: of for node, of in roots.items() if of}
-
-    def _follows(self, node: fx.Node) -> bool:
-        """Whether backward computes a value that can follow rounded ones."""
-        computed = node in self.found.recomputed or node in self.own
-        return computed and not is_predicate(node) and not self._is_mean(node)
-
-    def _near(self, node: fx.Node, followed: list[fx.Node], roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-        sources = self._sources(node)
-        others = [source for source in sources if source not in followed and row_of(node).sign_of is None]
-        return set().union(
-            *(self.near.get(source, ()) for source in sources), *(roots.get(source, ()) for source in others)
-        )
-
-    def _is_mean(self, node: fx.Node) -> bool:
-        """Whether a result of backward has the sum or mean of many values, on which one rounding hardly counts."""
-        if node not in self.joint.backward or name_of(node) not in ("sum", "mean"):
-            return False
-        return size_of(node) * SMALL <= size_of(node.all_input_nodes[0])
-
-    def _followed(self, node: fx.Node) -> list[fx.Node]:
-        """The sources whose rounding a result follows, element by element."""
-        sources = self._sources(node)
-        if reads_size_alone(node):
-            return []
-        row = row_of(node)
-        if node in self.joint.backward:
-            if row.follows == NOT_SECOND:
-                # The gradient of the input does not depend on the input.
-                return [sources[0], *sources[2:]]
-            if row.follows == FIRST or row.sign_of is not None:
-                return sources[:1]
-            if name_of(node) == "mul" and len(sources) == 2:
-                # The same, as the compiler writes it.
-                return [source for source in sources if size_of(source) * SMALL < size_of(node)] or sources
-        return sources
-
-    def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """What backward reads to compute a node."""
-        instead = self.found.instead
-        return self.found.recomputed.get(node) or [instead.get(source, source) for source in node.all_input_nodes]
+    def _rule(self) -> Rule:
+        return Rule(self.joint, self.found, self.rounded, self.known.stuck)
 
     def settle(self) -> bool:
-        """One pass over all that backward reads; whether it has changed the choice."""
-        roots, changed = self._roots(), False
-        for node in list(self.joint.graph.nodes):
-            if not self._reads_rounded(node, roots):
-                continue
-            kind, of = self._demand(node, roots)
-            if kind == SMOOTH:
-                changed |= self._give_more_bits(of)
-            elif kind == EXACT and node in self.found.recomputed:
-                self._answer(node, of)
-                return True
-            elif kind == EXACT and of and node not in self.known.stuck:
-                self.rounded.branching.add(node)
-            elif kind == EXACT and of:
-                self._keep_exact(of)
-                return True
-        return changed
+        """Makes exact what the rule asks for; whether it has asked for anything."""
+        self.rounded.branching.clear()
+        rule = self._rule()
+        exact = rule.broken()
+        for node in sorted(exact):
+            if node in self.rounded.bits:
+                self._keep_exact(node)
+            else:
+                self._answer(node, set().union(*(rule.roots.get(source, ()) for source in rule.sources(node))))
+        return bool(exact)
 
-    def _reads_rounded(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> bool:
-        """Whether backward computes tensors of a node from rounded values; sizes are exact."""
-        computed = node in self.found.recomputed or node in self.own
-        if not computed or not tensors_of(node) or reads_size_alone(node):
-            return False
-        return any(source in roots for source in self._sources(node))
-
-    def _demand(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> tuple[str, set[fx.Node]]:
-        """How exact a node must be (``branches.py``), and the packed values for which this counts."""
-        kind = self._kind(node, roots)
-        if kind == LINEAR and is_multiplication(node):
-            return SMOOTH, self._read_twice(node, roots)
-        gradients = _gradients(node)
-        of = set().union(*(roots.get(source, ()) for source in self._sources(node) if source not in gradients))
-        # An op is linear in a gradient that it is given.
-        return kind, of | self._read_twice(node, roots) if gradients else of
-
-    def _give_more_bits(self, roots: set[fx.Node]) -> bool:
-        """Smooth functions need ``SMOOTH_BITS``; whether some had fewer."""
-        few = [root for root in roots if self.rounded.bits[root] < SMOOTH_BITS]
-        self.rounded.bits.update(dict.fromkeys(few, SMOOTH_BITS))
-        return bool(few)
-
-    def _keep_exact(self, roots: set[fx.Node]) -> None:
-        """Values that are not rounded after all."""
-        for root in roots:
-            del self.rounded.bits[root]
-            self.rounded.kinks.pop(root, None)
-
-    def _read_twice(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-        """The packed values of which more than one argument of a node follows."""
-        return _twice([(roots.get(s, set()), self.near.get(s, set())) for s in self._sources(node)])
-
-    def _kind(self, node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> str:
-        if self._has_exact_sign(node):
-            return LINEAR
-        recomputed = node in self.found.recomputed
-        form = recompute.form_of(node) if recomputed else None
-        if isinstance(form, recompute.BatchNorm) or (
-            isinstance(form, recompute.NormActForm) and form.own and form.rstd is None
-        ):
-            return EXACT
-        if form is not None:
-            return LINEAR
-        return kind_of(
-            call_node(node) if recomputed else node, lambda source: self.found.instead.get(source, source) in roots
-        )
-
-    def _has_exact_sign(self, node: fx.Node) -> bool:
-        """Whether the node asks for the sign of a value that is rebuilt with the right one."""
-        source = _asked_for_its_sign(node)
-        if source is None:
-            return False
-        if name_of(source) == "relu" and source in self.rounded.bits:
-            # 0 is a value of the grid.
-            return True
-        source = _bent(source)
-        norm = recompute.form_of(source) if source in self.found.recomputed else None
-        if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
-            return False
-        x = norm.x
-        while x not in self.rounded.bits and is_view(x):
-            x = node_at(x, 0)
-        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
-            return False
-        value = value_of(x)
-        kinks = value.shape[1] * (value.shape[0] if norm.of_samples else 1)
-        if lines_of(value, kinks).S * kinks > value.numel():
-            return False
-        self.rounded.kinks[x] = norm
-        return True
+    def _keep_exact(self, root: fx.Node) -> None:
+        """A value that is not rounded after all."""
+        del self.rounded.bits[root]
+        self.rounded.kinks.pop(root, None)
+        self.rounded.units.pop(root, None)
 
     def _answer(self, node: fx.Node, roots: set[fx.Node]) -> None:
         """Something that must read exact values is computed in forward: predicates of it, or its result.
@@ -292,7 +161,9 @@ class _Choice:
             if first is not node:
                 self._replace(node, first)
                 return
-        chain = None if is_predicate(node) or not is_op(node) else pointwise_chain_of(self.joint.graph, node)
+        # What is linear between its kinks follows with exact predicates.
+        is_bent = row_of(node).pieces is not None or (bool(row_of(node).kinks) and row_of(node).reads == FOLLOWS)
+        chain = pointwise_chain_of(self.joint.graph, node) if is_op(node) and is_bent else None
         sources = found.recomputed[node]
         if chain is None or len(chain) != 1:
             del found.recomputed[node]
@@ -324,7 +195,8 @@ class _Choice:
         flow, vertices = Flow(), dict[fx.Node, int]()
         for root in self.rounded.bits:
             vertices[root] = flow.vertex()
-            flow.edge(0, vertices[root], nbytes_of(root) - self._kept_bytes(root))
+            # A value that only answers have read is not kept at all.
+            flow.edge(0, vertices[root], nbytes_of(root) - (root in self.found.kept and self._kept_bytes(root)))
         for answer, roots in self.answers.items():
             cost = LEAST_GAIN * self._kept_bytes(answer) if answer in self.found.kept else 0
             own = flow.vertex()
@@ -338,16 +210,20 @@ class _Choice:
     def forget(self, dear: set[fx.Node]) -> None:
         """Max-pools of values that these alone made inexact run again, instead of picking values by positions."""
         for root in dear:
-            del self.rounded.bits[root]
-        roots = self._roots()
+            self._keep_exact(root)
+        rule = self._rule()
+        rule.broken()
         for node in self.joint.graph.nodes:
             if node.target is max_pool_op._opoverload:
                 x = node_at(node, 0)
-                if x not in roots and (x in self.found.recomputed or x in self.found.kept):
+                if x not in rule.roots and (x in self.found.recomputed or x in self.found.kept):
                     node.meta.pop(recompute.ROUNDED, None)
 
     def _kept_bytes(self, node: fx.Node) -> int:
-        bits = self.rounded.bits.get(node) or self.rounded.integers.get(node)
+        if node in self.rounded.bits:
+            value, unit = hinted(value_of(node)), self.rounded.units.get(node, "")
+            return min(nbytes_of(node), packed_bytes(value, unit, self.rounded.bits[node]))
+        bits = self.rounded.integers.get(node)
         return size_of(node) * bits // 8 if bits else nbytes_of(node)
 
     def _replace(self, node: fx.Node, other: fx.Node) -> None:
@@ -374,43 +250,6 @@ class _Choice:
                 stack.append(source)
 
 
-def _gradients(node: fx.Node) -> set[fx.Node]:
-    """The gradients that an op of backward is given.  PyTorch's schemas name them so."""
-    if not is_op(node):
-        return set()
-    pairs = zip(op_of(node)._schema.arguments, node.args, strict=False)
-    return {given for argument, given in pairs if argument.name.startswith("grad") and isinstance(given, fx.Node)}
-
-
-def _twice(factors: list[tuple[set[fx.Node], set[fx.Node]]]) -> set[fx.Node]:
-    """The roots of one factor that are roots of another one, or near to it."""
-    found: set[fx.Node] = set()
-    for place, (roots, near) in enumerate(factors):
-        for others, near_others in factors[:place]:
-            found |= (roots & others) | (near & others) | (roots & near_others)
-    return found
-
-
-def _asked_for_its_sign(node: fx.Node) -> fx.Node | None:
-    """The argument whose sign a node asks for; None if there is none, or if it compares with another number than 0."""
-    name, place = name_of(node), row_of(node).sign_of
-    if place is None or (name in ("le", "gt") and node.args[1] != 0):
-        return None
-    if name == "threshold_backward" and node.args[2] != 0:
-        return None
-    return node_at(node, place)
-
-
-def _bent(node: fx.Node) -> fx.Node:
-    """The argument of an activation that does not change signs, or the node itself."""
-    while row_of(node).keeps_sign:
-        slope = node.args[1] if len(node.args) > 1 else 1
-        if not isinstance(slope, (int, float)) or slope <= 0:
-            break
-        node = node_at(node, 0)
-    return node
-
-
 def _key_of(predicate: fx.Node) -> object:
     """What is equal for two predicates with the same answer: relu(x) <= 0 and x <= 0.
 
@@ -429,7 +268,7 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
         source = node_at(node, 0)
         return source if value_of(source).is_floating_point() else node
     if name_of(node) != "where" or not all(isinstance(argument, fx.Node) for argument in node.args):
-        return _bent(node)
+        return bent(node)
     # leaky_relu: where(x > 0, x, slope * x)
     asked, x, scaled = (node_at(node, place) for place in range(3))
     if name_of(asked) != "gt" or name_of(scaled) != "mul" or asked.args != (x, 0) or scaled.args[0] is not x:

@@ -41,16 +41,16 @@ class Storage:
                 unpack = ops.bits_unpack._opoverload
                 self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
-            bits, kink = rounded.bits[node], None
+            bits, unit, kink = rounded.bits[node], rounded.units.get(node, ""), None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))  # type: ignore[arg-type]
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
-            given = (node, bits, key, place, kink, stride)
+            given = (node, bits, key, place, kink, unit, stride)
             codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
             results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, size, stride)
+            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, unit, size, stride)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""

@@ -15,6 +15,7 @@ from ...ops.low_bit import graph as packing
 from ..graph import (
     Joint,
     arguments_of,
+    hinted,
     is_op,
     is_tensor,
     may_alias,
@@ -231,4 +232,6 @@ def workspace(node: fx.Node, fused: bool) -> int:
         # Inductor computes it inside the kernels beside it.
         return 0
     value = node_at(node, 0) if op_of(node) in PACKS else node
-    return packing.workspace_of(op_of(node), value_of(value), size_of(value), given["bits"])
+    moved = "unit" in given and packing.is_moved(hinted(value_of(value)), given["unit"])
+    copied = nbytes_of(value) if moved else 0
+    return copied + packing.workspace_of(op_of(node), value_of(value), size_of(value), given["bits"])

@@ -1,8 +1,9 @@
 """Copies, calls and labels that a functional graph does not need, and calls that it needs twice.
 
 An activation that writes over a view, as after an instance norm, is traced with copies of its gradient into new memory
-of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records.  A view of
-the same sizes does nothing either, but it may have other strides along a dimension of one element than the graph says.
+of the same form.  The values are the same without them.  ``detach`` does nothing where no autograd records, and a power
+of 1, as in the gradient of a square, does nothing either.  Nor does a view of the same sizes, but it may have other
+strides along a dimension of one element than the graph says.
 """
 
 import operator
@@ -38,7 +39,7 @@ def rewrite(graph: fx.Graph) -> int:
         source: object = None
         if name_of(node) == "copy":
             source = node.args[1]
-        elif returns_input or name_of(node) == "clone":
+        elif returns_input or name_of(node) == "clone" or (name_of(node) == "pow" and node.args[1] == 1):
             source = node.args[0]
         if not is_tensor(source) or not has_same_form(value_of(source), value_of(node)):
             continue

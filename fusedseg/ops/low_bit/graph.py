@@ -1,9 +1,9 @@
 """The storage ops in graphs of the compiler backend: tensors in 8, 4 or 2 bits a value, and masks in one.
 
     key = rounding_key(seed)                              a number that differs from step to step; a tensor on the CPU
-    codes, lowest, highest = low_bit_round(t, bits, key, place, kink, stride)
+    codes, lowest, highest = low_bit_round(t, bits, key, place, kink, unit, stride)   ``spec.py`` has the units
     kink = norm_kink(x, mean, rstd, weight, bias, of_samples)     for a norm whose sign must be exact
-    t4 = low_bit_unpack(codes, lowest, highest, kink, bits, size, stride)     every sign is exact; right on average
+    t4 = low_bit_unpack(codes, lowest, highest, kink, bits, unit, size, stride)     signs are exact; right on average
     packed = bits_pack(t, bits, stride)                   the lowest bits of masks, and of small integers of one byte
     t = bits_unpack(packed, bits, dtype, size, stride)
 
@@ -177,19 +177,30 @@ def _launch_kink(kink: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
         low_bit_kink(mean, rstd, weight, bias, kink)
 
 
-def pack(t: Tensor, kink: Tensor | None, bits: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+def _is_in_other_order(t: Tensor, lines: ChannelLines) -> bool:
+    """Whether the channels of ``lines`` are adjacent, and those of the tensor are not."""
+    return lines.C > 1 and t.stride(1) != 1
+
+
+def is_moved(t: Tensor, unit: str) -> bool:
+    """Whether a copy of a dense tensor is packed, and what is unpacked is copied too."""
+    return t.dim() > 1 and t.numel() > 0 and _is_in_other_order(t, lines_of(t, unit))
+
+
+def pack(t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes, and the lowest and the highest value of each group."""
     if t.numel() == 0:
-        return packed_like(t, kink, bits)
-    lines = lines_of(t, 0 if kink is None else kink.numel())
+        return packed_like(t, bits, unit)
+    lines = lines_of(t, unit)
+    flat = t.movedim(1, -1).flatten() if _is_in_other_order(t, lines) else _flat(t)
     if not _backend.use_triton(t, "low_bit"):
-        return reference.pack(_flat(t), lines, bits, key, kink)
-    return _launch_pack(_flat(t), lines, bits, key, kink)
+        return reference.pack(flat, lines, bits, key, kink)
+    return _launch_pack(flat, lines, bits, key, kink)
 
 
-def packed_like(t: Tensor, kink: Tensor | None, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def packed_like(t: Tensor, bits: int, unit: str) -> tuple[Tensor, Tensor, Tensor]:
     """The results of ``pack`` without values."""
-    lines = lines_of(t, 0 if kink is None else kink.numel())
+    lines = lines_of(t, unit)
     groups = lines.I * lines.groups * lines.C
     return t.new_empty(lines.code_bytes(bits), dtype=torch.uint8), t.new_empty(groups), t.new_empty(groups)
 
@@ -207,46 +218,49 @@ def _(seed):
 @torch.library.custom_op(
     "fusedseg::low_bit_round",
     mutates_args=(),
-    schema="(Tensor t, int bits, Tensor key, int place, Tensor? kink, SymInt[] stride) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor t, int bits, Tensor key, int place, Tensor? kink, str unit, SymInt[] stride)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def round_op(t, bits, key, place, kink, stride):
-    return pack(_laid_out(t, stride), kink, bits, mixed(int(key), place))
+def round_op(t, bits, key, place, kink, unit, stride):
+    return pack(_laid_out(t, stride), kink, bits, unit, mixed(int(key), place))
 
 
 @round_op.register_fake
-def _(t, bits, key, place, kink, stride):
+def _(t, bits, key, place, kink, unit, stride):
     if _backend.lists_launches(t, "low_bit"):
         # The key has no value there, and none is needed.
-        return pack(_laid_out(t, stride), kink, bits, place)
-    return packed_like(_laid_out(t, stride), kink, bits)
+        return pack(_laid_out(t, stride), kink, bits, unit, place)
+    return packed_like(_laid_out(t, stride), bits, unit)
 
 
 @torch.library.custom_op(
     "fusedseg::low_bit_unpack",
     mutates_args=(),
-    schema="(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, SymInt[] size, SymInt[] stride)"
-    " -> Tensor",
+    schema="(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, str unit, SymInt[] size,"
+    " SymInt[] stride) -> Tensor",
 )
-def unpack_op(codes, lowest, highest, kink, bits, size, stride):
-    return unpack(codes, lowest, highest, kink, bits, size, stride)
+def unpack_op(codes, lowest, highest, kink, bits, unit, size, stride):
+    return unpack((codes, lowest, highest), kink, bits, unit, size, stride)
 
 
-def unpack(codes, lowest, highest, kink, bits, size, stride):
+def unpack(packed, kink, bits, unit, size, stride):
+    codes, lowest, highest = packed
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
-    lines = lines_of(t, 0 if kink is None else kink.numel())
+    lines = lines_of(t, unit)
     if t.numel() == 0:
         return t
+    moved = t.new_empty(t.movedim(1, -1).shape).movedim(-1, 1) if _is_in_other_order(t, lines) else t
     if not _backend.use_triton(t, "low_bit"):
-        reference.unpack((codes, lowest, highest), kink, lines, bits, _flat(t))
-        return t
-    _launch_unpack(_flat(t), (codes, lowest, highest), kink, lines, bits)
-    return t
+        reference.unpack(packed, kink, lines, bits, _flat(moved))
+    else:
+        _launch_unpack(_flat(moved), packed, kink, lines, bits)
+    return t if moved is t else t.copy_(moved)
 
 
 @unpack_op.register_fake
-def _(codes, lowest, highest, kink, bits, size, stride):
+def _(codes, lowest, highest, kink, bits, unit, size, stride):
     if _backend.lists_launches(lowest, "low_bit"):
-        return unpack(codes, lowest, highest, kink, bits, size, stride)
+        return unpack((codes, lowest, highest), kink, bits, unit, size, stride)
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
 

@@ -1,7 +1,13 @@
 """How a packed tensor lies in memory, and the numbers of the grid.
 
-A group is 256 adjacent positions of one channel of one sample, or fewer at the end of a channel.  ``grid.py`` has the
-values that the codes of a group stand for.
+A group is 256 adjacent positions of one channel of one sample, or fewer at the end of a channel.  What reads the tensor
+asks for groups inside of a unit, whose values a norm scales alike:
+
+    ""         nothing is asked for: where channels are short, a group has values of several ones
+    "batch"    the values of a channel, of all samples
+    "plane"    the values of a channel of a sample; of N x C values a row
+
+``grid.py`` has the values that the codes of a group stand for.
 """
 
 from typing import NamedTuple
@@ -16,8 +22,8 @@ SMOOTH_BITS = 8
 FEWEST_VALUES = 4096  # smaller tensors are kept as they are
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GROUP = 256
-# A channel of a sample with fewer positions is no group of its own, unless it has a kink of its own: the two numbers of
-# each group would take as much memory as the codes.
+# A channel of a sample with fewer positions is no group of its own unless a reader asks for it: the two numbers of each
+# group would take as much memory as the codes.
 FEWEST = 64
 
 # Two codes stand beside the border of signs, one on each side.  They are this fraction of a step away from it.
@@ -63,17 +69,27 @@ class ChannelLines(NamedTuple):
         return self.I * (1 if self.C == 1 else self.S) * self.row_bytes(bits)
 
 
-def lines_of(t: Tensor, kinks: int) -> ChannelLines:
-    """How the groups of a dense tensor lie in memory.  ``kinks`` counts the values of the kink; 0 if there is none."""
+def lines_of(t: Tensor, unit: str) -> ChannelLines:
+    """How the groups of a dense tensor lie in memory, or with "batch" in that of a copy in channels_last."""
     layout = layout_of(t) if t.dim() >= 2 else None
-    if layout is not None:
+    if layout is not None and t.dim() == 2 and unit != "batch":
+        lines = ChannelLines(layout.N, layout.C, 1)
+    elif layout is not None and layout.rows:
+        samples = t.shape[0] if unit == "plane" else 1
+        lines = ChannelLines(samples, layout.N // max(samples, 1), layout.C)
+    elif layout is not None:
         lines = ChannelLines(layout.N * layout.C, layout.S, 1)
-        if layout.rows:
-            samples = t.shape[0] if kinks > layout.C else 1
-            lines = ChannelLines(samples, layout.N // max(samples, 1), layout.C)
-        if kinks or lines.S >= FEWEST:
-            return lines
+        if unit == "batch" and lines.S < FEWEST:
+            return ChannelLines(1, layout.N * layout.S, layout.C)
+    if layout is not None and (unit or lines.S >= FEWEST):
+        return lines
     return ChannelLines(1, t.numel(), 1)
+
+
+def packed_bytes(t: Tensor, unit: str, bits: int) -> int:
+    """The bytes of the codes of a dense tensor and of the two numbers of each group."""
+    lines = lines_of(t, unit)
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.dtype.itemsize
 
 
 def mixed(*numbers: int) -> int:

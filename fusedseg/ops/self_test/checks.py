@@ -255,7 +255,7 @@ def _low_bit(dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
     for fmt, bits in (("contiguous", 8), ("contiguous", 4), ("channels_last", 4)):
         x = _random(SHAPE, dtype, device, fmt, 0)
         kink = torch.linspace(-1.0, 1.0, SHAPE[1], dtype=wide, device=device)
-        lines, flat = lines_of(x, SHAPE[1]), x.as_strided((x.numel(),), (1,))
+        lines, flat = lines_of(x, "batch"), x.as_strided((x.numel(),), (1,))
         found, expected = torch.empty_like(flat), torch.empty_like(flat)
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
         low_bit_reference.unpack(low_bit_reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
