@@ -37,24 +37,37 @@ RECORDS = {
 }
 
 
-def front_lines(cases: Mapping[str, CaseResults]) -> list[str]:
-    """A row for each way and a column for each network; nothing if none of the networks was measured."""
+def front_lines(cases: Mapping[str, CaseResults], runs: Mapping[str, str]) -> list[str]:
+    """A row for each way and a column for each network; nothing if none of the networks was measured.
+
+    runs: what is said of each run, by its number.  Figures of another run than the last one have its number.
+    """
     here = [name for name in NETWORKS if name in cases]
     if not here:
         return []
-    rows = [[title, *(cell(cases[name], way) for name in here)] for way, title in WAYS.items()]
+    last = max(map(int, runs), default=0)
+    rows = [[title, *(cell(cases[name], way, last) for name in here)] for way, title in WAYS.items()]
     if any(name in RECORDS for name in here):
         rows.append([RECORD, *(rate_of(RECORDS[name]) if name in RECORDS else "–" for name in here)])
-    return markdown([HEAD, *(NETWORKS[name] for name in here)], rows)
+    table = markdown([HEAD, *(NETWORKS[name] for name in here)], rows)
+    if not runs:
+        return table
+    legend = [f"{mark_of(int(run), last)} {text}" for run, text in runs.items() if int(run) != last]
+    return [*table, "", f"Without a number: run {last}, {runs[str(last)]}. {'. '.join(legend)}."]
 
 
-def cell(case: CaseResults, way: str) -> str:
-    """The peak, the time and the rate of a way, as far as they were measured."""
+def mark_of(run: int, last: int) -> str:
+    """The number of a run as a superscript; nothing for the last run."""
+    return "" if run == last else "⁰¹²³⁴⁵⁶⁷⁸⁹"[run]
+
+
+def cell(case: CaseResults, way: str, last: int) -> str:
+    """The peak, the time and the rate of a way, as far as they were measured, and the run."""
     peak, step = figure(case, way, "peak_bytes"), figure(case, way, "step")
     if peak is None:
         return NOT_MEASURED
     time = NOT_MEASURED if step is None else f"{step:.1f}, {rate_of(1e3 * case['samples'] / step)}"
-    return f"{peak / GIBIBYTE:.2f}, {time}"
+    return f"{peak / GIBIBYTE:.2f}, {time} {mark_of(case['contenders'][way].get('run', last), last)}".rstrip()
 
 
 def rate_of(samples: float) -> str:

@@ -47,7 +47,7 @@ BYTES = ("kept_bytes", "peak_bytes", "reserved_bytes")
 def machine_lines(files: Files) -> list[str]:
     """The machine and the commit of the figures; all of them if there are several."""
     machines = [content["machine"] for content in files.values()]
-    known = {key: [] for about in machines for key in about if key != "load"}
+    known = {key: [] for about in machines for key in about if key not in ("load", "runs")}
     for about in machines:
         for key, values in known.items():
             if about.get(key) not in (None, *values):
@@ -230,7 +230,8 @@ def share_of_copy(case: CaseResults) -> float | None:
 
 def front_of(files: Files) -> list[str]:
     """The README's table and an empty line; nothing if the run has no whole steps of its networks."""
-    lines = [line for stem, _, cases in sections(files) if stem == "steps" for line in front_lines(cases)]
+    found = ((files[stem]["machine"], cases) for stem, _, cases in sections(files) if stem == "steps")
+    lines = [line for about, cases in found for line in front_lines(cases, about.get("runs", {}))]
     return [*lines, ""] if lines else []
 
 

@@ -1,4 +1,4 @@
-"""The table of the page docs/rivals.md: other ways to train in less memory beside this package, on the same networks.
+"""The table of the page docs/results.md: other ways to train in less memory beside this package, on the same networks.
 
 Bytes are real allocations of one training step in fp32, without parameters.  Steps are timed in turns.  The command
 counts and times the networks that are named, or all; ``--seconds 0`` only counts::

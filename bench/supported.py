@@ -31,6 +31,10 @@ WAYS: dict[str, dict[str, Any]] = {"exact": {}, "budget": {"budget": BUDGET}, "8
 STEPS = 20
 FILE = Path(__file__).with_name("supported.json")
 PAGE = Path(__file__).parents[1] / "docs" / "supported.md"
+CHOICE = """## Which codegen is chosen
+
+The bytes that kernels of a step read and write, counted on tensors without values. A graph takes Inductor's code where
+that moves at least 10 % fewer ([how](compiler.md#which-codegen)):"""
 START, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
 
@@ -63,7 +67,15 @@ def row(name: str, ways: Iterable[str] = tuple(WAYS)) -> dict[str, Any]:
         found[way] = [round(ours / eager, 3), round(peaks[1] / peaks[0], 3), round(max(g.repeated for g in graphs), 3)]
         found["graphs"] = len(report.graphs)
     found["exports"] = exports(network)
+    found["moved"] = moved(network)
     return found
+
+
+def moved(network: Network) -> list[Any]:
+    """The codegen that the largest graph chooses, and the bytes that the kernels of both would move."""
+    graphs = fusedseg.compiler.estimate(network.make, network.shape).graphs
+    largest = max((graph for graph in graphs if graph.moved is not None), key=lambda graph: graph.moved.aten)
+    return [largest.codegen, *largest.moved]
 
 
 def losses(name: str, way: str) -> list[float]:
@@ -123,6 +135,9 @@ def table() -> str:
     ]
     heads = [f"budget {BUDGET}: kept", "its peak", "repeated", "8 bits: kept", "its peak", "4 bits: kept", "its peak"]
     parts.append(lines_of(["model", *heads], options))
+    parts.append(CHOICE)
+    chosen = [[name, *megabytes(found["moved"]), found["moved"][0]] for name, found in rows.items()]
+    parts.append(lines_of(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen))
     parts.append("\n".join(f"* {line}" for line in remarks(rows)))
     absent = [name for name in MODELS if name not in rows]
     if absent:
@@ -138,6 +153,12 @@ def title(name: str, found: dict[str, Any]) -> str:
 def shares(figures: list[float]) -> list[str]:
     """The kept bytes and the peak, as shares of eager mode's."""
     return [f"{share:.2f}" for share in figures[:2]]
+
+
+def megabytes(figures: list[Any]) -> list[str]:
+    """The bytes that kernels move, and the share of Inductor's."""
+    _, aten, inductor = figures
+    return [f"{aten / 1e6:.1f}", f"{inductor / 1e6:.1f}", f"{inductor / aten:.2f}"]
 
 
 def again(figures: list[float]) -> str:

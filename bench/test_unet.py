@@ -2,7 +2,7 @@
 
 Ours is the default network of ``fusedseg.unet``.  The others are the same network of stock modules, with their norm.
 
-The table of four networks in docs/benchmarks.md comes from this bench; ``python -m bench.report bench/out`` prints it
+The table of four networks in docs/results.md comes from this bench; ``python -m bench.report bench/out`` prints it
 in Markdown::
 
     pytest bench/test_unet.py -m "slow or not slow"

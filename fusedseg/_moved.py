@@ -8,8 +8,7 @@ from typing import Any
 def recompute(*args: object, **kwargs: object) -> Any:
     """Gone: ``torch.compile(model, backend="fusedseg")`` keeps less, and works with an unchanged model too."""
     raise RuntimeError(
-        'fusedseg.recompute: the recompute scope is gone; write model = torch.compile(model, backend="fusedseg"), with '
-        'options={"codegen": "aten"} where there is no C++ compiler'
+        'fusedseg.recompute: the recompute scope is gone; write model = torch.compile(model, backend="fusedseg")'
     )
 
 

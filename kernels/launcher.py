@@ -38,7 +38,7 @@ RUN = JITFunction.run
 # A multiplication and an addition must not become one instruction that rounds once.  The compiler did this for one of
 # two lanes only, so lanes that should have held the same mean differed in the last bit.  One lane stored its mean, and
 # the other lanes applied their own mean.  So the z that backward rebuilt from the stored mean was not the z of forward.
-# See docs/proofs.md.
+# See docs/methods.md.
 FP_FUSION = False
 # A network has few layouts.  The limit is for shapes that change with every batch.
 MAX_PLANS = 1024

@@ -79,7 +79,7 @@ COMPILER = (
     ("plan",),
     ("rewrite",),
     ("codegen", "low_bit"),
-    ("counting", "in_eager_mode", "report"),
+    ("counting", "in_eager_mode", "report", "traffic"),
     ("decide",),
     ("partition",),
     ("backend", "estimate"),

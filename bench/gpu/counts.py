@@ -33,6 +33,7 @@ from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import BITS, KEEP, Settings
+from fusedseg.compiler.traffic import norm_passes
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
 from fusedseg.ops.low_bit.graph import norm_kink
@@ -83,21 +84,13 @@ def nbytes(*values: object) -> int:
 
 def _norm(function: Any, args: tuple[Any, ...]) -> Moved | None:
     """What a norm in generated code moves; None for other functions."""
-    if isinstance(function, norms.Forward):
-        # Statistics read x once, and the output is a second pass.
-        x, residual, mean = args[0], args[3], args[6]
-        passes = 2 if function.norm.own and mean is None else 1
-        kind = "norm" if mean is None else "norm, once more"
-        return Moved(kind, passes * nbytes(x) + nbytes(residual), nbytes(x), passes)
-    if isinstance(function, norms.Backward):
-        # Sums over the gradient and x are the first pass.
-        dz, x, residual = args[0], args[1], args[4]
-        # With a residual, the first pass writes the sum of two gradients, which the second pass reads.
-        also = nbytes(*args[7:]) * (1 if function.of_residual else 2)
-        return Moved("norm", also + 2 * nbytes(dz, x, residual), nbytes(x) * (2 if function.of_residual else 1), 2)
-    if function in (norms.statistics, norms.statistics_moving):
-        return Moved("norm", nbytes(args[0]), 0)
-    return None
+    passes = norm_passes(function, args)
+    if passes is None:
+        return None
+    read, written = passes
+    again = isinstance(function, norms.Forward) and args[6] is not None
+    launches = 2 if isinstance(function, norms.Backward) else read.count(args[0])
+    return Moved("norm, once more" if again else "norm", nbytes(*read), written * nbytes(args[0]), launches)
 
 
 def _convolution_backward(node: fx.Node) -> Iterator[Moved]:

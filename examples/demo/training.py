@@ -59,7 +59,7 @@ def build(problem: Problem, device: torch.device, seed: int, bits: int | None = 
         net.load_state_dict(dict(zip(net.state_dict(), first.state_dict().values(), strict=True)))
     networks = {name: net.to(device) for name, net in networks.items()}
     if bits is not None:
-        networks["fusedseg"].compile(backend=backend, options={"codegen": "aten", "bits": bits, "seed": seed})
+        networks["fusedseg"].compile(backend=backend, options={"bits": bits, "seed": seed})
     return networks
 
 

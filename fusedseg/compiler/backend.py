@@ -6,16 +6,21 @@ The entry point group ``torch_dynamo_backends`` names ``backend``, so that no im
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
 from .. import _torch
 from ..progress import Progress
 from .capture import passes
-from .report import noting, remember
+from .graph import twin_of
+from .report import note_codegen, note_moved, noting, remember
 from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
+from .traffic import InductorMovesLess, check
 
+Compiled = TypeVar("Compiled")
+# The modes of ``torch.compile`` that are not Inductor's alone.
+MODES = (None, "default", "reduce-overhead")
 PHASES = {
     "fw_compiler": "code of forward",
     "bw_compiler": "code of backward",
@@ -31,8 +36,7 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
-    settings = with_codegen(parse(options))
-    compiler = _inductor if settings.fused_code else _aten
+    settings = with_codegen(parse(options), mode)
     limits = settings.limits
     if limits is not None and limits.is_absolute and _torch.reason_of_break(module):
         say_once(
@@ -40,22 +44,53 @@ def backend(
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
     with noting(module, example_inputs) as noted, Progress(f"{OP}: {noted[0].calls} calls", QUIET_SECONDS) as progress:
-        run = compiler(module, example_inputs, settings, mode, progress)
+
+        def compiled(module: fx.GraphModule, settings: Settings) -> Any:
+            note_codegen(settings.codegen or "aten")
+            compiler = _inductor if settings.fused_code else _aten
+            return compiler(module, example_inputs, settings, mode, progress)
+
+        run = with_least_traffic(module, settings, compiled)
     remember(run, *noted)
     return run
 
 
-def with_codegen(settings: Settings) -> Settings:
-    """The settings with a codegen: what was asked for, or the one that works here."""
-    if settings.codegen == "aten":
+def with_codegen(settings: Settings, mode: str | None = None) -> Settings:
+    """The settings with the codegen that options or mode ask for, if it works here.  None is left as it is."""
+    asks = settings.codegen == "inductor" or bool(settings.inductor) or mode not in MODES
+    if settings.codegen == "aten" or not asks:
         return settings
+    if settings.codegen == "inductor" and (problem := _torch.inductor_problem()):
+        raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
+    return _with_inductor(settings)
+
+
+def _with_inductor(settings: Settings) -> Settings:
+    """The settings with Inductor, or if that cannot work here, with PyTorch's kernels and a warning."""
     problem = _torch.inductor_problem()
     if not problem:
         return replace(settings, codegen="inductor")
-    if settings.codegen == "inductor":
-        raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
     say_once(f" runs PyTorch's own kernels (codegen='aten'), because Inductor cannot work here: {problem}")
     return replace(settings, codegen="aten", inductor={})
+
+
+def with_least_traffic(
+    module: fx.GraphModule, settings: Settings, compiled: Callable[[fx.GraphModule, Settings], Compiled]
+) -> Compiled:
+    """What ``compiled`` makes of a captured graph with the codegen of the settings.
+
+    Without one it begins with PyTorch's kernels.  The graphs that it divides say whether Inductor's move clearly fewer
+    bytes (``traffic.py``); then it begins again with Inductor, before any code was generated.
+    """
+    if settings.codegen is not None:
+        return compiled(module, settings)
+    twin = fx.GraphModule(module, twin_of(module.graph)[0])
+    twin.meta.update(module.meta)
+    try:
+        return compiled(module, settings)
+    except InductorMovesLess as less:
+        note_moved(less.moved)
+    return compiled(twin, _with_inductor(settings))
 
 
 def _showing(progress: Progress, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +110,8 @@ def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if channels_last.run(module.graph, settings):
             module.recompile()
+        if settings.codegen is None:
+            note_moved(check([module.graph]))
         return compiler(module, inputs)
 
     return compiled
@@ -83,7 +120,7 @@ def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..
 def _aten(
     module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, progress: Progress
 ) -> Any:
-    if mode not in (None, "default", "reduce-overhead"):
+    if mode not in MODES:
         raise ValueError(f"{OP}: mode={mode!r} is Inductor's; codegen='aten' takes 'default' and 'reduce-overhead'")
     from .codegen import cuda_graphs
     from .codegen.aten import emit

@@ -18,7 +18,7 @@ from .._torch import compiler_parts
 from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
-from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, noting, noting_on
+from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, note_codegen, noting, noting_on
 
 OP = "fusedseg.compiler.estimate"
 # Options of the backend; or the ``activation_memory_budget`` of the compiler itself, whose default is 1.
@@ -78,23 +78,15 @@ def estimate_ways(
     Raises as ``estimate``.
     """
     from .backend import with_codegen
-    from .partition import Partition
 
     parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
     first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
-    fused = first.fused_code
-    divisions = [
-        Partition(replace(way, codegen=first.codegen))
-        if isinstance(way, settings.Settings)
-        else partial(_compilers_own, budget=way, fused=fused)
-        for way in parsed
-    ]
     found: list[Found] = [[] for _ in ways]
     try:
         with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
             # Norms that one way needs in pieces are in pieces in all.
             bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
-            _compile(model, inputs, replace(first, bits=bits), _Divisions(divisions, found, fused))
+            _compile(model, inputs, replace(first, bits=bits), _Divisions(parsed, found))
     # The compiler may raise any error.
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
@@ -109,6 +101,7 @@ def estimate_ways(
 
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
     """Compiles a model as the backend does, and runs its forward; no code is generated."""
+    from .backend import with_least_traffic
     from .capture import passes
 
     parts = compiler_parts()
@@ -116,15 +109,17 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     def as_it_is(graph: fx.GraphModule, example: object) -> Any:
         return parts.make_boxed_func(graph.forward)
 
-    options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
-    compiler = parts.aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.divide, keep_inference_input_mutations=True,
-        **options,
-    )  # fmt: skip
-
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        divisions.begin(module, example_inputs)
-        return compiler(passes.rewrite(module, asked), example_inputs)
+        def compiled(module: fx.GraphModule, asked: settings.Settings) -> Any:
+            options: dict[str, Any] = {"decompositions": parts.decompositions} if asked.fused_code else {}
+            compiler = parts.aot_autograd(
+                fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
+                keep_inference_input_mutations=True, **options,
+            )  # fmt: skip
+            return compiler(passes.rewrite(module, asked), example_inputs)
+
+        with noting_on(divisions.begin(module, example_inputs)):
+            return with_least_traffic(module, asked, compiled)
 
     torch.compiler.reset()
     try:
@@ -136,28 +131,43 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
 class _Divisions:
     """Divides each captured graph in each way, and notes what it keeps."""
 
-    def __init__(self, ways: Sequence[Callable[..., Any]], found: Sequence[Found], fused: bool) -> None:
+    def __init__(self, ways: Sequence[settings.Settings | float], found: Sequence[Found]) -> None:
         self._ways = ways
         self._found = found
-        self._fused = fused
 
-    def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Notes a captured graph."""
+    def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
+        """Notes a captured graph, and returns the note of the first way."""
         with noting(module, example_inputs) as (graph, captured):
             for of in self._found:
                 of.append((replace(graph), captured))
+        return self._found[0][-1][0]
 
-    def divide(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+    def of(self, codegen: str | None) -> Callable[..., Any]:
+        """The function that divides joint graphs for a codegen."""
+        return partial(self._divide, codegen)
+
+    def _divide(
+        self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> Any:
         """Divides a copy of a joint graph in each way; the model runs with the compiler's own."""
+        from .partition import Partition
+
         options["compiler"] = "inductor"
+        fused = codegen == "inductor"
         for way, of in zip(self._ways, self._found, strict=True):
             graph, _ = of[-1]
             with noting_on(graph), warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
-                way(copy_of(joint), joint_inputs, **options)
+                if isinstance(way, settings.Settings):
+                    note_codegen(codegen or "aten")
+                    Partition(replace(way, codegen=codegen))(copy_of(joint), joint_inputs, **options)
+                    # The first way that has options has chosen.
+                    codegen = codegen or "aten"
+                else:
+                    _compilers_own(copy_of(joint), joint_inputs, way, fused, **options)
         stock = _by_budget(1.0, joint, joint_inputs, **options)
-        if self._fused:
+        if fused:
             # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
             bytes_of_stock, _ = counting.bytes_of(stock, options["num_fwd_outputs"], fused=True)
             for of in self._found:

@@ -10,11 +10,12 @@ from typing import Any
 from torch import fx
 
 from .. import _torch
+from . import traffic
 from .codegen.inductor import FILES
 from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
 from .plan import eager_mode, keep, schedule
-from .report import note_after
+from .report import note_after, note_moved
 from .rewrite import channels_last, one_channel, simplify
 from .settings import Settings
 
@@ -39,6 +40,8 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         one_channel.rewrite(module.graph)
         decision = decide(module, eager, self.settings)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
+        if self.settings.codegen is None:
+            note_moved(traffic.check([forward.graph, backward.graph]))
         schedule.rewrite(backward, decision.goal, self.settings.fused_code)
         note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward

@@ -20,6 +20,8 @@ from .counting import MODEL, Bytes, Module
 from .graph import value_of
 from .in_eager_mode import Captured
 from .plan import keep
+from .settings import CODEGENS
+from .traffic import Moved
 
 # A row shows at most this many classes of modules, and a report this many modules.
 MOST_NAMES = 6
@@ -44,6 +46,8 @@ class Graph:
         gradients: the bytes of the gradients that its backward returns.
         symbolic: whether it serves several sizes, so that its bytes are not counted.
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
+        codegen: who has generated its code.
+        moved: the bytes that kernels of both codegens would move, if they have decided; None if the options have.
         unpacked: whether the option bits changes nothing, because the step would keep more, or peak higher, with it.
     """
 
@@ -62,6 +66,8 @@ class Graph:
     gradients: int = 0
     symbolic: bool = False
     ends: str = ""
+    codegen: str = ""
+    moved: Moved | None = None
     unpacked: bool = False
 
     def lines(self) -> Iterator[str]:
@@ -90,7 +96,7 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         plain = dict(vars(self))
-        for name in ("eager", "stock", "ours"):
+        for name in ("eager", "stock", "ours", "moved"):
             plain[name] = plain[name]._asdict() if plain[name] is not None else None
         for name in ("eager_by", "ours_by"):
             plain[name] = {module.name: nbytes for module, nbytes in plain[name].items()}
@@ -169,13 +175,28 @@ class Report:
 
     def __str__(self) -> str:
         count = len(self.graphs)
-        lines = [f"{self.name}: {count} graph{'s' if count != 1 else ''}, from eager mode to this backend"]
+        lines = [
+            f"{self.name}: {count} graph{'s' if count != 1 else ''}, from eager mode to this backend{self._code()}"
+        ]
         for number, graph in enumerate(self.graphs, 1):
             lines += ["", f"Graph {number}, {graph.calls} calls", *graph.lines()]
         eager, ours = self.kept
         if count > 1 and eager:
             lines += ["", f"All graphs keep {text_of(eager)} -> {text_of(ours)} ({ours / eager:.2f})"]
         return "\n".join([*lines, *self._by_module()])
+
+    def _code(self) -> str:
+        """Who has generated code, and why."""
+        texts = []
+        for codegen, other in (CODEGENS, CODEGENS[::-1]):
+            of = [graph for graph in self.graphs if graph.codegen == codegen]
+            if not of:
+                continue
+            moved = [graph.moved._asdict() for graph in of if graph.moved is not None]
+            own, others = (text_of(sum(one[name] for one in moved)) for name in (codegen, other))
+            why = f"whose kernels move {own}, and those of {other} {others}" if moved else "which the options name"
+            texts.append(f"codegen {codegen}{'' if len(of) == len(self.graphs) else f' in {len(of)}'}, {why}")
+        return "".join(f"; {text}" for text in texts)
 
     def _by_module(self) -> Iterator[str]:
         """A line for each of the modules that keep the most."""
@@ -326,6 +347,20 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
     graph.gradients = counting.gradient_bytes(parts[1])
     if decision is not None:
         graph.recomputed = counting.recomputed_modules(decision.recomputed)
+
+
+def note_codegen(codegen: str) -> None:
+    """Notes who generates the code of the graph that is compiled now."""
+    graph = _open.get()
+    if graph is not None:
+        graph.codegen = codegen
+
+
+def note_moved(moved: Moved) -> None:
+    """Notes the bytes by which the codegen of the graph that is compiled now is chosen."""
+    graph = _open.get()
+    if graph is not None:
+        graph.moved = moved
 
 
 def note_unpacked() -> None:

@@ -31,7 +31,8 @@ class Settings:
     """What the options say.
 
     Attributes:
-        codegen: who generates code; None chooses "inductor" where it works, otherwise "aten".
+        codegen: who generates code; None chooses "inductor" for a graph of which Inductor's kernels move clearly fewer
+            bytes (``traffic.py``), and "aten" for all others.
         budget: a share of the bytes that eager mode keeps, or bytes, or a text such as "6GiB" or "peak 10GiB".
         extra_flops: the arithmetic of compute-intensive ops that may run twice for it, as a share of the forward's.
         bits: the bits of a value that forward keeps for backward; None keeps values as they are.

@@ -43,13 +43,25 @@ def test_a_row_for_each_way_and_a_column_for_each_network():
     cases = {
         CASE: {"samples": 2, "contenders": {"eager": eager, "aten": {"peak_bytes": GIB}, "ours": {"missing": "x"}}}
     }
-    head, _, *rows = front_lines(cases)
+    head, _, *rows = front_lines(cases, {})
     assert head.startswith("| peak GiB, step ms, samples a second | nnU-Net")
     assert [row.split(" | ")[1] for row in rows] == [
         "4.00, 40.0, 50.0 |", "not measured |", "not measured |", "not measured |", "not measured |",
         "1.00, not measured |", "70.7 |",
     ]  # fmt: skip
-    assert front_lines({"a network of no page": cases[CASE]}) == []
+    assert front_lines({"a network of no page": cases[CASE]}, {}) == []
+
+
+def test_figures_of_an_earlier_run_have_its_number():
+    """Figures of two cards and two commits stood side by side, and nothing said so."""
+    of_runs = {
+        way: {"run": run, "peak_bytes": GIB, "step": {"median_ms": 40.0}} for way, run in (("eager", 2), ("aten", 4))
+    }
+    cases = {CASE: {"samples": 2, "contenders": of_runs}}
+    lines = front_lines(cases, {"2": "commit a", "4": "commit b, another card"})
+    assert lines[2].endswith("1.00, 40.0, 50.0 ² |")
+    assert lines[7].endswith("1.00, 40.0, 50.0 |")
+    assert lines[-1] == "Without a number: run 4, commit b, another card. ² commit a."
 
 
 def test_the_table_is_of_cases_and_ways_that_the_bench_runs():
@@ -123,7 +135,7 @@ def test_figures_are_found_in_text():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
 def test_texts_of_pictures_have_the_figures_of_the_pictures(page):
     """Who cannot see a picture reads its text."""
     texts = re.findall(r'(?:alt="|:alt: )([^"\n]+)', (ROOT / page).read_text())

@@ -194,7 +194,7 @@ def test_changes_are_those_beyond_the_spread(tmp_path):
 
 
 def test_tables_are_written_between_the_marks(tmp_path):
-    page = tmp_path / "benchmarks.md"
+    page = tmp_path / "results.md"
     begin, end = MARKS
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     write_into(page, ["new", "lines"], MARKS)
@@ -222,4 +222,4 @@ def test_command(tmp_path, capsys):
     assert main([str(tmp_path), str(tmp_path)]) == 0
     assert "nothing changed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main([str(tmp_path), str(tmp_path), "--into", "benchmarks.md"])
+        main([str(tmp_path), str(tmp_path), "--into", "results.md"])

@@ -51,7 +51,7 @@ def mixed():
     )  # fmt: skip
 
 
-# The first four have the structure of the networks of docs/benchmarks.md.
+# The first four have the structure of the networks of docs/results.md.
 NETWORKS = {
     "U-Net": (lambda: UNet(3, 4, widths=(8, 16), plain=True, norm_act=relu), [(2, 3, 16, 16)]),
     "two encoders": (

@@ -102,12 +102,13 @@ def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
     monkeypatch.setattr(home._torch, "inductor_problem", lambda: "there is no C++ compiler (Missing)")
     say_once.cache_clear()
     model, x = net(), torch.randn(2, 1, 6, 6)
+    asks = {"inductor": {"epilogue_fusion": True}}
     with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
-        torch.compile(model, backend="fusedseg")(x)
+        torch.compile(model, backend="fusedseg", options=asks)(x)
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.compile(model, backend="fusedseg")(x)
+        torch.compile(model, backend="fusedseg", options=asks)(x)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="codegen='inductor' cannot work here"):
         compiled(model, "inductor")(x)

@@ -26,7 +26,7 @@ from tests.nnunet import PlainConvUNet
 
 TRAINERS = tuple(f"nnUNetTrainerFusedseg{end}" for end in ("", "NoGraphs", "Budget", "Bits8", "Bits4"))
 # What the trainers ask of the backend on one GPU.
-ON_A_GPU = {"codegen": "aten", "memory_format": torch.channels_last, "cudagraphs": True}
+ON_A_GPU = {"memory_format": torch.channels_last, "cudagraphs": True}
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -129,7 +129,7 @@ def test_no_graphs_are_recorded_where_nnunet_does_not_compile(monkeypatch):
     used = []
     monkeypatch.setattr(Network, "compile", lambda self, **given: used.append(given["options"]))
     monkeypatch.setattr(StandIn, "_do_i_compile", lambda self: False)
-    for device, expected in (("cuda", ON_A_GPU | {"cudagraphs": False}), ("cpu", {"codegen": "aten"})):
+    for device, expected in (("cuda", ON_A_GPU | {"cudagraphs": False}), ("cpu", {})):
         trainer = FusedStandIn(nn.BatchNorm2d(8))
         trainer.device = torch.device(device)
         trainer.initialize()

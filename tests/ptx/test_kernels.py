@@ -1,4 +1,4 @@
-"""The part of the kernels' tests that CI runs as compiled code; docs/proofs.md names the command for all of them.
+"""The part of the kernels' tests that CI runs as compiled code; docs/methods.md names the command for all of them.
 
 They run in one other process, because this one may have imported the kernels for the interpreter.  Compiling takes most
 of the time, so few cases compile the same kernel in nearly the same way.

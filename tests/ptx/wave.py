@@ -19,7 +19,7 @@ GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BE
 
 
 class Finding(NamedTuple):
-    """An error, or a result that depends on an order, although the launch ran to its end: see docs/proofs.md."""
+    """An error, or a result that depends on an order, although the launch ran to its end: see docs/methods.md."""
 
     kind: str
     kernel: str
