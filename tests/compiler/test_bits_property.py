@@ -20,14 +20,11 @@ EVERY = {**pieces.BY_HAND, **pieces.OF_IMAGES, **pieces.OF_TOKENS}
 # Each of them was wrong when values were packed unless a list of exceptions spoke against it.
 SEEDS = (3, 5, 10, 17, 19, 23, 24, 32, 45, 58, 63, 70)
 # What was wrong then, by its name: the shape of the input, what stands behind the first layer, and a piece.
-IMAGE_STEM, FEW = ("{first}({x})", "{norm}({x})", "F.relu({x})"), ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
+FEW = ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
 NAMED = {
     "F.rms_norm behind a ReLU that leaves few values": (IMAGE, FEW, "F.rms_norm of channels"),
     "F.layer_norm behind a ReLU that leaves few values": (IMAGE, FEW, "F.layer_norm of channels"),
     "F.normalize behind a ReLU that leaves few values": (IMAGE, FEW, "F.normalize"),
-    "cosine similarity": (IMAGE, IMAGE_STEM, "cosine similarity"),
-    "Welsch": (IMAGE, IMAGE_STEM, "Welsch"),
-    "attention of squared ReLU": (TOKENS, ("{first}({x})",), "attention, squared ReLU"),
     "tokens standardised by hand": (TOKENS, ("{first}({x})",), "standardised"),
 }
 
