@@ -244,7 +244,7 @@ def unpack_op(codes, lowest, highest, kink, bits, unit, size, stride):
 
 
 def unpack(packed, kink, bits, unit, size, stride):
-    codes, lowest, highest = packed
+    codes, lowest, _ = packed
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
     lines = lines_of(t, unit)
     if t.numel() == 0:
