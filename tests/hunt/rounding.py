@@ -73,7 +73,7 @@ class Rounded(TorchFunctionMode):
 
     PRODUCTS = (
         F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear,
-        F.scaled_dot_product_attention, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__,
+        torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__,
     )  # fmt: skip
 
     def __init__(self, bits: int) -> None:
