@@ -252,7 +252,7 @@ _PRODUCTS = (
         SUM, "convolution_backward", cheap=False, compute_intensive=True, images=(0, 1), dense=True,
     ),
     OpRow("linear", SUM, ("addmm", "mm"), _alone(F.linear), cheap=False, compute_intensive=True),
-    *_each(SUM, "bmm", "baddbmm", cheap=False, compute_intensive=True, batched=True),
+    *_each(EXACT, "bmm", "baddbmm", cheap=False, compute_intensive=True, batched=True),
     OpRow(
         "mul", FACTOR, ("mul",), {torch.mul: Tensor.mul_, Tensor.mul: Tensor.mul_}, in_place="Tensor",
         commutative=True,
