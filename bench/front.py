@@ -22,8 +22,8 @@ WAYS = {
     "compiled": "`torch.compile`",
     "budget 0.5": "`torch.compile`, `activation_memory_budget` 0.5",
     "checkpoint": "checkpoints of each block",
-    "ours": "**fusedseg** (Inductor)",
-    "aten": '**fusedseg**, `"codegen": "aten"`',
+    "ours": '**fusedseg**, `"codegen": "inductor"`',
+    "aten": "**fusedseg** (`aten`)",
 }
 NOT_MEASURED = "not measured"
 

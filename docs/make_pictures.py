@@ -42,8 +42,8 @@ WAYS = {
     "checkpoint": "checkpoints",
     "compiled": "torch.compile",
     "budget 0.5": "torch.compile, budget 0.5",
-    "ours": "fusedseg",
-    "aten": 'fusedseg, codegen "aten"',
+    "ours": 'fusedseg, codegen "inductor"',
+    "aten": "fusedseg",
 }
 OURS = "ours", "aten"
 # The ways in the picture of bytes over a step, in the order of the colours of ``Theme.kinds``.
