@@ -25,7 +25,7 @@ ALLOWED = {
         "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
         "torch.ops.fusedseg": "an op, by its name",
         "compiled": USERS, "target": USERS, "module": GRAPH, "compiler": USERS, "handler": VERSIONS,
-        "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS, "type(node)": NODE,
+        "context": VERSIONS, "getattr(context, 'fw_metadata', None)": VERSIONS, "type(node)": NODE, "node": VERSIONS,
     },
     "fusedseg/cli/models.py": {"found": USERS},
     "fusedseg/compiler/codegen/aten.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},

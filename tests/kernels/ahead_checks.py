@@ -170,7 +170,8 @@ def self_tests() -> None:
         with served(), compiling_nothing() as alone:
             list(check(torch.bfloat16, CPU))
         assert found == alone, (family, len(found), len(alone))
-        assert found, family
+        # Casts are PyTorch's own kernels.
+        assert bool(found) == (family != "casts"), family
 
 
 def sources(count: int) -> list[torch.Tensor]:

@@ -342,7 +342,7 @@ def a_step_of_18_norms_makes_few_device_ops() -> None:
     assert len(record.launched) == 3 * 18, len(record.launched)
     # One copy and one event for all.  The clone stands for the copy; the last two look at the list on the host.
     assert (Arriving.made, Arriving.waits) == (1, 0)
-    asked = ["cat", "abs_", "maximum", "mul", "gt", "clone", "any", "_local_scalar_dense"]
+    asked = ["cat", "abs", "clamp_", "abs", "mul_", "gt", "clone", "any", "_local_scalar_dense"]
     assert called.names == asked, called.names
 
 

@@ -73,7 +73,8 @@ def launch(x, target, mask, spec, dsums, dx=None):
 
 def inputs(shape, kind, rows, device, dtype=torch.float64):
     x = torch.randn(shape, device=device).to(dtype)
-    labels = torch.randint(shape[1], (shape[0], *shape[2:]), dtype=torch.uint8, device=device)
+    # A uint8 holds 256 classes.
+    labels = torch.randint(min(shape[1], 256), (shape[0], *shape[2:]), device=device).to(torch.uint8)
     values = torch.rand(shape, device=device)
     target = {"labels": labels, "regions": values < 0.4, "soft": values}[kind]
     if rows:

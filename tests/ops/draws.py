@@ -147,9 +147,10 @@ def pack(draw: Draw) -> None:
     weight[0] = draw.one((0.0, 1e-20, 1e-40, 1.0))
     affine = (t if draw.flip(0.7) else None for t in (weight, bias))
     kink = low_bit.kink_of(x, mean, rstd, *affine, False).nan_to_num() if draw.flip(0.7) else None
-    bits = draw.one((8, 4, 2))
-    codes = low_bit.pack(x, kink, bits, draw.random.randrange(2**31))
-    low_bit.unpack(*codes, kink, bits, x.shape, x.stride())
+    # Kinks are those of channels, so that groups must not mix them.
+    bits, unit = draw.one((8, 4, 2)), "" if kink is None else "plane"
+    codes = low_bit.pack(x, kink, bits, unit, draw.random.randrange(2**31))
+    low_bit.unpack(codes, kink, bits, unit, x.shape, x.stride())
 
 
 def sums(draw: Draw) -> None:

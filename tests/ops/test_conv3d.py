@@ -135,8 +135,10 @@ def test_values(channels, device, backend):
         y, dx = op.reference_forward(x, weight, bias), op.reference_input_gradient(dy, weight)
     assert_close(y, torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), padding=1))
     assert_close(dx, torch.nn.grad.conv3d_input(x.shape, weight.double(), dy.double(), padding=1))
-    assert y.is_contiguous(memory_format=torch.channels_last_3d)
-    assert dx.is_contiguous(memory_format=torch.channels_last_3d)
+    if backend == "triton" or device.type == "cuda":
+        # PyTorch's convolution chooses its format on a CPU, and not every CPU chooses the same.
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+        assert dx.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 @pytest.mark.gpu

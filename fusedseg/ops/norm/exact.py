@@ -272,18 +272,27 @@ def backward(found: Gradients, now: tuple[Any, ...], before: tuple[Any, ...]) ->
         if incoming.also is not None:
             dz = dz + wide(incoming.also, a, b)
             e_dz = rounding(dz, given.x.dtype)
+
+        def gradient(y: Tensor, dz: Tensor = dz) -> Tensor:
+            return row.grad(dz.clone(), y, p, torch.empty_like(dz))
+
         if norm.keep == "input":
             xhat, e_xhat, y, e_y = channels.normalised(Moments(channels.each(stats.mean), rstd, rstd))
-
-            def gradient(y: Tensor, dz: Tensor = dz) -> Tensor:
-                return row.grad(dz.clone(), y, p, torch.empty_like(dz))
-
             g, e_g = _within(gradient, y, e_y)
         else:
             xhat, e_xhat = _from_output(channels, stats, kept)
             assert row.inverse is not None
             g = row.inverse.grad(dz, channels.source, p, None)
             e_g = torch.zeros_like(g)
+            if row.inverse.saturates and kept is not None and stats.xhat is not None:
+                # phi' of kept channels comes from their xhat where z is below 0.
+                shift = channels.bias if channels.residual is None else channels.bias + channels.residual
+                y = (w * xhat + shift).clamp(max=0.0)
+                of_y = _within(gradient, y, 8 * U * ((w * xhat).abs() + shift.abs()) + TINY)
+                index = kept.within(slice(a, b))[0].to(g.device)
+                tail = torch.zeros_like(g, dtype=torch.bool)
+                tail[:, index] = channels.source[:, index] < 0
+                g, e_g = (torch.where(tail, mine, other) for mine, other in zip(of_y, (g, e_g), strict=True))
         steep = max(1.0, abs(p))
         e_g = e_g + 2 * steep * (e_dz + FUNCTION * U * dz.abs()) + TINY
         if channels.residual is not None:

@@ -224,7 +224,8 @@ def _of_planes(
         found = found.view(n, c, S).mul_(rstd)
     else:
         scale, mean, one = ((v[:1] if batch else v).reshape(-1) for v in (weight * rstd, zeros, ones))
-        found, dweight, dbias = _batch_norm_backward(g, xhat, scale, None, None, mean, one, True, 0.0, mask)
+        given = scale, None, None, mean, one, True, 0.0, mask
+        found, dweight, dbias = _batch_norm_backward(g, xhat, *given)
     dx[tile] = found.view(n, c, S)
     of = (slice(1), nc[1]) if batch else nc
     sums.g[of] += dbias.view(-1, c, 1)
