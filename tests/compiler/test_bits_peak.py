@@ -125,12 +125,9 @@ def check(name, most):
         assert most is None or nbytes <= most * exact[0]
 
 
-@pytest.mark.usefixtures("norms_of_a_gpu")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_aten(name):
-    """Both steps have the norms of a GPU: on a CPU a step without bits has PyTorch's own, which hold other tensors.
-
-    A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of
+    """A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of
     its values was kept, and the values that the questions compare lived until the end of forward."""
     check(name, NETWORKS[name][1])
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.memory import measure
 from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
-from fusedseg.ops.norm import reference
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
@@ -28,15 +27,11 @@ def step_of(model, *shapes, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize(("model", "autocast"), [("resnet", False), ("unet", True), ("ours", True), ("3D", False)])
-def test_fake_and_real_agree(model, autocast, monkeypatch):
+def test_fake_and_real_agree(model, autocast):
     """Kept bytes agree, and the peak within 3 %, because our ops work in pieces on real tensors.
-
-    Fake tensors stand for those of a GPU, whose kernels have no temporaries.  On a CPU, backward of our norms goes over
-    whole planes, of which these small tensors are a part.
 
     BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32; with fake tensors it does not.
     """
-    monkeypatch.setattr(reference, "_plane_tiles", lambda x, norm: None)
     build, shape = MODELS[model]
     net, x = build(), torch.randn(shape)
     half = torch.autocast("cpu", torch.bfloat16, enabled=autocast)

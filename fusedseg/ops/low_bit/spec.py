@@ -83,7 +83,7 @@ def lines_of(t: Tensor, unit: str) -> ChannelLines:
         lines = ChannelLines(layout.N * layout.C, layout.S, 1)
         if unit == "batch" and lines.S < FEWEST:
             return ChannelLines(1, layout.N * layout.S, layout.C)
-    if layout is not None and (unit or lines.S >= (FEWEST_OF_TOKENS if t.dim() == 3 else FEWEST)):
+    if layout is not None and (unit or (FEWEST_OF_TOKENS if t.dim() == 3 else FEWEST) <= lines.S):
         return lines
     return ChannelLines(1, t.numel(), 1)
 
