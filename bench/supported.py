@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedseg.compiler
+from fusedseg.compiler import NotCompiled
 
 from .networks import MORE, NETWORKS, Network
 
@@ -71,9 +72,15 @@ def row(name: str, ways: Iterable[str] = tuple(WAYS)) -> dict[str, Any]:
     return found
 
 
-def moved(network: Network) -> list[Any]:
-    """The codegen that the largest graph chooses, and the bytes that the kernels of both would move."""
-    graphs = fusedseg.compiler.estimate(network.make, network.shape).graphs
+def moved(network: Network) -> list[Any] | None:
+    """The codegen that the largest graph chooses, and the bytes that the kernels of both would move.
+
+    None: the compiler refuses the model on tensors without values.
+    """
+    try:
+        graphs = fusedseg.compiler.estimate(network.make, network.shape).graphs
+    except NotCompiled:
+        return None
     largest = max((graph for graph in graphs if graph.moved is not None), key=lambda graph: graph.moved.aten)
     return [largest.codegen, *largest.moved]
 
@@ -136,7 +143,8 @@ def table() -> str:
     heads = [f"budget {BUDGET}: kept", "its peak", "repeated", "8 bits: kept", "its peak", "4 bits: kept", "its peak"]
     parts.append(lines_of(["model", *heads], options))
     parts.append(CHOICE)
-    chosen = [[name, *megabytes(found["moved"]), found["moved"][0]] for name, found in rows.items()]
+    counted = {name: found["moved"] for name, found in rows.items() if found["moved"] is not None}
+    chosen = [[name, *megabytes(figures), figures[0]] for name, figures in counted.items()]
     parts.append(lines_of(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen))
     parts.append("\n".join(f"* {line}" for line in remarks(rows)))
     absent = [name for name in MODELS if name not in rows]

@@ -109,7 +109,7 @@ def test_goals_in_milliseconds_are_of_one_gpu(tmp_path):
 def test_tables(tmp_path):
     norm_run(tmp_path)
     lines = report_lines(load(tmp_path))
-    assert lines[0] == "torch 2.11.0, commit abc, gpu NVIDIA H200"
+    assert lines[0] == "Measured with torch 2.11.0, commit abc, gpu NVIDIA H200."
     assert lines[2].startswith(f"5 of {len(goals.judge(load(tmp_path)))} goals met, 2 missed, ")
     title, _, head, _, row, mean, _, steps, _, step, _, kept, _, nbytes, _, refused, _ = lines[-17:]
     assert title == "### A bench"

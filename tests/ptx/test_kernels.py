@@ -53,7 +53,7 @@ PART = [
     *cases("test_compiled.py::test_convolution_at_an_odd_address", "torch.bfloat16-False-rows"),
     *cases("test_compiled.py::test_tf32_loses_what_is_cut_off_and_nothing_else", "rows"),
     # 4 and 8 warps.
-    *cases("test_conv_abn_blocks.py::test_configuration", "fp16-64-20-to-7-train", "fp16-128-128-to-120-train"),
+    *cases("test_conv_abn_blocks.py::test_configuration", "fp16-64-20-to-7", "fp16-128-128-to-120"),
     # Sums of losses.
     *cases("test_segmentation_sums.py::test_values_and_gradients", "dice-ce-planes", "regions-rows"),
     *cases("test_segmentation_sums.py::test_classes_in_several_tiles_of_fp32", "planes", "rows"),
