@@ -1,9 +1,9 @@
 """Reports the results of benches: goals and tables in Markdown, and changes between two runs.
 
-python -m bench.report bench/results/nvidia-h200                          # goals and tables
-python -m bench.report bench/results/nvidia-h200 --into docs/results.md   # between its marks
-python -m bench.report bench/results/nvidia-h200 --front README.md        # the README's table alone
-python -m bench.report OLD NEW                                            # what changed
+python -m bench.report bench/results/nvidia-h200                                      # goals and tables
+python -m bench.report bench/results/nvidia-h200 --into README_OF_RESULTS.md          # between its marks
+python -m bench.report bench/results/nvidia-h200 --front README.md docs/results.md    # the table of whole steps alone
+python -m bench.report OLD NEW                                                        # what changed
 """
 
 import argparse
@@ -318,7 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="with the JSON files of a run")
     parser.add_argument("new", type=Path, nargs="?", help="with those of a later run, to be compared with it")
     parser.add_argument("--into", type=Path, metavar="FILE", help=f"replace what stands behind {RESULTS.begin}")
-    parser.add_argument("--front", type=Path, metavar="FILE", help=f"replace the table behind {FRONT.begin}")
+    parser.add_argument(
+        "--front", type=Path, nargs="+", default=(), metavar="FILE", help=f"replace the table behind {FRONT.begin}"
+    )
     options = parser.parse_args(arguments)
     if options.new and (options.into or options.front):
         parser.error("--into and --front are of one run")
@@ -331,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ReportError(
                     f"{options.folder}: expected whole steps of the networks of bench/front.py, found none"
                 )
-            write_into(options.front, table, FRONT)
+            for page in options.front:
+                write_into(page, table, FRONT)
         if options.into:
             write_into(options.into, lines, RESULTS)
         if not (options.into or options.front):

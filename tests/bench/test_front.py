@@ -1,4 +1,4 @@
-"""The README's table and its figures are those of the files in bench/results, and so is the page of results."""
+"""The README's table and its figures are those of the files in bench/results, and so are the pages of results."""
 
 import json
 import re
@@ -21,12 +21,13 @@ GIB = 2**30
 CASE = "PlainConvUNet, 2x1x128x128x128 fp16 nhwc"
 
 
-def test_the_readme_has_the_table_of_the_results():
-    assert lines_between(ROOT / "README.md", FRONT) == front_of(load(H100))
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_a_page_has_the_table_of_the_results(page):
+    assert lines_between(ROOT / page, FRONT) == front_of(load(H100))
 
 
-def test_the_page_of_results_is_what_the_report_prints():
-    assert lines_between(ROOT / "docs" / "results.md", RESULTS) == report_lines(load(H100))
+def test_the_page_beside_the_results_is_what_the_report_prints():
+    assert lines_between(H100 / "README.md", RESULTS) == report_lines(load(H100))
 
 
 def test_a_run_of_the_benches_ends_with_the_table(tmp_path):
