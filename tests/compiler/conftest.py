@@ -32,3 +32,12 @@ def packed(monkeypatch):
     from fusedseg.compiler.plan import choose
 
     monkeypatch.setattr(choose.Cost, "is_within", lambda cost, most: True)
+
+
+@pytest.fixture
+def norms_of_a_gpu(monkeypatch):
+    """Norms of captured graphs become the op on a CPU too."""
+    from fusedseg.compiler.capture import norms
+
+    wanted = norms.wanted_by
+    monkeypatch.setattr(norms, "wanted_by", lambda settings, for_gpu: wanted(settings, True))

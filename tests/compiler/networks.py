@@ -102,25 +102,6 @@ def same(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def as_eager(net, found, wanted):
-    """Whether outputs and buffers of ``results`` have eager mode's bits, and gradients differ by rounding alone.
-
-    Backward of a norm is written as its formulas, whose sums have another order.  A bias before a norm has a gradient
-    of rounding alone, so the norm of all gradients of a step is the measure.
-    """
-    parameters, buffers = len([*net.parameters()]), len([*net.buffers()])
-    last = len(wanted) - buffers
-    assert len(found) == len(wanted)
-    assert last % (1 + parameters) == 0
-    exact = same(found[last:], wanted[last:])
-    for first in range(0, last, 1 + parameters):
-        of_step = slice(first + 1, first + 1 + parameters)
-        mine, eager = (torch.cat([g.flatten() for g in each[of_step]]) for each in (found, wanted))
-        exact &= torch.equal(found[first], wanted[first])
-        exact &= bool((mine - eager).norm() <= 64 * torch.finfo(eager.dtype).eps * eager.norm())
-    return exact
-
-
 def kept(net, run, inputs):
     """Bytes that autograd keeps; the second call is counted, because a first call of compiled code compiles."""
     run(*inputs)

@@ -19,7 +19,7 @@ from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.norm import reference
 from tests.compiler.bits_cases import MOST
-from tests.compiler.networks import as_eager, kept, make, results
+from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
 from tests.tools.threads import threads
 
@@ -90,7 +90,7 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
             # Networks as small as these miss some budgets.
             warnings.simplefilter("ignore")
             run = budgeted(one, budget)
-            assert as_eager(one, results(one, run, inputs), wanted)
+            assert same(results(one, run, inputs), wanted)
         counted.peak = before = counted.current
         out = run(*inputs)
         out.square().mean().backward()
@@ -205,7 +205,7 @@ def test_dynamic_shapes(chosen):
         x = [torch.randn(3, 3, size, size)]
         # Convolutions of concatenations run source by source, where several threads may add in another order.
         with threads(1):
-            assert as_eager(net, results(net, run, x, 1), results(twin, twin, x, 1))
+            assert same(results(net, run, x, 1), results(twin, twin, x, 1))
     assert all(share > 0 for _, _, share in chosen)
 
 

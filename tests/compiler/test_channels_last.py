@@ -34,7 +34,7 @@ def narrow():
 
 
 @pytest.mark.parametrize(("net", "stock"), [(narrow, 43), (Deep, 25)])
-def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, net, stock):
+def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, norms_of_a_gpu, net, stock):
     """Stock instance norm copies to planes and back, in forward and in backward."""
     with FakeTensorMode(), Copies() as of_stock:
         model = net()
@@ -326,7 +326,7 @@ def grouped():
     ],
     ids=["U-Net", "residual", "MobileNet", "ConvNeXt", "attention", "grouped", "one convolution"],
 )  # fmt: skip
-def test_copies_cost_less_than_the_convolutions_gain(build, laid, monkeypatch, everywhere, laid_out):
+def test_copies_cost_less_than_the_convolutions_gain(build, laid, monkeypatch, everywhere, laid_out, norms_of_a_gpu):
     net = build()
     cin = next(p for p in net.parameters() if p.dim() == 4).shape[1]
     x = torch.randn(2, cin, 32, 24)

@@ -11,7 +11,7 @@ import fusedseg
 from fusedseg.compiler.capture import dead_bias
 from fusedseg.compiler.codegen import norms
 from fusedseg.compiler.settings import Settings
-from tests.compiler.networks import CODEGENS, as_eager, compiled, in_both, results
+from tests.compiler.networks import CODEGENS, compiled, in_both, results, same
 from tests.compiler.test_passes import names, traced
 
 aten = torch.ops.aten
@@ -251,7 +251,7 @@ def test_the_code_of_aten_keeps_the_bits_of_a_cpu(counts):
     """Without Triton's kernels, outputs and gradients are eager mode's, its rounding errors around zero included."""
     net, _ = shifted(block(2, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
     twin, x = copy.deepcopy(net), torch.randn(2, 2, 9, 8)
-    assert as_eager(net, results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
     assert counts == [0]
 
 

@@ -16,10 +16,10 @@ from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
-from tests.compiler.networks import as_eager, compiled, kept, results
+from tests.compiler.networks import compiled, kept, results, same
 
 
-def found_in(function, *inputs, how=How()):  # noqa: B008  it is frozen
+def found_in(function, *inputs, how=How(for_gpu=True)):  # noqa: B008  it is frozen
     """What takes the place of the norms of a function, in their order, and the targets that are left."""
     graphs = []
 
@@ -152,7 +152,7 @@ def test_what_is_written_between(name):
         with torch.no_grad():
             assert torch.equal(compiled(net)(x), twin(x))
         return
-    assert as_eager(net, results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
 
 
 class Blocks(nn.Module):
@@ -186,7 +186,7 @@ def test_blocks(name, training, shared):
     torch.manual_seed(0)
     net = Blocks(NORMS[name], nn.LeakyReLU(0.1, inplace=True), shared).train(training)
     twin, x = copy.deepcopy(net), [torch.randn(2, 3, 12, 11)]
-    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    assert same(results(net, compiled(net), x), results(twin, twin, x))
     if name != "cumulative":
         assert kept(net, compiled(net), x) < kept(twin, twin, x)
 
@@ -352,7 +352,7 @@ def test_norm_whose_input_is_its_residual(training):
     torch.manual_seed(0)
     net = Doubled().double().train(training)
     twin, x = copy.deepcopy(net), [torch.randn(2, 4, 10, 10, dtype=torch.float64)]
-    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    assert same(results(net, compiled(net), x), results(twin, twin, x))
     with torch.no_grad():
         torch.testing.assert_close(compiled(net)(*x), twin(*x))
 
@@ -378,7 +378,7 @@ def test_statistics_that_move_before_backward():
     net = TeacherFirst(copies=False).double()
     twin, x = TeacherFirst(copies=True).double(), [torch.randn(3, 4, 8, 8, dtype=torch.float64)]
     twin.load_state_dict(net.state_dict())
-    assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+    torch.testing.assert_close(results(net, compiled(net), x), results(twin, twin, x))
 
 
 def test_statistics_that_autograd_has_saved():
@@ -391,7 +391,7 @@ def test_statistics_that_autograd_has_saved():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(4, 4, 3), Weighted(4))
     twin, x = copy.deepcopy(net), [torch.randn(3, 4, 8, 8)]
-    assert as_eager(net, results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+    assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
 
 
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])

@@ -310,8 +310,9 @@ def forward_outputs(net, x):
 def test_keep_products_and_statistics():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 1, 1))
     kept, again = forward_outputs(net, torch.randn(2, 1, 6, 6))
-    assert kept == ["convolution", "norm_act", "norm_act"]
-    assert again == ["norm_act"]
+    norm = "_native_batch_norm_legit_functional"
+    assert kept == [norm, norm, "convolution"]
+    assert again == [norm, "relu"]
 
 
 def test_statistics_come_with_a_norm_that_runs_again():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fusedseg.compiler.plan import schedule
 from fusedseg.compiler.plan.schedule import Goal
 from fusedseg.memory import allocator_peak
-from tests.compiler.networks import CODEGENS, as_eager, compiled, results, same
+from tests.compiler.networks import CODEGENS, compiled, results, same
 from tests.compiler.test_passes import names, traced
 
 aten = torch.ops.aten
@@ -196,7 +196,7 @@ def test_a_lower_peak_than_eager_mode(blocks, dims, size):
     net, x = Residual(blocks, dims), torch.randn(2, 2, *(size,) * dims)
     twin = copy.deepcopy(net)
     run = compiled(net)
-    assert as_eager(net, results(net, run, [x], 1), results(twin, twin, [x], 1))
+    assert same(results(net, run, [x], 1), results(twin, twin, [x], 1))
 
     def step(call, of):
         of.zero_grad()
@@ -251,5 +251,5 @@ def test_a_chain_of_residual_blocks_is_not_rebuilt_from_its_beginning(length, no
     torch.manual_seed(0)
     net, x = Chain(length), torch.randn(2, 3, 16, 16)
     twin = copy.deepcopy(net)
-    assert as_eager(net, results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
     assert norms_in_backward[0] <= length + length // 2

@@ -61,8 +61,8 @@ def test_g_over_dz_has_the_same_bits(name, dtype, memory_format, monkeypatch):
 
 def test_g_takes_no_memory_if_nobody_sees_dz(monkeypatch):
     """A converted network peaked one tensor higher than the same network in the scope, whose stock ReLU frees dz."""
-    x = torch.randn(2, 4, 64, 64, requires_grad=True)
-    norm = fusedseg.BatchNormAct(4, activation="relu")
+    x = torch.randn(2, 64, 128, 128, requires_grad=True)
+    norm = fusedseg.BatchNormAct(64, activation="relu")
 
     def peak(least):
         monkeypatch.setattr(reuse, "LEAST_BYTES", least)

@@ -3,8 +3,9 @@
 The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
 op keeps x and the statistics, and backward computes its output again from them where it reads that.
 
-``rewrite`` finds the calls, and puts ``of_stock`` in the place of each.  What ``of_stock`` computes is decided when
-AOTAutograd runs it on tensors without values: the op, or else the functions that were captured.
+``rewrite`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts ``of_stock``
+in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the op, or else
+the functions that were captured.
 """
 
 import operator
@@ -33,19 +34,21 @@ from .dead_bias import move_op
 class How(NamedTuple):
     """What a backend wants of norms.  These are the last arguments of both ops.
 
-    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where no Triton
-        kernel serves them, and where they would be in the op alone.
+    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where they would
+        be in the op alone.
     whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
         y > 0 is answered in forward.
+    for_gpu: the graph is that of a GPU, wherever its tensors are.
     """
 
     fuses: bool = False
     whole: bool = True
+    for_gpu: bool = False
 
 
-def wanted_by(settings: Settings) -> How:
-    """What the backend wants of norms with these options."""
-    return How(settings.fused_code, settings.bits is None)
+def wanted_by(settings: Settings, for_gpu: bool) -> How:
+    """What the backend wants of norms with these options; ``for_gpu``: an estimate counts the bytes of a GPU."""
+    return How(settings.fused_code, settings.bits is None, for_gpu and not settings.fused_code)
 
 
 class Tensors(NamedTuple):
@@ -209,18 +212,15 @@ def _laid_out(x: Tensor, spec: Norm) -> Tensor:
 
 
 def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
-    """Whether the op computes the norm: what PyTorch's does, on a CPU with the same bits."""
+    """Whether the op computes the norm."""
     x, *vectors = tensors
-    kernels = _backend.takes_triton(x.device)
-    if how.fuses and not (kernels and how.whole):
+    if not _may_be_served(x, how):
         return False
     if x.dtype not in ACTIVATION_DTYPES or x.dim() < 2 or _torch.depends_on_data(x) or not is_in_a_dense_format(x):
         return False
     if any(n == 0 for n in x.shape if isinstance(n, int)):
         return False
-    # With parameters in half precision PyTorch rounds the statistics on a CPU; those of rounded inputs must be exact.
-    wide = stats_dtype(x) if how.whole and not kernels else None
-    return all(v is None or (v.device == x.device and wide in (None, v.dtype)) for v in vectors)
+    return all(v is None or v.device == x.device for v in vectors)
 
 
 def is_in_a_dense_format(x: Tensor) -> bool:
@@ -266,9 +266,8 @@ def rewrite(graph: fx.Graph, how: How) -> int:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
-    if how.fuses:
-        # What stays a function of PyTorch can be found in the compiler's caches.
-        norms = [node for node in norms if _may_be_served(node, how)]
+    # What stays a function of PyTorch can be found in the compiler's caches.
+    norms = [node for node in norms if _may_be_served(captured_value_of(node), how)]
     _copy_what_moves(graph, norms)
     return sum(_write(graph, node, how) for node in reversed(norms))
 
@@ -297,9 +296,15 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
             node.replace_input_with(buffer, copy)
 
 
-def _may_be_served(node: fx.Node, how: How) -> bool:
-    value = captured_value_of(node)
-    return how.whole and value is not None and _backend.takes_triton(value.device)
+def _may_be_served(x: Tensor | None, how: How) -> bool:
+    """Whether the op may compute a norm of ``x``: where Triton does not serve it, PyTorch's kernels take less time.
+
+    But rounded inputs need statistics of their own, apart from those of forward, unless a compiler fuses the norm.
+    """
+    if x is None:
+        return False
+    kernels = how.for_gpu or _backend.takes_triton(x.device)
+    return (kernels and how.whole) or not (how.fuses or how.whole)
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:

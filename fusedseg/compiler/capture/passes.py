@@ -39,8 +39,11 @@ def unfold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
-    """Rewrites a captured graph for the codegen of the settings."""
+def rewrite(module: fx.GraphModule, settings: Settings, for_gpu: bool = False) -> fx.GraphModule:
+    """Rewrites a captured graph for the codegen of the settings.
+
+    for_gpu: whether its norms are those of a GPU on every device, because its bytes are only counted.
+    """
     values = [value for node in module.graph.nodes if (value := captured_value_of(node)) is not None]
     if any(map(_torch.is_functorch_wrapped_tensor, values)):
         # A transform of torch.func differentiates or maps each call.  The ops that are put in here are no part of that.
@@ -49,7 +52,7 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     dead_bias.rewrite(module, settings)
     unfold(module)
     convolve_first.rewrite(module, settings)
-    norms.rewrite(module.graph, norms.wanted_by(settings))
+    norms.rewrite(module.graph, norms.wanted_by(settings, for_gpu))
     if settings.fused_code:
         pools_and_upsampling.rewrite_for_inductor(module)
     else:

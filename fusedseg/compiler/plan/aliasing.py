@@ -16,7 +16,9 @@ from .. import op_table
 from ..graph import has_symbols, is_alike, items_of, name_of, node_at, row_of, value_of
 
 aten = torch.ops.aten
-_GRADIENTS = [getattr(aten, row.backward) for row in op_table.ROWS if row.backward]
+_PACKETS = [getattr(aten, row.backward) for row in op_table.ROWS if row.backward]
+# The gradients of activations that can be told where to write.
+GRADIENTS = {op.default: op.grad_input for op in _PACKETS if "grad_input" in op.overloads()}
 
 
 def _softmax_over(op: Any) -> Callable[..., Tensor]:
@@ -47,8 +49,7 @@ OVERWRITING: dict[Any, Any] = {
     },
     aten.where.self: aten.where.self_out,
     **{op.default: _softmax_over(op) for op in _torch.softmax_ops},
-    # Not each of the gradients can be told where to write.
-    **{op.default: op.grad_input for op in _GRADIENTS if "grad_input" in op.overloads()},
+    **GRADIENTS,
 }
 
 
@@ -71,10 +72,13 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     """The arguments over which the result may be written if nobody reads them later."""
     if node.op != "call_function" or overwriting(node) is None:
         return []
-    # A sum or a product has the same bits with its arguments exchanged.
+    # A sum or a product has the same bits with its arguments exchanged.  The gradient of an activation may be written
+    # over what it reads of the activation too.
     exchanged = row_of(node).commutative and len(node.args) == 2 and not node.kwargs
     result = first_result(node)
-    given = node.args[1:] if node.target is aten.where.self else node.args[: 1 + exchanged]
+    given = (
+        node.args[1:] if node.target is aten.where.self else node.args[: 1 + (exchanged or node.target in GRADIENTS)]
+    )
     if result is None:
         # Nobody reads the first result.
         return []

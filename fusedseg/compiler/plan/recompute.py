@@ -2,9 +2,9 @@
 
 A norm of this package (``capture/norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that
 backward reads anyway.  On a CPU PyTorch rounds weight / sqrt(var + eps) once in both calls, so the bits are the same.
-A batch norm of PyTorch would move its running statistics again, and runs again with the statistics of the batch.  Norms
-in eval mode run again as they are.  A layer norm runs again: its rows lie in the cache, and one kernel takes less time
-than a difference, a product and a sum.
+So is a batch norm of PyTorch, as which PyTorch computes instance norms too; where it has rounded its statistics to half
+precision, it runs again with those of the batch.  Norms in eval mode and group norms run again as they are.  So does a
+layer norm: its rows lie in the cache, and one kernel takes less time than a difference, a product and a sum.
 
 Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
 
@@ -25,7 +25,7 @@ from ... import _torch
 from ...ops.check import wide_dtype
 from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
 from ...ops.norm.graph import norm_act
-from ..graph import arguments_of, call, form_in, items_of, name_of, node_at, value_of
+from ..graph import arguments_of, call, form_in, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
@@ -35,17 +35,25 @@ Read = Callable[[Any], Any]
 
 
 class BatchNorm(NamedTuple):
-    """The output of PyTorch's batch norm in training mode, which runs again without running statistics."""
+    """The output of PyTorch's batch norm in training mode, from its statistics.
+
+    mean, rstd: None if the statistics are rounded, or if the graph has no nodes of them.
+    """
 
     x: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
+    mean: fx.Node | None
+    rstd: fx.Node | None
     eps: float
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that recomputes the output."""
-        given = (*map(read, self[:3]), True, 0.0, self.eps)
-        recomputed = call(graph, _torch.batch_norm_without_running, *given, before=before)
+        x, weight, bias, mean, rstd = map(read, self[:5])
+        if mean is not None:
+            scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
+            return _normed(graph, x, scale, bias, mean, before)
+        recomputed = call(graph, _torch.batch_norm_without_running, x, weight, bias, True, 0.0, self.eps, before=before)
         return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
@@ -93,7 +101,7 @@ class LayerNorm(NamedTuple):
         rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
         rows = form_in(graph, mean, before)[0]
         flat = make(aten.view.default, x, [1, *rows, -1])
-        recomputed = make(aten.view.default, _normed(graph, flat, rstd, mean, before), list(shape))
+        recomputed = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
         if weight is not None:
             recomputed = make(aten.mul.Tensor, recomputed, weight)
         return recomputed if bias is None else make(aten.add.Tensor, recomputed, bias)
@@ -107,12 +115,16 @@ def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Nod
     return call(graph, torch.ops.prims.convert_element_type.default, t, wide, before=before)
 
 
-def _normed(graph: fx.Graph, x: fx.Node, scale: fx.Node, mean: fx.Node, before: fx.Node) -> fx.Node:
-    """(x - mean) scale for each channel, in one pass: a batch norm in eval mode."""
+def _normed(
+    graph: fx.Graph, x: fx.Node, scale: fx.Node, bias: fx.Node | None, mean: fx.Node, before: fx.Node
+) -> fx.Node:
+    """(x - mean) scale + bias for each channel, in one pass: a batch norm in eval mode, whose variance is 1."""
     scale, mean = _widened(graph, x, scale, before), _widened(graph, x, mean, before)
-    # A shape may be symbolic, so a node takes it from the statistics.
-    one = call(graph, aten.full_like.default, mean, 1, before=before)
-    given = (x, scale, None, mean, one, False, 0.0, 0.0)
+    # A shape may be symbolic, so a node takes it from the statistics.  Norms of as many channels share it.
+    ones = graph.find_nodes(op="call_function", target=aten.full_like.default)
+    found = (node for node in ones if node.args[1:] == (1,) and has_same_form(value_of(node), value_of(mean)))
+    one = next(found, None) or call(graph, aten.full_like.default, mean, 1, before=before)
+    given = (x, scale, bias, mean, one, False, 0.0, 0.0)
     return call(
         graph, operator.getitem, call(graph, aten.native_batch_norm.default, *given, before=before), 0, before=before
     )
@@ -179,7 +191,10 @@ def form_of(node: fx.Node) -> Form | None:
 
 def _batch_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> BatchNorm | None:
     eps = given["eps"] if "eps" in given else given["epsilon"]
-    norm = BatchNorm(given["input"], given["weight"], given["bias"], eps)
+    x = given["input"]
+    exact = {1, 2} <= set(items) and value_of(items[1]).dtype == wide_dtype(value_of(x).dtype)
+    mean, rstd = (items[1], items[2]) if exact else (None, None)
+    norm = BatchNorm(x, given["weight"], given["bias"], mean, rstd, eps)
     return norm if given["training"] is True else None
 
 

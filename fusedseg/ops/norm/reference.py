@@ -11,7 +11,9 @@ The formulas, with one mean and one rstd for each of the values that share a sta
 From a kept input it takes y and xhat; from a kept output y = phi^-1(z) and xhat = (y - b) / w.
 
 A tensor is seen as (N, C, S), and everything but the stock functions goes over it in tiles, so that temporaries stay
-small, whatever their dtype.  Sums come first, and a second sweep writes dx.
+small, whatever their dtype.  On a CPU a tile of backward holds whole planes, and the backward function of a stock norm
+finds its sums and dx, from xhat whose mean is 0 and rstd 1.  Where planes are too large, lie in channels_last, or share
+statistics with other tiles or processes, sums come first, and a second sweep writes dx.
 """
 
 from collections.abc import Callable
@@ -45,8 +47,12 @@ from .kept import Kept, finite_inverse
 TILE_LEAST = 2**12
 TILE = 2**16
 TILE_GPU = 2**24
+# The elements of a tile of whole planes.  A smaller one takes Python longer than the kernels.
+TILE_PLANES = 2**18
 # The type checker cannot count the arguments of starred lists.
 _native_batch_norm: Any = torch.native_batch_norm
+_batch_norm_backward: Any = torch.ops.aten.native_batch_norm_backward.default
+_group_norm_backward: Any = torch.ops.aten.native_group_norm_backward.default
 # A range of samples, of channels and of positions.
 Tile = tuple[slice, slice, slice]
 
@@ -180,31 +186,14 @@ def backward(
     dzv, dxv = _view(dz, norm), _view(dx, norm)
     drv = None if dresidual is None else _view(dresidual, norm)
     call = _Call(given, stats, norm, kept)
-    tiles = _tiles(call.source)
-    sums = _Sums.zeros(call)
-    # Calls of ``add`` and of ``write`` hold the temporaries of a tile, so that these are free before the next tile.
-    for tile in tiles:
-        sums.add(tile, *call.gradient(dzv[tile], tile))
-    dbias, dweight = sums.g.sum(0).flatten(), sums.g_xhat.sum(0).flatten()
-    if exchange is None:
-        of_statistic = [_over_statistic(call.weight * s, norm) for s in (sums.g, sums.g_xhat)]
+    planes = _plane_tiles(given.x, norm) if exchange is None else None
+    if planes is None:
+        sums = _two_sweeps(call, norm, dzv, dxv, drv, exchange)
     else:
-        of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(dbias, dweight)]
-    mean_g, mean_g_xhat = (s / (call.source.numel() // stats.rstd.numel()) for s in of_statistic)
-
-    def write(tile: Tile) -> None:
-        g, xhat, _ = call.gradient(dzv[tile], tile)
-        if drv is not None:
-            drv[tile] = g
-        nc = tile[:2]
-        dx_of_tile = g * call.weight[nc]
-        if norm.own:
-            dx_of_tile.sub_(mean_g[nc]).sub_(xhat.mul_(mean_g_xhat[nc]))
-        dxv[tile] = dx_of_tile.mul_(call.rstd[nc])
-
-    # Backwards, because the last tiles are still in the cache.
-    for tile in reversed(tiles):
-        write(tile)
+        sums = _Sums.zeros(call)
+        for tile in planes:
+            _of_planes(call, norm, tile, dzv, dxv, drv, sums)
+    dbias, dweight = sums.of_channels()
     return Gradients(
         dx,
         None if given.weight is None else cast(dweight, given.weight.dtype),
@@ -212,6 +201,67 @@ def backward(
         dresidual,
         None if given.slope is None else cast(sums.dslope, given.slope.dtype),
     )
+
+
+def _of_planes(
+    call: "_Call", norm: Norm, tile: Tile, dz: Tensor, dx: Tensor, dresidual: Tensor | None, sums: "_Sums"
+) -> None:
+    """Writes the gradients of a tile of whole planes, and its sums."""
+    g, xhat, dslope = call.gradient(dz[tile], tile)
+    if dresidual is not None:
+        dresidual[tile] = g
+    nc, (n, c, S), mask = tile[:2], g.shape, [True, True, True]
+    rstd, weight, batch = call.rstd[nc], call.weight[nc], norm.kind == "batch"
+    # Planes with statistics of their own are channels of one sample.
+    shape = (n, c, S) if batch else (1, n * c, S)
+    # Without an activation g is a part of dz.
+    g, xhat = g.contiguous().view(shape), xhat.view(shape)
+    zeros, ones = torch.zeros_like(rstd), torch.ones_like(rstd)
+    if norm.kind == "group":
+        groups = n * c * norm.groups // call.source.shape[1]
+        given = zeros.view(-1)[:groups].view(1, -1), ones.view(-1)[:groups].view(1, -1), weight.reshape(-1)
+        found, dweight, dbias = _group_norm_backward(g, xhat, *given, *shape, groups, mask)
+        found = found.view(n, c, S).mul_(rstd)
+    else:
+        scale, mean, one = ((v[:1] if batch else v).reshape(-1) for v in (weight * rstd, zeros, ones))
+        given = scale, None, None, mean, one, True, 0.0, mask
+        found, dweight, dbias = _batch_norm_backward(g, xhat, *given)
+    dx[tile] = found.view(n, c, S)
+    of = (slice(1), nc[1]) if batch else nc
+    sums.g[of] += dbias.view(-1, c, 1)
+    sums.g_xhat[of] += dweight.view(-1, c, 1)
+    sums.add_slope(tile, dslope)
+
+
+def _two_sweeps(
+    call: "_Call", norm: Norm, dz: Tensor, dx: Tensor, dresidual: Tensor | None, exchange: Exchange | None
+) -> "_Sums":
+    """Writes the gradients, and returns the sums, by the formulas."""
+    tiles = _tiles(call.source)
+    sums = _Sums.zeros(call)
+    # Calls of ``add`` and of ``write`` hold the temporaries of a tile, so that these are free before the next tile.
+    for tile in tiles:
+        sums.add(tile, *call.gradient(dz[tile], tile))
+    if exchange is None:
+        of_statistic = [_over_statistic(call.weight * s, norm) for s in (sums.g, sums.g_xhat)]
+    else:
+        of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(*sums.of_channels())]
+    mean_g, mean_g_xhat = (s / (call.source.numel() // call.statistics) for s in of_statistic)
+
+    def write(tile: Tile) -> None:
+        g, xhat, _ = call.gradient(dz[tile], tile)
+        if dresidual is not None:
+            dresidual[tile] = g
+        nc = tile[:2]
+        dx_of_tile = g * call.weight[nc]
+        if norm.own:
+            dx_of_tile.sub_(mean_g[nc]).sub_(xhat.mul_(mean_g_xhat[nc]))
+        dx[tile] = dx_of_tile.mul_(call.rstd[nc])
+
+    # Backwards, because the last tiles are still in the cache.
+    for tile in reversed(tiles):
+        write(tile)
+    return sums
 
 
 def moments(x: Tensor) -> Tensor:
@@ -237,7 +287,7 @@ class _Call:
         bias = torch.zeros_like(ones) if given.bias is None else cast(given.bias, self.acc)
         self.slope = cast(given.slope, self.acc)
         self.weight, self.bias = (v.view(1, C, 1).expand(N, C, 1) for v in (weight, bias))
-        self.rstd = _each_channel(stats.rstd, self.source, norm)
+        self.rstd, self.statistics = _each_channel(stats.rstd, self.source, norm), stats.rstd.numel()
         if stats.mean is not None:
             self.mean = _each_channel(stats.mean, self.source, norm)
             # So does PyTorch compute y on a CPU, and y has the same bits here: at a kink, z and dz must agree.
@@ -310,8 +360,15 @@ class _Sums(NamedTuple):
     def add(self, tile: Tile, g: Tensor, xhat: Tensor, dslope: Tensor | None) -> None:
         self.g[tile[:2]] += g.sum(2, keepdim=True)
         self.g_xhat[tile[:2]] += xhat.mul_(g).sum(2, keepdim=True)
+        self.add_slope(tile, dslope)
+
+    def add_slope(self, tile: Tile, dslope: Tensor | None) -> None:
         if self.dslope is not None and dslope is not None:
             (self.dslope if len(self.dslope) == 1 else self.dslope[tile[1]]).add_(dslope)
+
+    def of_channels(self) -> tuple[Tensor, Tensor]:
+        """The sums of g and of g * xhat over the samples too."""
+        return self.g.sum(0).flatten(), self.g_xhat.sum(0).flatten()
 
 
 def _view(x: Tensor, norm: Norm) -> Tensor:
@@ -347,6 +404,27 @@ def _tiles(x: Tensor) -> list[Tile]:
     )
     tiles = list(product(samples, channels, positions))
     return tiles[:2] if fake and get_proxy_mode() is None else tiles
+
+
+def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
+    """Ranges of whole planes, with all values of a statistic in one of them; None if there are no such tiles.
+
+    Tensors without values stand for those of a GPU, whose kernels have no temporaries.
+    """
+    N, C, S = *x.shape[:2], x.numel() // (x.shape[0] * x.shape[1])
+    if not norm.own or not x.is_contiguous() or _backend.off_cpu(x) or isinstance(x, FakeTensor):
+        return None
+    samples, unit = (N, 1) if norm.kind == "batch" else (1, C // _groups(C, norm))
+    least = samples * unit * S
+    if S == 1 or least > max(TILE_PLANES, x.numel() // 16):
+        return None
+    channels = min(C, max(1, TILE_PLANES // least) * unit)
+    samples = min(N, max(samples, TILE_PLANES // (C * S))) if channels == C else samples
+    ranges = (
+        [slice(n, n + samples) for n in range(0, N, samples)],
+        [slice(c, c + channels) for c in range(0, C, channels)],
+    )
+    return [(n, c, slice(None)) for n, c in product(*ranges)]
 
 
 def _groups(C: int, norm: Norm) -> int:
