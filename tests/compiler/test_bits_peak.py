@@ -125,6 +125,7 @@ def check(name, most):
         assert most is None or nbytes <= most * exact[0]
 
 
+@pytest.mark.usefixtures("norms_of_a_gpu")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_aten(name):
     """A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of

@@ -45,6 +45,7 @@ RESIDUAL = {
 
 
 # Bottlenecks have the sums of basic blocks.
+@pytest.mark.usefixtures("norms_of_a_gpu")
 @pytest.mark.parametrize("fmt", ["planes", "rows"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ResNet-50")) for name in RESIDUAL]

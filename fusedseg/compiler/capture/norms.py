@@ -34,21 +34,28 @@ from .dead_bias import move_op
 class How(NamedTuple):
     """What a backend wants of norms.  These are the last arguments of both ops.
 
-    fuses: a compiler fuses PyTorch's norms with what is before and after them.  So they stay PyTorch's where they would
-        be in the op alone.
+    everywhere: norms become the op on every device.  Otherwise only whole ones do, and only where Triton serves the
+        device: elsewhere PyTorch's kernels take less time.
     whole: residuals and activations are in the op too.  Rounded inputs ask for them apart, because a question such as
         y > 0 is answered in forward.
-    for_gpu: the graph is that of a GPU, wherever its tensors are.
     """
 
-    fuses: bool = False
-    whole: bool = True
-    for_gpu: bool = False
+    everywhere: bool
+    whole: bool
+
+    def is_for(self, x: Tensor | None) -> bool:
+        """Whether a norm of ``x`` may become the op."""
+        return x is not None and (self.everywhere or (self.whole and _backend.takes_triton(x.device)))
 
 
 def wanted_by(settings: Settings, for_gpu: bool) -> How:
-    """What the backend wants of norms with these options; ``for_gpu``: an estimate counts the bytes of a GPU."""
-    return How(settings.fused_code, settings.bits is None, for_gpu and not settings.fused_code)
+    """What the backend wants of norms with these options; ``for_gpu``: an estimate counts the bytes of a GPU.
+
+    Rounded inputs need statistics of their own, apart from those of forward.  Where a compiler fuses PyTorch's norms
+    with what is before and after them, they stay PyTorch's all the same.
+    """
+    whole = settings.bits is None
+    return How(not settings.fused_code and (for_gpu or not whole), whole)
 
 
 class Tensors(NamedTuple):
@@ -214,7 +221,7 @@ def _laid_out(x: Tensor, spec: Norm) -> Tensor:
 def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
     """Whether the op computes the norm."""
     x, *vectors = tensors
-    if not _may_be_served(x, how):
+    if not how.is_for(x):
         return False
     if x.dtype not in ACTIVATION_DTYPES or x.dim() < 2 or _torch.depends_on_data(x) or not is_in_a_dense_format(x):
         return False
@@ -266,9 +273,9 @@ def rewrite(graph: fx.Graph, how: How) -> int:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
-    # What stays a function of PyTorch can be found in the compiler's caches.
-    norms = [node for node in norms if _may_be_served(captured_value_of(node), how)]
     _copy_what_moves(graph, norms)
+    # What stays a function of PyTorch can be found in the compiler's caches.
+    norms = [node for node in norms if how.is_for(captured_value_of(node))]
     return sum(_write(graph, node, how) for node in reversed(norms))
 
 
@@ -294,17 +301,6 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
                 copy = graph.call_method("clone", (buffer,))
             copy.meta["example_value"] = torch.empty_like(captured_value_of(buffer))
             node.replace_input_with(buffer, copy)
-
-
-def _may_be_served(x: Tensor | None, how: How) -> bool:
-    """Whether the op may compute a norm of ``x``: where Triton does not serve it, PyTorch's kernels take less time.
-
-    But rounded inputs need statistics of their own, apart from those of forward, unless a compiler fuses the norm.
-    """
-    if x is None:
-        return False
-    kernels = how.for_gpu or _backend.takes_triton(x.device)
-    return (kernels and how.whole) or not (how.fuses or how.whole)
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:

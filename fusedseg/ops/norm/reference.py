@@ -51,8 +51,6 @@ TILE_GPU = 2**24
 TILE_PLANES = 2**18
 # The type checker cannot count the arguments of starred lists.
 _native_batch_norm: Any = torch.native_batch_norm
-_batch_norm_backward: Any = torch.ops.aten.native_batch_norm_backward.default
-_group_norm_backward: Any = torch.ops.aten.native_group_norm_backward.default
 # A range of samples, of channels and of positions.
 Tile = tuple[slice, slice, slice]
 
@@ -186,13 +184,12 @@ def backward(
     dzv, dxv = _view(dz, norm), _view(dx, norm)
     drv = None if dresidual is None else _view(dresidual, norm)
     call = _Call(given, stats, norm, kept)
-    planes = _plane_tiles(given.x, norm) if exchange is None else None
+    sums = _Sums.zeros(call)
+    planes = _plane_tiles(call.source, norm) if exchange is None else None
     if planes is None:
-        sums = _two_sweeps(call, norm, dzv, dxv, drv, exchange)
-    else:
-        sums = _Sums.zeros(call)
-        for tile in planes:
-            _of_planes(call, norm, tile, dzv, dxv, drv, sums)
+        _two_sweeps(call, norm, exchange, sums, dzv, dxv, drv)
+    for tile in planes or ():
+        _of_planes(call, norm, tile, sums, dzv, dxv, drv)
     dbias, dweight = sums.of_channels()
     return Gradients(
         dx,
@@ -204,41 +201,44 @@ def backward(
 
 
 def _of_planes(
-    call: "_Call", norm: Norm, tile: Tile, dz: Tensor, dx: Tensor, dresidual: Tensor | None, sums: "_Sums"
+    call: "_Call", norm: Norm, tile: Tile, sums: "_Sums", dz: Tensor, dx: Tensor, dresidual: Tensor | None
 ) -> None:
-    """Writes the gradients of a tile of whole planes, and its sums."""
+    """Writes the gradients of a tile of whole planes, and adds its sums."""
     g, xhat, dslope = call.gradient(dz[tile], tile)
     if dresidual is not None:
         dresidual[tile] = g
-    nc, (n, c, S), mask = tile[:2], g.shape, [True, True, True]
-    rstd, weight, batch = call.rstd[nc], call.weight[nc], norm.kind == "batch"
-    # Planes with statistics of their own are channels of one sample.
-    shape = (n, c, S) if batch else (1, n * c, S)
     # Without an activation g is a part of dz.
-    g, xhat = g.contiguous().view(shape), xhat.view(shape)
-    zeros, ones = torch.zeros_like(rstd), torch.ones_like(rstd)
-    if norm.kind == "group":
-        groups = n * c * norm.groups // call.source.shape[1]
-        given = zeros.view(-1)[:groups].view(1, -1), ones.view(-1)[:groups].view(1, -1), weight.reshape(-1)
-        found, dweight, dbias = _group_norm_backward(g, xhat, *given, *shape, groups, mask)
-        found = found.view(n, c, S).mul_(rstd)
+    g, (n, c, S), nc, mask = g.contiguous(), g.shape, tile[:2], [True, True, True]
+    rstd, weight = call.rstd[nc], call.weight[0, tile[1], 0].contiguous()
+    if norm.kind == "batch":
+        mean, one = torch.zeros_like(weight), torch.ones_like(weight)
+        dx[tile], dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            g, xhat, weight * rstd[0, :, 0], None, None, save_mean=mean, save_invstd=one,
+            train=True, eps=0.0, output_mask=mask,
+        )  # fmt: skip
     else:
-        scale, mean, one = ((v[:1] if batch else v).reshape(-1) for v in (weight * rstd, zeros, ones))
-        given = scale, None, None, mean, one, True, 0.0, mask
-        found, dweight, dbias = _batch_norm_backward(g, xhat, *given)
-    dx[tile] = found.view(n, c, S)
-    of = (slice(1), nc[1]) if batch else nc
-    sums.g[of] += dbias.view(-1, c, 1)
-    sums.g_xhat[of] += dweight.view(-1, c, 1)
+        groups = c * _groups(call.source.shape[1], norm) // call.source.shape[1]
+        mean, one = rstd.new_zeros((n, groups)), rstd.new_ones((n, groups))
+        found, dweight, dbias = torch.ops.aten.native_group_norm_backward(
+            g, xhat, mean, one, weight, N=n, C=c, HxW=S, group=groups, output_mask=mask
+        )
+        dx[tile] = found.mul_(rstd)
+    sums.g[0, tile[1], 0] += dbias
+    sums.g_xhat[0, tile[1], 0] += dweight
     sums.add_slope(tile, dslope)
 
 
 def _two_sweeps(
-    call: "_Call", norm: Norm, dz: Tensor, dx: Tensor, dresidual: Tensor | None, exchange: Exchange | None
-) -> "_Sums":
-    """Writes the gradients, and returns the sums, by the formulas."""
+    call: "_Call",
+    norm: Norm,
+    exchange: Exchange | None,
+    sums: "_Sums",
+    dz: Tensor,
+    dx: Tensor,
+    dresidual: Tensor | None,
+) -> None:
+    """Writes the gradients, and adds up the sums, by the formulas."""
     tiles = _tiles(call.source)
-    sums = _Sums.zeros(call)
     # Calls of ``add`` and of ``write`` hold the temporaries of a tile, so that these are free before the next tile.
     for tile in tiles:
         sums.add(tile, *call.gradient(dz[tile], tile))
@@ -246,7 +246,7 @@ def _two_sweeps(
         of_statistic = [_over_statistic(call.weight * s, norm) for s in (sums.g, sums.g_xhat)]
     else:
         of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(*sums.of_channels())]
-    mean_g, mean_g_xhat = (s / (call.source.numel() // call.statistics) for s in of_statistic)
+    mean_g, mean_g_xhat = (s / _shared_by(call.source, norm) for s in of_statistic)
 
     def write(tile: Tile) -> None:
         g, xhat, _ = call.gradient(dz[tile], tile)
@@ -261,7 +261,6 @@ def _two_sweeps(
     # Backwards, because the last tiles are still in the cache.
     for tile in reversed(tiles):
         write(tile)
-    return sums
 
 
 def moments(x: Tensor) -> Tensor:
@@ -287,7 +286,7 @@ class _Call:
         bias = torch.zeros_like(ones) if given.bias is None else cast(given.bias, self.acc)
         self.slope = cast(given.slope, self.acc)
         self.weight, self.bias = (v.view(1, C, 1).expand(N, C, 1) for v in (weight, bias))
-        self.rstd, self.statistics = _each_channel(stats.rstd, self.source, norm), stats.rstd.numel()
+        self.rstd = _each_channel(stats.rstd, self.source, norm)
         if stats.mean is not None:
             self.mean = _each_channel(stats.mean, self.source, norm)
             # So does PyTorch compute y on a CPU, and y has the same bits here: at a kink, z and dz must agree.
@@ -411,20 +410,22 @@ def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
 
     Tensors without values stand for those of a GPU, whose kernels have no temporaries.
     """
-    N, C, S = *x.shape[:2], x.numel() // (x.shape[0] * x.shape[1])
-    if not norm.own or not x.is_contiguous() or _backend.off_cpu(x) or isinstance(x, FakeTensor):
+    (N, C, S), least = x.shape, _shared_by(x, norm)
+    fits = least <= max(TILE_PLANES, x.numel() // 16) and x.is_contiguous()
+    if not (fits and norm.own) or _backend.off_cpu(x) or isinstance(x, FakeTensor):
         return None
-    samples, unit = (N, 1) if norm.kind == "batch" else (1, C // _groups(C, norm))
-    least = samples * unit * S
-    if S == 1 or least > max(TILE_PLANES, x.numel() // 16):
-        return None
-    channels = min(C, max(1, TILE_PLANES // least) * unit)
-    samples = min(N, max(samples, TILE_PLANES // (C * S))) if channels == C else samples
-    ranges = (
-        [slice(n, n + samples) for n in range(0, N, samples)],
-        [slice(c, c + channels) for c in range(0, C, channels)],
-    )
-    return [(n, c, slice(None)) for n, c in product(*ranges)]
+    samples = N if norm.kind == "batch" else 1
+    channels = min(C, max(1, TILE_PLANES // least) * least // (samples * S))
+    if channels == C:
+        samples = max(samples, TILE_PLANES // (C * S))
+    starts = product(range(0, N, samples), range(0, C, channels))
+    return [(slice(n, n + samples), slice(c, c + channels), slice(None)) for n, c in starts]
+
+
+def _shared_by(x: Tensor, norm: Norm) -> int:
+    """How many values of (N, C, S) share a statistic."""
+    N, C, S = x.shape
+    return N * S if norm.kind == "batch" else C // _groups(C, norm) * S
 
 
 def _groups(C: int, norm: Norm) -> int:
@@ -455,8 +456,7 @@ def _flat(v: Tensor, norm: Norm) -> Tensor:
 
 def _moments(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of (N, C, S): (N, C, 1) each, with the value of its statistic for a channel."""
-    acc, (N, C, S) = stats_dtype(x), x.shape
-    m = N * S if norm.kind == "batch" else S * (C // _groups(C, norm))
+    acc, (N, C, _), m = stats_dtype(x), x.shape, _shared_by(x, norm)
 
     def mean_of(values: Callable[[Tensor, Tile], Tensor]) -> Tensor:
         sums = torch.zeros((N, C, 1), dtype=acc, device=x.device)
