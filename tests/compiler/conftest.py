@@ -35,9 +35,9 @@ def packed(monkeypatch):
 
 
 @pytest.fixture
-def norms_of_a_gpu(monkeypatch):
+def norms_of_a_gpu():
     """Norms of captured graphs become the op on a CPU too."""
-    from fusedseg.compiler.capture import norms
+    from bench import supported
 
-    wanted = norms.wanted_by
-    monkeypatch.setattr(norms, "wanted_by", lambda settings, for_gpu: wanted(settings, True))
+    with supported.norms_of_a_gpu():
+        yield
