@@ -6,11 +6,11 @@ which is an op with its options, sizes, strides and dtypes, PyTorch's ops comput
 differs by more than rounding can explain, this call returns the right result, the family runs on PyTorch's ops from
 then on, and a warning says so.
 
-A family declares a ``Check`` for each of its launching functions, which ``checked`` wraps.  In all later calls of a
-kind the wrapper looks its key up in a set, and does no more.  A replay (``replay.py``) does not call the function.
+``checked`` wraps each function that launches kernels.  In all later calls of a kind the wrapper looks its key up in a
+set, and does no more.  A replay (``replay.py``) does not call the function.
 
 PyTorch's ops compute in float64, some channels at a time, so that their own error does not count and little memory is
-needed.  Each value has a bound of its own.  It follows from what a kernel does:
+needed.  Each value has a bound of its own.  ``Rounded`` finds it together with the value, by what a kernel does:
 
 * Kernels compute in fp32 at least.  An operation has a relative error of at most ``U``; constants such as eps and the
   slope of an activation are fp32 in every kernel.
@@ -32,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,10 +42,10 @@ from .. import _backend, _torch
 
 # The rounding of an operation in fp32, and the smallest normal number of fp32.
 U, TINY = 2.0**-24, 2.0**-126
-# Elements that are compared at once.
-PART = 2**22
-# The bytes that the comparison of an element takes: about a dozen tensors in float64.
-BYTES = 96
+# In units of U: what an operation rounds in any grouping of sums and products, and such functions as exp and tanh.
+STEPS, FUNCTION = 8, 64
+# Elements that are compared at once, and the bytes that the comparison of an element takes: two dozen tensors in fp64.
+PART, BYTES = 2**21, 192
 MOST_TRIES = 4
 # Sizes that change with every call are not compared for ever.
 MOST_KINDS = 128
@@ -74,7 +75,7 @@ class Check(NamedTuple):
     kind: what a call has in common with those for which it stands.
     results: (what the function returned, the arguments, the arguments of ``before``) -> the parts of the results.
     before: the arguments with copies of what the kernels write over.
-    seen, tries: the kinds that need no more comparison, and the number of calls that said nothing.
+    seen, tries: the kinds that need no more comparison, and the number of calls that were compared.
     """
 
     family: str
@@ -89,6 +90,11 @@ class Check(NamedTuple):
 _checks: list[Check] = []
 # What has been compared, and what could not be.
 report: Counter[str] = Counter()
+
+
+def first(x: Tensor, *rest: Any) -> Tensor:
+    """The tensor that counts, where it is the first argument."""
+    return x
 
 
 def untouched(*call: Any) -> tuple[Any, ...]:
@@ -133,37 +139,20 @@ def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tup
     """Calls the kernels for the first time, and compares their results if that can be done now."""
     x = check.x(*call)
     # Launches are listed on fake tensors.
-    if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-        return kernels(*call)
-    if not _backend.is_tested(x.device):
-        check.seen.add(key)
-        return kernels(*call)
-    if len(check.seen) >= MOST_KINDS or _is_captured(x):
+    is_real = type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    if not is_real or len(check.seen) >= MOST_KINDS or _is_captured(x):
         return kernels(*call)
     check.tries[key] += 1
-    if check.tries[key] >= MOST_TRIES:
+    if check.tries[key] == MOST_TRIES or not _backend.is_tested(x.device):
         check.seen.add(key)
-    if not _has_room(x):
-        report["no room"] += 1
+    if not _backend.is_tested(x.device):
         return kernels(*call)
-    before = _guarded(check, x, lambda: check.before(*call))
+    before = _tried(check, x, lambda: check.before(*call)) if _has_room(x) else None
     found = kernels(*call)
     if before is None:
         return found
-
-    def judged() -> tuple[bool, str]:
-        says, wrong = _judged(check.results(found, call, before))
-        if wrong:
-            for part in check.results(found, call, before):
-                part.found.copy_(part.exact)
-        return says, wrong
-
-    verdict = _guarded(check, x, judged)
-    if verdict is None:
-        return found
-    says, wrong = verdict
-    report["compared" if says or wrong else "not finite"] += 1
-    if says or wrong:
+    wrong = _tried(check, x, lambda: _judged(check, found, call, before))
+    if wrong is not None:
         check.seen.add(key)
     if wrong:
         # A dispatch mode sees an op here, so that no replay is made of this call.
@@ -172,7 +161,7 @@ def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tup
     return found
 
 
-def _guarded(check: Check, x: Tensor, compute: Callable[[], Found]) -> Found | None:
+def _tried(check: Check, x: Tensor, compute: Callable[[], Found]) -> Found | None:
     """What ``compute`` returns; None if memory is short, or if PyTorch's ops fail, which must not end a step."""
     try:
         with _unseen(x):
@@ -195,13 +184,14 @@ def _is_captured(x: Tensor) -> bool:
 
 
 def _has_room(x: Tensor) -> bool:
-    """Whether a comparison is sure to fit: a copy of x, and the parts that are compared at once."""
-    if not x.is_cuda or x.numel() <= PART // 64:
+    """Whether a comparison is sure to fit: a copy of x, a result, and the parts that are compared at once."""
+    if not x.is_cuda:
         return True
-    channel = x.numel() // x.shape[1] if x.dim() > 1 else 0
-    needed = 2 * x.nbytes + BYTES * max(min(x.numel(), PART), channel)
-    free, _ = torch.cuda.mem_get_info(x.device)
-    return free + torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device) >= needed
+    needed = 2 * x.nbytes + BYTES * max(min(x.numel(), PART), x.numel() // x.shape[min(1, x.dim() - 1)])
+    free = torch.cuda.mem_get_info(x.device)[0] + torch.cuda.memory_reserved(x.device)
+    has_room = free - torch.cuda.memory_allocated(x.device) >= needed
+    report["no room"] += not has_room
+    return has_room
 
 
 @contextmanager
@@ -219,27 +209,29 @@ def _unseen(x: Tensor) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(forbids)
 
 
-def _judged(parts: Iterator[Compared]) -> tuple[bool, str]:
-    """Whether all values said something, and what is wrong, or ""."""
+def _judged(check: Check, found: Any, call: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
+    """What is wrong, whose values are replaced, or ""; None if nothing is wrong, and some values say nothing."""
     names, verdicts = [], []
-    for name, found, exact, close, says in parts:
+    for name, mine, exact, close, says in check.results(found, call, before):
         signed = exact.dtype if exact.is_floating_point() else torch.int16
-        off = (found.detach().to(signed) - exact).abs_().masked_fill_(close, 0)
+        off = (mine.detach().to(signed) - exact).abs_().masked_fill_(close, 0)
         off = torch.where(off.isnan(), torch.inf, off)
         largest = exact.abs().masked_fill_(~says, 0)
         names.append(name)
         verdicts.append(torch.stack([t.double() for t in (says.all(), (~close).sum(), off.amax(), largest.amax())]))
-    if not verdicts:
-        return True, ""
     # The host waits once.
-    rows = torch.stack(verdicts).tolist()
-    for name, (_, count, off, largest) in zip(names, rows, strict=True):
-        if count:
-            return (
-                False,
-                f"{count:.0f} values of {name} are off by up to {off:.1e}, and the largest one is {largest:.1e}",
-            )
-    return all(row[0] for row in rows), ""
+    rows = torch.stack(verdicts).tolist() if verdicts else []
+    wrong = [
+        f"{count:.0f} values of {name} are off by up to {off:.1e}, and the largest one is {largest:.1e}"
+        for name, (_, count, off, largest) in zip(names, rows, strict=True)
+        if count
+    ]
+    if wrong:
+        for part in check.results(found, call, before):
+            part.found.copy_(part.exact)
+    all_say = bool(wrong) or all(row[0] for row in rows)
+    report["compared" if all_say else "not finite"] += 1
+    return "".join(wrong[:1]) if all_say else None
 
 
 def _refuse(family: str, x: Tensor, wrong: str) -> None:
@@ -269,6 +261,65 @@ def rounding(v: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     bound = v.abs() * (info.eps / 2) + max(info.tiny * info.eps, TINY)
     return bound.masked_fill_(v.abs() > info.max * (1 - 4 * info.eps), torch.inf)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Values in float64, and how far a kernel's values may be off.  Each operation adds what it may round."""
+
+    exact: Tensor
+    bound: Tensor
+
+    def _made(self, exact: Tensor, bound: Tensor, size: Tensor) -> "Rounded":
+        return Rounded(exact, bound + STEPS * U * size + TINY)
+
+    def __getitem__(self, at: Any) -> "Rounded":
+        return Rounded(self.exact[at], self.bound[at])
+
+    def __add__(self, other: "Rounded") -> "Rounded":
+        a, b = self.exact, other.exact
+        return self._made(a + b, self.bound + other.bound, a.abs() + b.abs())
+
+    def __sub__(self, other: "Rounded") -> "Rounded":
+        return self + Rounded(-other.exact, other.bound)
+
+    def __mul__(self, other: "Rounded") -> "Rounded":
+        a, b = self.exact, other.exact
+        bound = a.abs() * other.bound + (b.abs() + other.bound) * self.bound
+        return self._made(a * b, bound, (a * b).abs())
+
+    def rsqrt(self) -> "Rounded":
+        """1 / sqrt(v); nothing is said where the error is more than a quarter of v."""
+        exact, share = self.exact.rsqrt(), self.bound / self.exact
+        return Rounded(exact, torch.where(share > 0.25, torch.inf, exact * (share + STEPS * U)))
+
+    def through(self, f: Callable[[Tensor], Tensor], steep: float = 1.0, least: float = 0.0) -> "Rounded":
+        """f(v).  What f rounds has the size of f(v), and of ``steep`` times v, and ``least`` at least."""
+        exact = f(self.exact)
+        changes = [(f(v) - exact).abs_() for v in (self.exact + self.bound, self.exact - self.bound)]
+        size = exact.abs() + steep * self.exact.abs() + least
+        return Rounded(exact, torch.maximum(*changes) + FUNCTION * U * size)
+
+    def reduced(self, by: Callable[[Tensor], Tensor], n: int) -> "Rounded":
+        """``by``, a sum or a mean of n values."""
+        size = by(self.exact.abs())
+        bound = by(self.bound) + growth(n) * size + TINY
+        # Parts of the sum may overflow in fp32.
+        return Rounded(by(self.exact), bound.masked_fill_(size * n > 1e37, torch.inf))
+
+    def stored(self, dtype: torch.dtype) -> "Rounded":
+        """The values as a tensor of this dtype has them."""
+        return Rounded(self.exact, self.bound + rounding(self.exact, dtype))
+
+    def near(self, name: str, found: Tensor) -> Compared:
+        """A part of a result that should be these values."""
+        return near(name, found, self.exact, self.bound)
+
+
+def exactly(v: Tensor | float) -> Rounded:
+    """Values in float64 that a kernel has exactly."""
+    v = torch.as_tensor(v, dtype=torch.float64)
+    return Rounded(v, v.new_zeros(()).expand_as(v))
 
 
 def near(name: str, found: Tensor, exact: Tensor, bound: Tensor | float) -> Compared:

@@ -8,6 +8,7 @@ The transpose of a concatenation is slices of the gradient.  ``dense`` copies a 
 without gaps.  Both compute nothing for autograd, because graphs of the backend call them after differentiation.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import _backend
-from .at_size import Compared, U, channel_ranges, checked, near, rounding, wide
+from .at_size import Compared, channel_ranges, checked, exactly, wide
 from .check import ACTIVATION_DTYPES
 from .layout import FORMATS, pitch_of, suggests_channels_last
 
 FAMILY = "concat"
+_shape = operator.attrgetter("shape")
 
 
 def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | None] = ()) -> Tensor:
@@ -88,34 +90,24 @@ def _is_served(tensors: Sequence[Tensor]) -> bool:
 def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The parts of a concatenation, which copies, or adds a bias and rounds once."""
     tensors, y, biases = before
-    start = 0
-    for x, bias in zip(tensors, biases or (None,) * len(tensors), strict=True):
-        part = y[:, start : start + x.shape[1]]
-        start += x.shape[1]
+    parts = y.split([x.shape[1] for x in tensors], dim=1)
+    for x, bias, part in zip(tensors, biases or (None,) * len(tensors), parts, strict=True):
         for a, b in channel_ranges(x):
-            exact = wide(x, a, b)
-            bound: Tensor | float = 0.0
+            exact = exactly(wide(x, a, b))
             if bias is not None:
-                of = bias.detach()[a:b].double().view(1, -1, 1)
-                bound = 2 * U * (exact.abs() + of.abs())
-                exact = exact + of
-                bound = bound + rounding(exact, y.dtype)
-            yield near("y", part[:, a:b], exact, bound)
+                exact = (exact + exactly(bias.detach()[a:b].double().view(1, -1, 1))).stored(y.dtype)
+            yield exact.near("y", part[:, a:b])
 
 
 @checked(
     FAMILY,
     lambda tensors, y, *rest: y,
+    # Calls of C take less time than a loop.
     lambda tensors, y, biases: (
-        y.shape,
-        y.dtype,
-        y.get_device(),
-        *[x.stride() for x in tensors],
-        *[x.shape[1] for x in tensors],
-        *[b is None for b in biases],
+        y.dtype, y.get_device(), *map(Tensor.stride, tensors), *map(_shape, tensors), *map(type, biases)
     ),
     _results,
-)
+)  # fmt: skip
 def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None]) -> None:
     from ..kernels import concat as kernels
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .. import _backend, _torch
 from . import unfused
-from .at_size import Compared, U, channel_ranges, checked, growth, near, rounding, wide
+from .at_size import Compared, Rounded, U, channel_ranges, checked, first, growth, wide
 from .check import ACTIVATION_DTYPES
 from .double_backward import refuse_batches
 from .layout import FORMATS, pitch_of
@@ -166,22 +166,12 @@ def _readable(t: Tensor, result: Tensor) -> tuple[Tensor, tuple[int, int] | None
     return t, (pitch, result.shape[1])
 
 
-def _gathered(t: Tensor, axes: Sequence[LinearAxis], transposed: bool) -> Tensor:
-    """The interpolation of (N, C, a, b, w), or its transpose, by the two values that an output reads along an axis."""
+def _interpolated(t: Tensor, axes: Sequence[LinearAxis], transposed: bool) -> Tensor:
+    """The interpolation of (N, C, a, b, w), or its transpose, by a product with the weights of each axis."""
     for dim, axis in enumerate(axes, 2):
-        if axis.values == 1:
-            continue
-        at = torch.arange(axis.large, device=t.device) * axis.step + axis.shift
-        at.clamp_(0, (axis.small - 1) * axis.den)
-        first = at // axis.den
-        second = (first + 1).clamp_(max=axis.small - 1)
-        share = ((at - first * axis.den).to(t.dtype) / axis.den).view(-1, *(1,) * (4 - dim))
-        if transposed:
-            shape = list(t.shape)
-            shape[dim] = axis.small
-            t = t.new_zeros(shape).index_add_(dim, first, t * (1 - share)).index_add_(dim, second, t * share)
-        else:
-            t = t.index_select(dim, first) * (1 - share) + t.index_select(dim, second) * share
+        if axis.values > 1:
+            weights = axis.matrix(t.dtype, t.device)
+            t = torch.tensordot(t, weights, ([dim], [0 if transposed else 1])).movedim(-1, dim)
     return t
 
 
@@ -191,14 +181,14 @@ def _results(given: Tensor, found: Tensor, axes: tuple[LinearAxis, ...], transpo
     sizes = [axis.large if transposed else axis.small for axis in axes]
     for a, b in channel_ranges(max(given, found, key=Tensor.numel)):
         t = wide(given, a, b).view(len(given), b - a, *sizes)
-        exact, terms = _gathered(t, axes, transposed), _gathered(t.abs(), axes, transposed)
-        bound = (growth(readers) + 32 * U) * terms + rounding(exact, found.dtype)
-        yield near("dx" if transposed else "y", found[:, a:b], exact, bound)
+        terms = _interpolated(t.abs(), axes, transposed)
+        exact = Rounded(_interpolated(t, axes, transposed), (growth(readers) + 32 * U) * terms)
+        yield exact.stored(found.dtype).near("dx" if transposed else "y", found[:, a:b])
 
 
 @checked(
     "upsample",
-    lambda x, linear: x,
+    first,
     lambda x, linear: (x.shape, x.stride(), x.dtype, x.get_device(), linear),
     lambda found, now, before: _results(before[0], found, before[1].axes(before[0].shape[2:]), transposed=False),
 )
@@ -216,7 +206,7 @@ def linear_forward(x: Tensor, linear: Linear) -> Tensor:
 
 @checked(
     "upsample",
-    lambda dy, small, linear: dy,
+    first,
     lambda dy, small, linear: (dy.shape, dy.stride(), dy.dtype, dy.get_device(), tuple(small), linear),
     lambda found, now, before: _results(before[0], found, before[2].axes(before[1]), transposed=True),
 )

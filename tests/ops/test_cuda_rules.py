@@ -21,7 +21,7 @@ from fusedseg.functional import (
 )
 from fusedseg.ops.norm import graph, stock
 from fusedseg.ops.norm import reference as norm_reference
-from fusedseg.ops.norm.call import Norm, Operands, OutputGradient
+from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
 from tests import reference
 from tests.ops.test_max_pool import CASES, STOCK, special
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -147,7 +147,7 @@ def test_norms_over_processes(rules, keep, fmt):
     saved = Operands(x if keep == "input" else z, None, bias)
     needs = (True, False, True, False, False)
     dx, _, dbias, *_ = norm_reference.backward(
-        OutputGradient(dz), saved, stats, spec, None, needs, exchange=lambda s1, s2: (s1, s2)
+        OutputGradient(dz), saved, stats, spec, None, needs, exchange=Exchange(lambda s1, s2: (s1, s2))
     )
     settings = {"activation": "elu", "param": 1.0}
     exact = reference.gradients(dz, x, None, bias, **settings)

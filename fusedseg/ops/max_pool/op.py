@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from .. import unfused
-from ..at_size import PART, Compared, U, checked, near, rounding
+from ..at_size import Compared, Rounded, U, checked, first, near
 from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
 from ..double_backward import refuse_batches
@@ -48,13 +48,6 @@ def _is_computed(t: Tensor) -> bool:
     return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, "pool"))
 
 
-def _samples(x: Tensor) -> Iterator[slice]:
-    """Samples that are compared at once."""
-    step = max(1, PART // x[0].numel())
-    for n in range(0, x.shape[0], step):
-        yield slice(n, min(n + step, x.shape[0]))
-
-
 def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The positions that codes name in a channel, (N, C, windows), which are some position if a code is wrong."""
     index = reference.indices(codes.clamp(max=math.prod(pool.kernel) - 1), size, pool)
@@ -64,7 +57,7 @@ def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
 def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """A pool copies values.  A code is right if it names a position of the largest value."""
     x, z, codes, rows, pool = before
-    for n in _samples(x):
+    for n in (slice(n, n + 1) for n in range(len(x))):
         exact = torch.empty_like(z[n])
         of = None if codes is None else torch.empty_like(codes[n])
         reference.forward(x[n], exact, of, rows, pool)
@@ -77,7 +70,7 @@ def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...])
 
 @checked(
     "pool",
-    lambda x, *rest: x,
+    first,
     lambda x, z, codes, rows, pool: (x.shape, x.dtype, x.get_device(), codes is None, rows, pool),
     _forward_results,
 )
@@ -92,20 +85,20 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
     """Each position adds the gradients of the windows whose maximum it is, in any order."""
     dz, codes, dx, _, pool = before
     size = tuple(dx.shape[2:])
-    for n in _samples(dx):
+    for n in (slice(n, n + 1) for n in range(len(dx))):
         index, added = _positions(codes[n], size, pool), dz[n].flatten(2).double()
-        exact, terms = torch.zeros(2, *dx[n].flatten(2).shape, dtype=torch.float64, device=dx.device)
         # Sums into one dimension are deterministic where a program asks for that.
-        begins = torch.arange(0, exact.numel(), exact.shape[2], device=dx.device).view(*exact.shape[:2], 1)
-        at = (index + begins).flatten()
-        exact.view(-1).index_add_(0, at, added.flatten())
-        terms.view(-1).index_add_(0, at, added.flatten().abs_())
-        yield near("dx", dx[n], exact, math.prod(pool.kernel) * U * terms + rounding(exact, dx.dtype))
+        begins = torch.arange(0, dx[n].numel(), math.prod(size), device=dx.device).view(*index.shape[:2], 1)
+        exact, terms = (
+            v.new_zeros(dx[n].numel()).index_add_(0, (index + begins).flatten(), v.flatten())
+            for v in (added, added.abs())
+        )
+        yield Rounded(exact, math.prod(pool.kernel) * U * terms).stored(dx.dtype).near("dx", dx[n])
 
 
 @checked(
     "pool",
-    lambda dz, *rest: dz,
+    first,
     lambda dz, codes, dx, rows, pool: (dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool),
     _backward_results,
 )

@@ -18,9 +18,22 @@ NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
 # Whether the gradients of x, weight, bias, residual and slope are wanted.
 Needs = tuple[bool, bool, bool, bool, bool]
 
-# A function that a backward pass calls with the sums of g and of g * xhat.  It returns the sums to use instead, such as
-# the sums over all processes.
-Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+class Exchange:
+    """What a backward pass calls with the sums of g and of g * xhat.
+
+    It returns the sums to use instead, such as the sums over all processes, and keeps them in ``sums``, because it can
+    be called only once.
+    """
+
+    sums: tuple[Tensor, Tensor]
+
+    def __init__(self, join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.join = join
+
+    def __call__(self, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
+        self.sums = self.join(s1, s2)
+        return self.sums
 
 
 class Norm(NamedTuple):

@@ -54,4 +54,4 @@ def exchange(share: Tensor, group: str) -> Exchange:
         s1, s2 = gather(torch.stack([s1, s2]), group).sum(0) * share
         return s1, s2
 
-    return exchanged
+    return Exchange(exchanged)

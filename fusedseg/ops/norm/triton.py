@@ -41,7 +41,13 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     return _by_sample(layout, N, C if norm.kind == "instance" else norm.groups)
 
 
-@checked("norm", _x, exact.forward_kind, exact.forward, exact.before_forward)
+@checked(
+    "norm",
+    _x,
+    exact.forward_kind,
+    exact.forward,
+    lambda given, norm, kept, out: (exact.copied(given, out), norm, kept),
+)
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
@@ -78,7 +84,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     _x,
     lambda given, stats, norm, out: exact.forward_kind(given, norm, None, out),
     exact.recompute,
-    exact.before_recompute,
+    lambda given, stats, norm, out: (exact.copied(given, out), stats, norm, out),
 )
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     norm_act, _ = _kernels()

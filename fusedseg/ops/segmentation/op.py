@@ -74,7 +74,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
     if not _backend.use_triton(x, "sums"):
         reference.backward(dsums, given._replace(logits=x), spec, Grads(dx))
         return dx, None, None
-    launches.backward(dsums, x, given.target, given.mask, dx, sizes, spec)
+    launches.backward(x, given.target, given.mask, sizes, spec, dsums, dx)
     return dx, None, None
 
 
