@@ -168,6 +168,17 @@ def test_what_is_left_out_already_stays_so(on_a_gpu, monkeypatch, capsys):
     assert main(["doctor", "--gpu"]) == 0
 
 
+@pytest.mark.parametrize("options", [[], ["--gpu"]], ids=["all", "gpu"])
+def test_a_wrong_name_to_leave_out_is_refused(on_a_gpu, monkeypatch, capsys, options):
+    """It ended in a traceback, after all kernels had been tested."""
+    monkeypatch.setenv("FUSEDSEG_WITHOUT", "casts,replay")
+    assert main(["doctor", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("fusedseg doctor: environment variable FUSEDSEG_WITHOUT must have names with commas")
+    assert printed.err.endswith("zeros; got 'replay'\n")
+    assert not printed.out
+
+
 def test_a_gpu_that_fusedseg_does_not_use_is_tested_too(on_a_gpu, monkeypatch, capsys):
     monkeypatch.setattr(_backend, "architecture", lambda device: "gfx1100")
     assert main(["doctor", "--gpu"]) == 0

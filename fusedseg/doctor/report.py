@@ -5,6 +5,7 @@ With ``--gpu``, every kernel runs on each kind of GPU, and is compared with PyTo
 
 import contextlib
 import importlib
+import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,18 @@ def _driver() -> str:
     return "unknown"
 
 
+def _check_left_out() -> None:
+    """Raises Refused if FUSEDSEG_WITHOUT has a wrong name, before anything is tested."""
+    if os.environ.get("FUSEDSEG_WITHOUT"):
+        # The compiler takes seconds to import.
+        from ..compiler.settings import left_out
+
+        try:
+            left_out()
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
+
 def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) -> int:
     """Prints the report, and writes it to ``path``.
 
@@ -124,9 +137,10 @@ def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) 
         overwrite: whether the file may exist.
 
     Raises:
-        Refused: the file cannot be written, or there is nothing to test.
+        Refused: the file cannot be written, there is nothing to test, or FUSEDSEG_WITHOUT has a wrong name.
     """
     check_new(path, overwrite)
+    _check_left_out()
     if gpu and not torch.cuda.is_available():
         raise Refused("--gpu: torch sees no GPU here")
     if gpu and not _backend._has_triton():
