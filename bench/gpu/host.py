@@ -1,17 +1,22 @@
 """Calls that the host makes in a training step, counted without a GPU: no kernel of this package is compiled or runs.
 
     python -m bench.gpu.host
+    python -m bench.gpu.host checks
 
 On a GPU the host looks at shapes, allocates and launches.  Here it does the same for tensors of the CPU.  Its choices
 are those for an H100, and a driver stands in whose launches do nothing.  PyTorch's own kernels run on the CPU, so a
 time would say nothing; calls are exact.  Counted are the calls of functions in Python and in C that code of this
 package and generated code make.  What PyTorch calls around a compiled graph is counted apart, because it varies between
 versions, and so are PyTorch's ops: those that the host calls, and not those that they call themselves.
+
+With ``checks`` it prints what a later call of each function that launches kernels pays for the comparison of its first
+call with PyTorch's ops (``ops/at_size.py``): this needs no GPU, so that its time can be measured.
 """
 
 import contextlib
 import json
 import sys
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -26,7 +31,13 @@ from triton.runtime import driver
 
 import fusedseg
 from fusedseg import _backend
+from fusedseg.activation import Activation
+from fusedseg.functional import argmax_labels, max_pool, segmentation_sums, upsample
 from fusedseg.kernels import launcher
+from fusedseg.ops import at_size, concat
+from fusedseg.ops.low_bit import graph as low_bit
+from fusedseg.ops.norm import triton as norm_triton
+from fusedseg.ops.norm.call import Norm, Operands, OutputGradient
 from fusedseg.unet import UNet
 
 from ..contenders import relu
@@ -188,7 +199,53 @@ def count() -> dict[str, dict[str, Calls]]:
     return found
 
 
+def call_every_family() -> None:
+    """Calls every function that launches kernels of a family with a check."""
+    x, rows = (torch.randn(2, 8, 24, 24, requires_grad=True) for _ in range(2))
+    rows = rows.to(memory_format=torch.channels_last)
+    vector, labels = torch.ones(8), torch.zeros(2, 24, 24, dtype=torch.long)
+    given, norm = Operands(x.detach(), vector, vector), Norm("input", Activation("relu", 0.0))
+    _, stats = norm_triton.forward(given, norm, None, None)
+    norm_triton.recompute(given, stats, norm, None)
+    norm_triton.backward(OutputGradient(x.detach()), given, stats, norm, None, (True, True, True, False, False), None)
+    norm_triton.moments(x.detach())
+    loss = max_pool(x, 3, 2, 1).sum() + upsample(rows, scale_factor=2.0).sum()
+    (loss + segmentation_sums(x, labels).overlap.sum()).backward()
+    argmax_labels(x.detach())
+    codes = low_bit.pack(x.detach(), None, 8, "", 5)
+    low_bit.unpack(codes, None, 8, "", x.shape, x.stride())
+    low_bit.kink_of(x.detach(), vector, vector, vector, vector, False)
+    concat.concat([rows.detach(), rows.detach()], 1, [None, vector])
+
+
+def cost_of_checks() -> dict[str, dict[str, float]]:
+    """The calls in Python, and the microseconds, that a later call of each function takes for its check."""
+    first: dict[str, tuple[at_size.Check, tuple[Any, ...]]] = {}
+
+    def seen(check: at_size.Check, key: object, kernels: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+        first[f"{check.family}: {kernels.__name__.removeprefix('_launch_')}"] = check, call
+        return kernels(*call)
+
+    with launching_nothing(), mock.patch.object(at_size, "_first", seen):
+        call_every_family()
+    rows = {}
+    for name, (check, call) in first.items():
+
+        def bare(*given: Any) -> None:
+            pass
+
+        run = at_size.checked(check.family, check.x, check.kind, check.results)(bare)
+        at_size._checks.pop().seen.add(check.kind(*call))
+        times = {f: min(timeit.repeat(lambda f=f, call=call: f(*call), number=20000, repeat=7)) for f in (run, bare)}
+        calls = calls_of(lambda run=run, call=call: run(*call)).python - calls_of(lambda call=call: bare(*call)).python
+        rows[name] = {"calls": calls, "µs": round((times[run] - times[bare]) / 20000 * 1e6, 2)}
+    return rows
+
+
 def main() -> None:
+    if sys.argv[1:] == ["checks"]:
+        print(json.dumps(cost_of_checks(), indent=1, ensure_ascii=False))
+        return
     rows = {f"{name}, {half}": calls._asdict() for name, halves in count().items() for half, calls in halves.items()}
     print(json.dumps(rows, indent=1))
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend, _torch
-from fusedseg.compiler import codegen, rewrite
+from fusedseg.compiler import codegen, rewrite, settings
 from fusedseg.ops import at_size
 from fusedseg.ops.layout import FORMATS
 from tests.compiler.networks import compiled
@@ -343,6 +343,7 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
         monkeypatch.setattr(channels_last, "is_faster", lambda x: x.dtype in (torch.float16, torch.bfloat16))
     monkeypatch.setattr(_backend, "why_not", lambda x, family: asked.add(family) or why_not(x, family))
     loss = fusedseg.DiceCELoss(to_onehot_y=True, softmax=True)
+    settings.written.clear()
     for name, (net, x, options, half) in cases().items():
         torch._dynamo.reset()
         fmt = torch.contiguous_format if name.endswith("planes") else FORMATS[x.dim()]
@@ -358,4 +359,6 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
             grads.append(test_compiler.flat(p.grad for p in of.parameters()))
         assert relative_error(*grads) <= (0.06 if half or "bits" in options else 1e-4), name
     assert {name for name, count in counts.items() if not count} == set(ABSENT), counts
+    # What can be left out is named in one table, and nothing of it may be missing here either.
+    assert {name for name, count in settings.written.items() if count} == {*settings.OPTIONAL}, settings.written
     assert asked - {None} | ELSEWHERE == {check.family for check in at_size._checks} | ELSEWHERE
