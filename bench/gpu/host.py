@@ -236,9 +236,9 @@ def cost_of_checks() -> dict[str, dict[str, float]]:
 
         run = at_size.checked(check.family, check.x, check.kind, check.results)(bare)
         at_size._checks.pop().seen.add(check.kind(*call))
-        times = {f: min(timeit.repeat(lambda f=f, call=call: f(*call), number=20000, repeat=7)) for f in (run, bare)}
+        times = {f: min(timeit.repeat(lambda f=f, call=call: f(*call), number=10000, repeat=25)) for f in (run, bare)}
         calls = calls_of(lambda run=run, call=call: run(*call)).python - calls_of(lambda call=call: bare(*call)).python
-        rows[name] = {"calls": calls, "µs": round((times[run] - times[bare]) / 20000 * 1e6, 2)}
+        rows[name] = {"calls": calls, "µs": round((times[run] - times[bare]) / 10000 * 1e6, 2)}
     return rows
 
 
