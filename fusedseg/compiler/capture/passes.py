@@ -49,7 +49,11 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> fx.GraphModule:
     dead_bias.rewrite(module, settings)
     unfold(module)
     convolve_first.rewrite(module, settings)
-    norms.rewrite(module.graph, norms.wanted_by(settings))
+    how = norms.wanted_by(settings)
+    if settings.bits is not None:
+        # Backward rebuilds a norm from packed values and exact statistics, which simpler ops would not.
+        how = how._replace(fuses=False)
+    norms.rewrite(module.graph, how)
     if settings.fused_code:
         pools_and_upsampling.rewrite_for_inductor(module)
     else:
