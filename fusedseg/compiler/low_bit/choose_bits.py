@@ -263,18 +263,10 @@ def _key_of(predicate: fx.Node) -> object:
 
 
 def _with_its_sign(node: fx.Node) -> fx.Node:
-    """What a node has its sign from: the argument of an activation, as the compiler writes it too, or of a cast."""
-    if name_of(node) in ("convert_element_type", "_to_copy") and value_of(node).is_floating_point():
-        source = node_at(node, 0)
-        return source if value_of(source).is_floating_point() else node
-    if name_of(node) != "where" or not all(isinstance(argument, fx.Node) for argument in node.args):
-        return bent(node)
-    # leaky_relu: where(x > 0, x, slope * x)
-    asked, x, scaled = (node_at(node, place) for place in range(3))
-    if name_of(asked) != "gt" or name_of(scaled) != "mul" or asked.args != (x, 0) or scaled.args[0] is not x:
-        return node
-    slope = scaled.args[1]
-    return x if isinstance(slope, (int, float)) and slope > 0 else node
+    """What a node has its sign from: the argument of an activation, or of a cast between floating-point numbers."""
+    source = node.args[0] if name_of(node) in ("convert_element_type", "_to_copy") else None
+    is_cast = is_tensor(source) and value_of(source).is_floating_point() and value_of(node).is_floating_point()
+    return source if is_cast else bent(node)
 
 
 def _choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:

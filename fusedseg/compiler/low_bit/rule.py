@@ -14,7 +14,6 @@ copy v, where h are the steps of its roots, and a depends on no input.
 """
 
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -113,15 +112,14 @@ class Rule:
     Args:
         joint: the graph.
         found: what backward recomputes.
-        rounded: what is packed.  The bits that slopes need are noted there, and the units that readers need.
-        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
-            decided, are noted there.
-        stuck: such ops for which there is no chain.
+        rounded: what is packed.  The bits that slopes need are noted there, the units that readers need, and ops of
+            backward with a branch, which must be written as pointwise chains before anything can be decided.
+        stuck: ops of backward with branches for which there is no pointwise chain.
 
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        bent: the gradients for which ops that are not linear have come since the last end.
+        curved: the gradients for which ops that are not linear have come since the last end.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -129,7 +127,7 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.bent: set[fx.Node] = set()
+        self.curved: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
@@ -213,40 +211,45 @@ class Rule:
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
         row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        is_bent = any(source in self.bent for source in sources)
+        is_curved = any(source in self.curved for source in sources)
         if row.reads == NORM:
             return self._norm(node, self._read(node.args[1]))
         if row.reads == SUM:
-            return set() if not copied or self._is_weight_gradient(node) else copied
-        if row.reads == SLOPE and not noise:
-            if copied and is_bent:
-                return copied
+            return set() if self._is_weight_gradient(node) else copied
+        if (
+            row.reads == FACTOR
+            and copied
+            and not (noise or is_curved)
+            and name_of(node) == "mul"
+            and _is_returned(node)
+        ):
+            # A parameter that is a factor of a copy has such a gradient.
+            return set()
+        if self._has_exact_sign(node) or (_is_linear(node) and (row.reads == FIRST or not copied)):
+            self.noise[node] = noise
+            if is_curved:
+                self.curved.add(node)
+            return set()
+        self.curved.add(node)
+        if row.reads == SLOPE and not noise and not (copied and is_curved):
             self._give_more_bits(copied)
             self.noise[node] = copied
-            self.bent.add(node)
-            return set()
-        if row.reads == FACTOR and copied:
-            # A parameter that is a factor of a copy has a weight's gradient.
-            is_sum = name_of(node) == "mul" and not is_bent and not noise and _is_returned(node)
-            return set() if is_sum else copied
-        if (_is_linear(node) and not (copied and row.reads == FOLLOWS)) or self._has_exact_sign(node):
-            self.noise[node] = noise
-            if is_bent:
-                self.bent.add(node)
             return set()
         if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
             self.rounded.branching.add(node)
             return set()
-        self.bent.add(node)
         return copied | noise
 
     def _is_weight_gradient(self, node: fx.Node) -> bool:
         """Whether a convolution or a matrix product of backward reads copies for the gradient of a weight alone."""
+        factors = [self._read(factor) for factor in node.all_input_nodes]
         if name_of(node) != "convolution_backward":
-            return _is_returned(node)
-        # Its second result is the gradient of the weight, and its first one reads the weight.
-        reads_input = self._read(node.args[2]) not in self.roots
-        return reads_input and all(_is_returned(user) for user in node.users if user.args[1] == 1)
+            return not any(factor in self.roots for factor in factors) or _is_returned(node)
+        # The second result is the gradient of the weight.  The first one reads the weight.
+        results = [user for user in node.users if user.args[1] == 1]
+        return self._read(node.args[2]) not in self.roots and (
+            factors[1] not in self.roots or all(map(_is_returned, results))
+        )
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
