@@ -24,6 +24,7 @@ from ..graph import (
     is_op,
     is_tensor,
     name_of,
+    node_at,
     row_of,
     size_of,
     value_of,
@@ -118,8 +119,9 @@ class _Choice:
         for node in sorted(exact):
             if node in self.rounded.bits:
                 # It is not rounded after all.
-                for of in (self.rounded.bits, self.rounded.kinks, self.rounded.units):
-                    of.pop(node, None)
+                del self.rounded.bits[node]
+                self.rounded.kinks.pop(node, None)
+                self.rounded.units.pop(node, None)
             else:
                 self._answer(node)
         return bool(exact)
@@ -195,9 +197,10 @@ def _key_of(predicate: fx.Node) -> object:
 
 def _with_its_sign(node: fx.Node) -> fx.Node:
     """What a node has its sign from: the argument of an activation, or of a cast between floating-point numbers."""
-    source = node.args[0] if name_of(node) in ("convert_element_type", "_to_copy") else None
-    is_cast = is_tensor(source) and value_of(source).is_floating_point() and value_of(node).is_floating_point()
-    return source if is_cast else bent(node)
+    if name_of(node) not in ("convert_element_type", "_to_copy"):
+        return bent(node)
+    source = node_at(node, 0)
+    return source if value_of(source).is_floating_point() and value_of(node).is_floating_point() else node
 
 
 def settled(
