@@ -192,17 +192,15 @@ class Rule:
         stack = [x] if x in self.roots else []
         while stack:
             one = stack.pop()
-            if one in self.rounded.bits:
-                unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
-                if unit is None:
-                    return {one}
-                self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
-            elif one not in self.found.recomputed:
-                return self._of([one])
-            elif not _is_sum(one, norm):
-                return {one}
-            else:
+            if one in self.found.recomputed and _is_sum(one, norm):
                 stack += [source for source in self.sources(one) if source in self.roots]
+                continue
+            unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
+            if unit is None or (one not in self.rounded.bits and one not in self.found.recomputed):
+                return self._of([one])
+            if one not in self.rounded.bits:
+                return {one}
+            self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
         return set()
 
     def _give_more_bits(self, roots: set[fx.Node]) -> None:
