@@ -100,7 +100,7 @@ def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
     if _is_of_rows(norm):
         shape: Any = norm.args[2 if "backward" in name_of(norm) else 1]
         lines = lines_of(root, "plane")
-        return "plane" if lines.C == 1 and math.prod(shape) % lines.S == 0 else None
+        return "plane" if lines.C == 1 and math.prod(x.shape[-len(shape) :]) % lines.S == 0 else None
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
     return "batch" if "batch" in name_of(norm) or "batch" in norm.args else "plane"
