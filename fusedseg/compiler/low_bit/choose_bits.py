@@ -97,17 +97,17 @@ def bits_of(node: fx.Node, bits: int) -> int:
 
 
 class _Choice:
-    """What is kept, and in how many bits; ``found`` is changed where something must be exact."""
+    """What is kept, and in how many bits; ``found`` and ``exact`` are changed where something must be exact."""
 
-    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node]) -> None:
-        self.joint, self.found, self.least, self.stuck = joint, found, bits, stuck
+    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node], exact: set[fx.Node]) -> None:
+        self.joint, self.found, self.least, self.stuck, self.exact = joint, found, bits, stuck, exact
         self.rounded = Rounded()
         self.predicates: dict[object, fx.Node] = {}
         for node in found.kept:
             self._pack(node)
 
     def _pack(self, node: fx.Node) -> None:
-        bits = 0 if node in self.joint.held else bits_of(node, self.least)
+        bits = 0 if node in self.joint.held or node in self.exact else bits_of(node, self.least)
         if bits:
             floating = value_of(node).dtype in DTYPES
             (self.rounded.bits if floating else self.rounded.integers)[node] = bits
@@ -118,7 +118,7 @@ class _Choice:
         exact = Rule(self.joint, self.found, self.rounded, self.stuck).broken()
         for node in sorted(exact):
             if node in self.rounded.bits:
-                # It is not rounded after all.
+                self.exact.add(node)
                 del self.rounded.bits[node]
                 self.rounded.kinks.pop(node, None)
                 self.rounded.units.pop(node, None)
@@ -206,12 +206,11 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
 def settled(
     graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
 ) -> tuple[Joint, Decision, Rounded]:
-    """What is kept, and in how many bits; ops of backward with branches become pointwise chains where they need exact
-    values.
+    """What is kept, and in how many bits; ops with branches become pointwise chains where they need exact values.
 
     chosen: what backward recomputes, where a budget has chosen it.
     """
-    stuck, before = set[fx.Node](), set(graph.nodes)
+    stuck, exact, before = set[fx.Node](), set[fx.Node](), set(graph.nodes)
     while True:
         joint = Joint(graph, outputs)
         if chosen is None:
@@ -220,11 +219,14 @@ def settled(
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
-        choice = _Choice(joint, decided, bits, stuck)
+        choice = _Choice(joint, decided, bits, stuck, set(exact))
         while choice.settle():
             pass
         if not choice.rounded.branching:
-            return joint, decided, choice.rounded
+            if choice.exact == exact:
+                return joint, decided, choice.rounded
+            # Once more, without answers for values that are exact.
+            exact = choice.exact
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         branching = [node for node in graph.nodes if node in choice.rounded.branching]
         stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
