@@ -16,19 +16,7 @@ from torch import fx
 
 from ... import _torch
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
-from ..graph import (
-    Joint,
-    Outputs,
-    behind,
-    is_dense,
-    is_op,
-    is_tensor,
-    name_of,
-    node_at,
-    row_of,
-    size_of,
-    value_of,
-)
+from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
 from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
