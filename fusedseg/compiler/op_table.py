@@ -25,9 +25,10 @@ Function = Callable[..., Any]
 FOLLOWS = "follows"
 # so it is in its first argument; of the others it reads sizes and positions;
 FIRST = "first"
-# a product: an error of a e, if the other factor a is steady (``rule.py``);
+# a product: an error of a e, if the other factor a is a number or a parameter;
 FACTOR = "factor"
-# a convolution or a matrix product.  The sum of g v~ has the error of the sum of g e, where g is exact or independent;
+# a convolution or a matrix product.  The gradient of the weight, the sum of g v~, has the error of the sum of g e, and
+# g is exact or independent;
 SUM = "sum"
 # the gradient of a norm.  With statistics that are constant in each group, the error is at most s (2 + s) of the root
 # mean square of the gradient, where s is the step of the normalised values;
@@ -95,7 +96,6 @@ class OpRow:
     pieces: the first one of ``ops`` as predicates (x <= 0), choices and ops without kinks.  With None, the compiler's
         own decomposition is taken.
     sign_of: the place of the argument whose sign the op asks for.
-    bounded: whether no result is above 1, or below -1, whatever the arguments are.
     poles: whether some results may be infinite, or far larger than others, so that no result is packed.
     statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
         It is never packed.
@@ -136,7 +136,6 @@ class OpRow:
     keeps_sign: bool = False
     pieces: Function | None = None
     sign_of: int | None = None
-    bounded: bool = False
     poles: bool = False
     statistics: int | None = None
     positions: bool = False
@@ -203,7 +202,7 @@ _ACTIVATIONS = (
         in_place="default", backward="hardtanh_backward", fixed=(("min_val", 0), ("max_val", 6)),
     ),
     OpRow(
-        "hardsigmoid", FOLLOWS, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0), bounded=True,
+        "hardsigmoid", FOLLOWS, ("hardsigmoid",), _flagged(F.hardsigmoid), kinks=(-3.0, 3.0),
         in_place="default", backward="hardsigmoid_backward",
     ),
     OpRow(
@@ -233,7 +232,7 @@ _ACTIVATIONS = (
     *(
         OpRow(
             name, EXACT, (name,), {call: over, method: overwriting, function: None}, in_place="default",
-            backward=f"{name}_backward", bounded=True,
+            backward=f"{name}_backward"
         )
         for name, function, call, over, method, overwriting in (
             ("sigmoid", F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_),
@@ -385,12 +384,11 @@ _EXACT = (
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
     *_each(EXACT, "erf", "sin", "cos"),
-    *_each(EXACT, "_softmax", bounded=True, poles=True),
+    *_each(EXACT, "_softmax", poles=True),
     *_each(
         SLOPE, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward", cheap=False,
     ),
-    # The result of a softmax is never packed.
-    *_each(FIRST, "_softmax_backward_data", cheap=False),
+    *_each(EXACT, "_softmax_backward_data", cheap=False),
     OpRow("abs", FOLLOWS, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
     OpRow("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),

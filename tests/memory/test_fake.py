@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.memory import measure
 from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
+from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
@@ -27,11 +28,13 @@ def step_of(model, *shapes, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize(("model", "autocast"), [("resnet", False), ("unet", True), ("ours", True), ("3D", False)])
-def test_fake_and_real_agree(model, autocast):
+def test_fake_and_real_agree(model, autocast, monkeypatch):
     """Kept bytes agree, and the peak within 3 %, because our ops work in pieces on real tensors.
 
+    On a CPU a piece of a norm's backward is larger than the tensors of these networks, so smaller ones take its place.
     BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32; with fake tensors it does not.
     """
+    monkeypatch.setattr(norm_reference, "_plane_tiles", lambda x, norm: None)
     build, shape = MODELS[model]
     net, x = build(), torch.randn(shape)
     half = torch.autocast("cpu", torch.bfloat16, enabled=autocast)

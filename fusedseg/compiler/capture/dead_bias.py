@@ -11,6 +11,9 @@ This holds for batch norm that uses the statistics of the batch, for instance no
 group norm with one channel a group.  With running statistics the bias has an effect.  A bias that somebody else reads
 stays, and so does the bias of a convolution whose output somebody else reads.
 
+Where last bits of outputs must not change, the addition stays.  With the option "bits" the gradient is exact zeros then
+too: the errors of rounded values would be all that it has.
+
 The pass runs on the graph that Dynamo captures, where a norm and a convolution are one call each.
 """
 
@@ -92,9 +95,29 @@ def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
     return torch.stack([mean + shift, *others])
 
 
+class _NoGradient(torch.autograd.Function):
+    """A bias whose gradient is zeros."""
+
+    @staticmethod
+    def forward(ctx, bias: Tensor) -> Tensor:
+        return bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx, dbias: Tensor) -> Tensor:
+        return torch.zeros_like(dbias)
+
+
+def without_gradient(bias: Tensor) -> Tensor:
+    """The bias of a convolution whose gradient is zeros."""
+    return _NoGradient.apply(bias) if torch.is_grad_enabled() and bias.requires_grad else bias
+
+
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
 without_effect_op = _torch.composite_op(
     "fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect
+)
+without_gradient_op = _torch.composite_op(
+    "fusedseg::without_gradient", "(Tensor(a) bias) -> Tensor(a)", without_gradient
 )
 move_op = _torch.composite_op(
     "fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean
@@ -103,21 +126,25 @@ with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor stats, Tensor
 
 
 class _Dead(NamedTuple):
-    """A norm, the convolution before it, and the bias that has no effect."""
+    """A norm, the convolution before it, and the bias that has no effect.
+
+    may_round: whether last bits of outputs may change.
+    """
 
     norm: fx.Node
     conv: fx.Node
     bias: fx.Node
     given: _Given
+    may_round: bool
 
 
 def rewrite(module: fx.GraphModule, settings: Settings) -> int:
-    """Leaves these biases out, and returns their number."""
+    """Leaves these biases out, or their gradients, and returns their number."""
     found = list(_found(module.graph, settings))
     convolutions = {dead.conv for dead in found}
     alone = [dead for dead in found if set(dead.bias.users) <= convolutions]
     for dead in alone:
-        _leave_out(module.graph, dead)
+        (_leave_out if dead.may_round else _stop_gradient)(module.graph, dead)
     if alone:
         module.recompile()
     return len(alone)
@@ -133,14 +160,15 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
         bias, y = arguments.get("bias"), captured_value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
         is_batch = y.dim() == captured_value_of(arguments["weight"]).dim()
-        if not isinstance(bias, fx.Node) or not is_batch or not settings.may_round(y.device):
+        may_round = settings.may_round(y.device)
+        if not isinstance(bias, fx.Node) or not is_batch or not (may_round or settings.bits):
             continue
         if 0 in [n for n in y.shape if isinstance(n, int)]:
             # PyTorch's norm of an empty batch does not move the running mean.
             continue
         if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
             continue
-        yield _Dead(norm, conv, bias, given)
+        yield _Dead(norm, conv, bias, given, may_round)
 
 
 def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
@@ -157,8 +185,15 @@ def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
     return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
 
 
+def _stop_gradient(graph: fx.Graph, dead: _Dead) -> None:
+    with graph.inserting_before(dead.conv):
+        stopped = graph.call_function(without_gradient_op, (dead.bias,))
+    stopped.meta.update(dead.bias.meta)
+    dead.conv.replace_input_with(dead.bias, stopped)
+
+
 def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
-    norm, conv, bias, given = dead
+    norm, conv, bias, given, _ = dead
     if len(conv.args) > 2:
         conv.update_arg(2, None)
     else:

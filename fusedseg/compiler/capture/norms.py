@@ -51,11 +51,11 @@ class How(NamedTuple):
 def wanted_by(settings: Settings, for_gpu: bool) -> How:
     """What the backend wants of norms with these options; ``for_gpu``: an estimate counts the bytes of a GPU.
 
-    Rounded inputs need statistics of their own, apart from those of forward.  Where a compiler fuses PyTorch's norms
-    with what is before and after them, they stay PyTorch's all the same.
+    Backward rebuilds a norm from packed values and the exact statistics that the op keeps, with either codegen.  Without
+    bits a compiler fuses PyTorch's norms with what is before and after them.
     """
     whole = settings.bits is None
-    return How(not settings.fused_code and (for_gpu or not whole), whole)
+    return How(not whole or (for_gpu and not settings.fused_code), whole)
 
 
 class Tensors(NamedTuple):

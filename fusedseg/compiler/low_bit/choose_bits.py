@@ -10,39 +10,21 @@ packed if its readers allow it.
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from ... import _torch
-from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES, packed_bytes
-from ...ops.max_pool.op import max_pool_op
-from ..graph import (
-    Joint,
-    Outputs,
-    behind,
-    hinted,
-    is_dense,
-    is_op,
-    is_tensor,
-    name_of,
-    nbytes_of,
-    node_at,
-    row_of,
-    size_of,
-    value_of,
-)
+from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
+from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
 from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
-from ..plan.min_cut import ENDLESS, Flow
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Rule, bent, is_predicate
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
-# A value is rounded only if this saves so many times the bytes of the answers that it needs.
-LEAST_GAIN = 2
 
 
 @dataclass
@@ -102,59 +84,38 @@ def bits_of(node: fx.Node, bits: int) -> int:
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
 
-class Known(NamedTuple):
-    """What earlier passes over a graph have found.
-
-    stuck: ops of backward with branches for which there is no pointwise chain.
-    exact: values whose rounding saves too little for the answers that it needs.
-    """
-
-    stuck: set[fx.Node]
-    exact: set[fx.Node]
-
-
 class _Choice:
-    def __init__(self, joint: Joint, found: Decision, bits: int, known: Known) -> None:
-        self.joint, self.found, self.least, self.known = joint, found, bits, known
+    """What is kept, and in how many bits; ``found`` and ``exact`` are changed where something must be exact."""
+
+    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node], exact: set[fx.Node]) -> None:
+        self.joint, self.found, self.least, self.stuck, self.exact = joint, found, bits, stuck, exact
         self.rounded = Rounded()
-        # The rounded values for which each answer is kept.
-        self.answers: dict[fx.Node, set[fx.Node]] = {}
         self.predicates: dict[object, fx.Node] = {}
         for node in found.kept:
             self._pack(node)
 
     def _pack(self, node: fx.Node) -> None:
-        bits = 0 if node in self.joint.held or node in self.known.exact else bits_of(node, self.least)
+        bits = 0 if node in self.joint.held or node in self.exact else bits_of(node, self.least)
         if bits:
             floating = value_of(node).dtype in DTYPES
             (self.rounded.bits if floating else self.rounded.integers)[node] = bits
 
-    def _rule(self) -> Rule:
-        return Rule(self.joint, self.found, self.rounded, self.known.stuck)
-
     def settle(self) -> bool:
         """Makes exact what the rule asks for; whether it has asked for anything."""
         self.rounded.branching.clear()
-        rule = self._rule()
-        exact = rule.broken()
+        exact = Rule(self.joint, self.found, self.rounded, self.stuck).broken()
         for node in sorted(exact):
             if node in self.rounded.bits:
-                self._keep_exact(node)
+                self.exact.add(node)
+                del self.rounded.bits[node]
+                self.rounded.kinks.pop(node, None)
+                self.rounded.units.pop(node, None)
             else:
-                self._answer(node, set().union(*(rule.roots.get(source, ()) for source in rule.sources(node))))
+                self._answer(node)
         return bool(exact)
 
-    def _keep_exact(self, root: fx.Node) -> None:
-        """A value that is not rounded after all."""
-        del self.rounded.bits[root]
-        self.rounded.kinks.pop(root, None)
-        self.rounded.units.pop(root, None)
-
-    def _answer(self, node: fx.Node, roots: set[fx.Node]) -> None:
-        """Something that must read exact values is computed in forward: predicates of it, or its result.
-
-        It reads these rounded values.
-        """
+    def _answer(self, node: fx.Node) -> None:
+        """Something that must read exact values is computed in forward: predicates of it, or its result."""
         found = self.found
         if is_predicate(node):
             first = self.predicates.setdefault(_key_of(node), node)
@@ -168,7 +129,6 @@ class _Choice:
         if chain is None or len(chain) != 1:
             del found.recomputed[node]
             found.kept.add(node)
-            self.answers[node] = roots
             self._early(node)
             self._pack(node)
             leave(node, sources, found)
@@ -186,45 +146,6 @@ class _Choice:
         sources = [source for source in node.all_input_nodes if source.op == "call_function"]
         if sources and node not in self.joint.forward:
             behind(max(sources)).prepend(node)
-
-    def dear(self) -> set[fx.Node]:
-        """The values whose rounding saves too little for the answers that it needs: a minimum cut.
-
-        All answers of a value that is rounded are kept, each once.
-        """
-        flow, vertices = Flow(), dict[fx.Node, int]()
-        for root in self.rounded.bits:
-            vertices[root] = flow.vertex()
-            # A value that only answers have read is not kept at all.
-            flow.edge(0, vertices[root], nbytes_of(root) - (root in self.found.kept and self._kept_bytes(root)))
-        for answer, roots in self.answers.items():
-            cost = LEAST_GAIN * self._kept_bytes(answer) if answer in self.found.kept else 0
-            own = flow.vertex()
-            flow.edge(own, 1, cost)
-            for root in roots & vertices.keys():
-                flow.edge(vertices[root], own, ENDLESS)
-        flow.augment()
-        paid = flow.after_the_start()
-        return {root for root, vertex in vertices.items() if not paid[vertex]}
-
-    def forget(self, dear: set[fx.Node]) -> None:
-        """Max-pools of values that these alone made inexact run again, instead of picking values by positions."""
-        for root in dear:
-            self._keep_exact(root)
-        rule = self._rule()
-        rule.broken()
-        for node in self.joint.graph.nodes:
-            if node.target is max_pool_op._opoverload:
-                x = node_at(node, 0)
-                if x not in rule.roots and (x in self.found.recomputed or x in self.found.kept):
-                    node.meta.pop(recompute.ROUNDED, None)
-
-    def _kept_bytes(self, node: fx.Node) -> int:
-        if node in self.rounded.bits:
-            value, unit = hinted(value_of(node)), self.rounded.units.get(node, "")
-            return min(nbytes_of(node), packed_bytes(value, unit, self.rounded.bits[node]))
-        bits = self.rounded.integers.get(node)
-        return size_of(node) * bits // 8 if bits else nbytes_of(node)
 
     def _replace(self, node: fx.Node, other: fx.Node) -> None:
         """Backward reads another node of the same value."""
@@ -263,44 +184,21 @@ def _key_of(predicate: fx.Node) -> object:
 
 
 def _with_its_sign(node: fx.Node) -> fx.Node:
-    """What a node has its sign from: the argument of an activation, as the compiler writes it too, or of a cast."""
-    if name_of(node) in ("convert_element_type", "_to_copy") and value_of(node).is_floating_point():
-        source = node_at(node, 0)
-        return source if value_of(source).is_floating_point() else node
-    if name_of(node) != "where" or not all(isinstance(argument, fx.Node) for argument in node.args):
+    """What a node has its sign from: the argument of an activation, or of a cast between floating-point numbers."""
+    if name_of(node) not in ("convert_element_type", "_to_copy"):
         return bent(node)
-    # leaky_relu: where(x > 0, x, slope * x)
-    asked, x, scaled = (node_at(node, place) for place in range(3))
-    if name_of(asked) != "gt" or name_of(scaled) != "mul" or asked.args != (x, 0) or scaled.args[0] is not x:
-        return node
-    slope = scaled.args[1]
-    return x if isinstance(slope, (int, float)) and slope > 0 else node
-
-
-def _choose(joint: Joint, found: Decision, bits: int, known: Known) -> Rounded:
-    """In how many bits each kept node is kept; ``found`` is changed where something must be exact.
-
-    A value whose rounding is too dear becomes a known one, and what follows from it alone is as without bits.
-    """
-    choice = _Choice(joint, found, bits, known)
-    while choice.settle():
-        pass
-    if not choice.rounded.branching and (dear := choice.dear()):
-        known.exact.update(dear)
-        choice.forget(dear)
-    return choice.rounded
+    source = node_at(node, 0)
+    return source if value_of(source).is_floating_point() and value_of(node).is_floating_point() else node
 
 
 def settled(
     graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
 ) -> tuple[Joint, Decision, Rounded]:
-    """What is kept, and in how many bits; ops of backward with branches become pointwise chains where they need exact
-    values.
+    """What is kept, and in how many bits; ops with branches become pointwise chains where they need exact values.
 
     chosen: what backward recomputes, where a budget has chosen it.
     """
-    known = Known(set(), set())
-    before = set(graph.nodes)
+    stuck, exact, before = set[fx.Node](), set[fx.Node](), set(graph.nodes)
     while True:
         joint = Joint(graph, outputs)
         if chosen is None:
@@ -309,11 +207,15 @@ def settled(
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
-        exact = len(known.exact)
-        found = _choose(joint, decided, bits, known)
-        if not found.branching and len(known.exact) == exact:
-            return joint, decided, found
+        choice = _Choice(joint, decided, bits, stuck, set(exact))
+        while choice.settle():
+            pass
+        if not choice.rounded.branching:
+            if choice.exact == exact:
+                return joint, decided, choice.rounded
+            # Once more, without answers for values that are exact.
+            exact = choice.exact
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
-        branching = [node for node in graph.nodes if node in found.branching]
-        known.stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
+        branching = [node for node in graph.nodes if node in choice.rounded.branching]
+        stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
         graph.eliminate_dead_code()

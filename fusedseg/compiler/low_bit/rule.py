@@ -1,25 +1,21 @@
 """The rule of what backward may compute from packed values: the column ``reads`` of ``op_table.py`` in a graph.
 
-A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  A copy reads other copies
-by FOLLOWS, FACTOR and SLOPE alone, and an activation that is linear on both sides of a kink follows if its side is
-known exactly.  So |v~ - v| <= a h for a copy v, where h are steps of its roots, and a depends on no input.
+A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  So |v~ - v| <= a h for a
+copy v, where h are the steps of its roots, and a depends on no input.
 
-* **Steady factors.**  A factor is steady if it is a number, a function of parameters, or bounded.  Any other factor of
-  a copy is one number for each group of its root, and the copy is *affine* in it: only such factors, and summands,
-  have come between.  Then the step of the copy is what packing the copy itself would give, however large the factor is.
-* **Norms** read affine copies alone, for the same reason.  Groups then lie inside of what has the same statistics
-  (``Rounded.units``).
-* **Gradients.**  Between two ends (a convolution, a matrix product with a weight, a norm, a sum of many values) a
-  gradient has the errors of slopes and factors that are packed: at most a h |g| for each element.  Beside such an error
-  it is multiplied by steady factors alone.  Any other factor may be large just where the gradient is small, so that
-  a h |g| has no bound in terms of the result: then what brought the error is exact.  A slope counts as such a factor
-  too.  One unsteady factor may be packed, or one slope.  At an end the gradient becomes a sum over many values, and
-  errors and gradients are scaled alike.
+* **Copies** read other copies by FOLLOWS, by FACTOR with a number or a parameter, and by SLOPE.  An activation that is
+  linear on both sides of a kink follows if its side is known exactly.
+* **Norms** read roots alone, whose groups lie inside of what has the same statistics (``Rounded.units``).
+* **Gradients.**  An activation may bring errors to a gradient where only linear ops have come since the last *end*: a
+  norm, a convolution or a matrix product with a weight.  Only linear ops may follow until the next end.  So the error
+  stays a h |g| for each element, and no factor is large just where the gradient is small.  At an end a gradient becomes
+  a sum over many values, and errors and gradients are scaled alike.
+* **Parameters.**  A sum of products of a gradient and a copy is returned: no op reads it that is not linear.
 """
 
-import operator
+import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +26,6 @@ from ..graph import (
     SMALL,
     Joint,
     calls_view,
-    hint_of,
     hinted,
     is_op,
     is_tensor,
@@ -48,8 +43,8 @@ from ..plan.keep import Decision, call_node, is_view
 
 # Gradients of activations that are linear between kinks.
 BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
-# Ops that change neither the place of a value nor the value, but for a factor and a summand.
-AFFINE = ("clone", "_to_copy", "convert_element_type", "add", "sub", "rsub", "neg", "mul", "div")
+# Sums, and products with one factor, which is steady.
+SUMS = ("add", "mul", "div", "clone", "_to_copy", "convert_element_type")
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -58,22 +53,11 @@ def is_predicate(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
-def is_bounded(node: Any) -> bool:
-    """Whether no value of a node is large, whatever the inputs are."""
-    while (
-        is_op(node) and len(node.all_input_nodes) == 1 and (calls_view(node) or row_of(node).reads in (FOLLOWS, FACTOR))
-    ):
-        if name_of(node) == "div" and is_tensor(node.args[1]):
-            return False
-        (node,) = node.all_input_nodes
-    return isinstance(node, fx.Node) and (is_predicate(node) or row_of(node).bounded)
-
-
-def _is_of_parameters(node: fx.Node, product: fx.Node) -> bool:
-    """Whether a factor that is much smaller than the product follows from arguments of the graph alone."""
-    if size_of(node) * SMALL > size_of(product):
+def _is_steady(factor: Any, product: fx.Node) -> bool:
+    """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
+    if is_tensor(factor) and size_of(factor) * SMALL > size_of(product):
         return False
-    stack = [node]
+    stack = [factor] if is_tensor(factor) else []
     while stack:
         one = stack.pop()
         if one.op == "call_function" and (row_of(one).compute_intensive or not is_op(one)):
@@ -82,55 +66,44 @@ def _is_of_parameters(node: fx.Node, product: fx.Node) -> bool:
     return True
 
 
-def is_steady(factor: Any, product: fx.Node) -> bool:
-    """Whether a factor is a number, follows from parameters, or is bounded."""
-    return not is_tensor(factor) or is_bounded(factor) or _is_of_parameters(factor, product)
+def _is_linear(node: fx.Node) -> bool:
+    """Whether a node is linear in what it reads, but for steady factors, sizes and positions."""
+    row = row_of(node)
+    if row.reads == FACTOR:
+        first, second = node.args[:2]
+        is_product = name_of(node) == "mul" and _is_steady(first, node)
+        return "rounding_mode" not in node.kwargs and (is_product or _is_steady(second, node))
+    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, FIRST) and not row.kinks)
 
 
-def varying(factor: Any, value: Tensor) -> set[int]:
-    """The dimensions of a value along which a factor of it varies."""
-    if not is_tensor(factor):
-        return set()
-    of = value_of(factor)
-    missing = value.dim() - of.dim()
-    sizes = zip(hinted(of).shape, hinted(of).stride(), strict=True)
-    return {place + missing for place, (size, stride) in enumerate(sizes) if size != 1 and stride != 0}
+def _is_returned(node: fx.Node) -> bool:
+    """Whether linear ops alone read a node, and nothing reads the last ones."""
+    return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
 
 
-def run_of(value: Tensor) -> int | None:
-    """The length of a plane in memory, or of a row of N x C values; 0 if channels are adjacent, None if nothing is."""
-    value = hinted(value)
-    if value.dim() < 2:
-        return value.numel()
-    if layout_of(value) is None:
+def _is_of_rows(norm: fx.Node) -> bool:
+    return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
+
+
+def _is_sum(node: fx.Node, norm: fx.Node) -> bool:
+    """Whether a copy is a sum of copies, for each of which a norm has statistics of the same rows or planes."""
+    value = hinted(value_of(node))
+    if _is_of_rows(norm):
+        return value.is_contiguous() and (is_view(node) or name_of(node) in SUMS)
+    if is_view(node):
+        return value.shape[:2] == hinted(value_of(node_at(node, 0))).shape[:2]
+    return name_of(node) in SUMS or row_of(node).layout == PASSES
+
+
+def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
+    """The unit of groups of a root in which the statistics of a norm of x are constant; None without one."""
+    if _is_of_rows(norm):
+        shape: Any = norm.args[2 if "backward" in name_of(norm) else 1]
+        lines = lines_of(root, "plane")
+        return "plane" if lines.C == 1 and math.prod(x.shape[-len(shape) :]) % lines.S == 0 else None
+    if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
-    return value[(0,) * min(2, value.dim() - 1)].numel() if value.is_contiguous() else 0
-
-
-class Affine(NamedTuple):
-    """A copy that is a sum of roots with a factor for each group.
-
-    run: how many adjacent values follow a plane of each root (``run_of``).
-    units: for each root the unit of groups that the factors need.
-    """
-
-    run: int
-    units: dict[fx.Node, str]
-
-    def unit(self, root: fx.Node, value: Tensor, varies: set[int]) -> str | None:
-        """The unit of groups of a root in which nothing varies that varies along these dimensions of the copy.
-
-        None: there is no such unit.
-        """
-        value, last = hinted(value), max(varies, default=-1)
-        of = value_of(root)
-        planes = value.dim() == of.dim() > 1 and hint_of(of.shape[0]) == value.shape[0] and run_of(value) == self.run
-        if last < 0 or (planes and varies == {1}):
-            return "" if last < 0 else "batch"
-        if self.run == 0:
-            return "plane" if planes and last < 2 else None
-        constant = value[(0,) * (last + 1)].numel() if value.is_contiguous() else 1
-        return "plane" if constant % self.run == 0 else None
+    return "batch" if "batch" in name_of(norm) or "batch" in norm.args else "plane"
 
 
 class Rule:
@@ -139,23 +112,22 @@ class Rule:
     Args:
         joint: the graph.
         found: what backward recomputes.
-        rounded: what is packed.  The bits that slopes need are noted there, and the units that readers need.
-        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
-            decided, are noted there.
-        stuck: such ops for which there is no chain.
+        rounded: what is packed.  The bits that slopes need are noted there, the units that readers need, and ops of
+            backward with a branch, which must be written as pointwise chains before anything can be decided.
+        stuck: ops of backward with branches for which there is no pointwise chain.
 
     Attributes:
         roots: for each copy its roots.
+        noise: for each gradient the roots that have brought an error since the last end.
+        curved: the gradients for which ops that are not linear have come since the last end.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
         self.joint, self.found, self.rounded, self.stuck = joint, found, rounded, stuck
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
-        self.affine: dict[fx.Node, Affine] = {}
-        # For each gradient the roots that have brought an error since the last end, and those with unsteady factors.
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.unsteady: set[fx.Node] = set()
+        self.curved: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
@@ -167,21 +139,20 @@ class Rule:
     def _visit(self, node: fx.Node) -> set[fx.Node]:
         if node in self.rounded.bits:
             self.roots[node] = {node}
-            if (run := run_of(value_of(node))) is not None:
-                self.affine[node] = Affine(run, {node: ""})
             return set()
         needed = node in self.own or (node in self.found.recomputed and node in self.found.readers)
         if not needed or not tensors_of(node) or reads_size_alone(node):
             return set()
+        sources = self.sources(node)
+        copied = self._of(sources)
         if node in self.joint.backward:
-            return self._gradient(node)
-        copies = [source for source in self.sources(node) if source in self.roots]
-        if not copies or (is_predicate(node) and self._has_exact_sign(node)):
+            return self._gradient(node, sources, copied)
+        if not copied or (is_predicate(node) and self._has_exact_sign(node)):
             return set()
-        exact = self._copy(node, copies)
+        exact = self._copy(node, copied)
         if node in exact and node not in self.found.recomputed:
-            return self._of(copies)
-        self.roots[node] = self._of(copies)
+            return copied
+        self.roots[node] = copied
         return exact
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
@@ -194,7 +165,7 @@ class Rule:
     def _of(self, copies: Iterable[fx.Node]) -> set[fx.Node]:
         return set().union(*(self.roots.get(copy, ()) for copy in copies))
 
-    def _copy(self, node: fx.Node, copies: list[fx.Node]) -> set[fx.Node]:
+    def _copy(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that a value may follow copies."""
         call, form = call_node(node), recompute.form_of(node) if node in self.found.recomputed else None
         if form is not None:
@@ -202,19 +173,11 @@ class Rule:
         row = row_of(call)
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
-        if calls_view(call) or not is_op(call):
-            if size_of(node) == size_of(copies[0]) and copies[0] in self.affine:
-                self.affine[node] = self.affine[copies[0]]
-            return set()
-        if row.kinks:
-            return set() if row.reads == FOLLOWS and self._has_exact_sign(node) else {node}
-        if row.reads == FOLLOWS:
-            self._note_affine(node, copies)
-            return set()
         if row.reads == SLOPE:
-            self._give_more_bits(copies)
+            self._give_more_bits(copied)
             return set()
-        return self._product(node, copies) if row.reads == FACTOR else {node}
+        follows = _is_linear(call) or (row.reads == FOLLOWS and self._has_exact_sign(node))
+        return set() if follows else {node}
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
         if isinstance(form, recompute.MaxPool | recompute.Dropout):
@@ -224,144 +187,67 @@ class Rule:
             return set() if isinstance(form, recompute.NormActForm) and not form.own else {node}
         return self._norm(call_node(node), self._read(form.x))
 
-    def _norm(self, call: fx.Node, x: fx.Node) -> set[fx.Node]:
-        """What must be exact or packed so that a norm or its gradient may read x: an affine copy."""
-        if x not in self.roots or self._take(x, call, x):
-            return set()
-        while x not in self.rounded.bits and is_view(x) and x in self.found.recomputed:
-            (x,) = self.sources(x)
-        return {x} if x in self.found.recomputed or x in self.rounded.bits else self._of([x])
-
-    def _take(self, copy: fx.Node, factor: Any, product: fx.Node) -> bool:
-        """Whether a copy is affine, and one number of a factor of it, or of the statistics of a norm, is for each group
-        of its roots, which get units for that."""
-        if copy not in self.affine:
-            return False
-        value, needed = value_of(product), dict[fx.Node, str]()
-        varies = norm_varies(factor, value) if is_norm(factor) else varying(factor, value)
-        for root, before in self.affine[copy].units.items():
-            unit = self.affine[copy].unit(root, value, varies)
-            if unit is None or not self._can_have(root, max(before, unit)):
-                return False
-            needed[root] = max(before, unit)
-        self._need(needed)
-        return True
-
-    def _need(self, units: dict[fx.Node, str]) -> None:
-        for root, unit in units.items():
-            self.rounded.units[root] = max(unit, self.rounded.units.get(root, ""))
-
-    def _can_have(self, root: fx.Node, unit: str) -> bool:
-        """Whether groups can have this unit too: those of N x C values are rows or columns."""
-        return value_of(root).dim() != 2 or {unit, self.rounded.units.get(root, "")} != {"batch", "plane"}
-
-    def _note_affine(self, node: fx.Node, copies: list[fx.Node]) -> None:
-        """Notes a sum of affine copies, or one with a factor for each group; pools and interpolations are sums too."""
-        if not all(copy in self.affine for copy in copies):
-            return
-        value, name = value_of(node), name_of(node)
-        runs = {self.affine[copy].run for copy in copies}
-        parts = sorted((unit, root) for copy in copies for root, unit in self.affine[copy].units.items())
-        # The last one of a root counts, which is the largest.
-        units = {root: unit for unit, root in parts}
-        if row_of(node).layout == PASSES:
-            planes = all(run_of(value_of(copy)) == self.affine[copy].run for copy in copies)
-            run = run_of(value)
-            if planes and run is not None and all((run == 0) == (of == 0) for of in runs):
-                self.affine[node] = Affine(run, units)
-        elif name in AFFINE and len(runs) == 1 and (name == "add" or len(copies) == 1):
-            strides = {hinted(value_of(one)).stride() for one in (node, *copies)}
-            found = Affine(runs.pop(), units)
-            for other in map(self._read, node.args[:2] if name != "add" else ()):
-                for root in units if other not in copies else ():
-                    unit = found.unit(root, value, varying(other, value))
-                    if unit is None:
-                        return
-                    units[root] = max(unit, units[root])
-            if len(strides) == 1:
-                self.affine[node] = found
-
-    def _product(self, node: fx.Node, copies: list[fx.Node]) -> set[fx.Node]:
-        factors = [self._read(factor) for factor in node.args[:2]]
-        inexact = [factor for factor in factors if factor in self.roots]
-        if name_of(node) == "div" and (factors[1] in inexact or "rounding_mode" in node.kwargs):
-            return {node}
-        if len(inexact) != 1:
-            return set() if any(map(is_bounded, inexact)) else {node}
-        (copy,) = inexact
-        (other,) = (factor for factor in factors if factor is not copy)
-        if is_steady(other, node) or self._take(copy, other, node):
-            self._note_affine(node, copies)
-            return set()
-        # A copy that is not affine becomes a root, which is, where each of its planes has one factor.
-        planes = copy not in self.affine and _is_constant_in_planes(other, node)
-        return {copy} if planes and copy in self.found.recomputed and not is_view(copy) else {node}
-
-    def _give_more_bits(self, copies: list[fx.Node]) -> None:
-        self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in self._of(copies)})
-
-    def _gradient(self, node: fx.Node) -> set[fx.Node]:
-        """What must be exact so that backward may compute a gradient."""
-        sources, call = self.sources(node), call_node(node)
-        before = set().union(*(self.noise.get(source, ()) for source in sources))
-        wild = any(source in self.unsteady for source in sources)
-        copies = [source for source in sources if source in self.roots]
-        row, new, is_new = row_of(call), set[fx.Node](), False
-        if node.target is operator.getitem or calls_view(call) or row.reads == FIRST or self._has_exact_sign(node):
-            pass
-        elif row.reads == NORM:
-            return self._norm(node, self._read(node.args[1]))
-        elif _is_end(node) or (row.reads == FACTOR and _is_summed(node)):
-            return set()
-        elif row.reads == FACTOR:
-            if name_of(node) == "div" and copies:
-                return self._of(copies)
-            if self._is_packed_term(node, copies):
-                # It has the error of a product that is packed itself, whatever the gradient is.
-                before, wild = before | self._of(copies), False
-            else:
-                new = self._of(copies)
-                is_new = not all(self._is_steady(factor, node, before) for factor in node.args[:2])
-                # The gradient may have had a factor for each plane.
-                self._need({root: "plane" for root in new if is_new and self._can_have(root, "plane")})
-        elif row.reads in (FOLLOWS, SUM, SLOPE) and not row.kinks:
-            new, is_new = self._of(copies), row.reads == SLOPE
-            if is_new:
-                self._give_more_bits(copies)
-        elif copies:
-            if node in self.stuck or (row.pieces is None and name_of(node) not in BENT):
-                return self._of(copies)
-            self.rounded.branching.add(node)
-        else:
-            is_new = True
-        if exact := (before if is_new else set()) | (new if wild else set()):
-            return exact
-        self.noise[node] = before | new
-        if wild or is_new:
-            self.unsteady.add(node)
+    def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
+        """What must be exact or packed so that a norm or its gradient may read x: a root, or a sum of roots."""
+        stack = [x] if x in self.roots else []
+        while stack:
+            one = stack.pop()
+            if one in self.found.recomputed and _is_sum(one, norm):
+                stack += [source for source in self.sources(one) if source in self.roots]
+                continue
+            unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
+            if unit is None or (one not in self.rounded.bits and one not in self.found.recomputed):
+                return self._of([one])
+            if one not in self.rounded.bits:
+                return {one}
+            self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
         return set()
 
-    def _is_packed_term(self, node: fx.Node, copies: list[fx.Node]) -> bool:
-        """Whether a product is an affine copy times a gradient that is one number for each group."""
-        factors = [factor for factor in node.args[:2] if self._read(factor) not in copies]
-        return len(copies) == 1 and len(factors) == 1 and self._take(copies[0], factors[0], node)
+    def _give_more_bits(self, roots: set[fx.Node]) -> None:
+        self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in roots})
 
-    def _is_steady(self, factor: Any, product: fx.Node, noise: set[fx.Node]) -> bool:
-        """Whether a factor of a gradient is steady, or one number for each group of what has brought errors."""
-        factor = self._read(factor)
-        if factor in self.joint.backward or is_steady(factor, product):
-            return True
-        if factor in self.roots:
-            return False
-        value = value_of(product)
-        if not noise:
-            return _is_constant_in_planes(factor, product)
-        varies, runs = varying(factor, value), {root: run_of(value_of(root)) for root in noise}
-        units = {root: Affine(run, {}).unit(root, value, varies) for root, run in runs.items() if run is not None}
-        found = {root: unit for root, unit in units.items() if unit is not None and self._can_have(root, unit)}
-        if len(found) == len(noise):
-            self._need(found)
-        return len(found) == len(noise)
+    def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
+        """What must be exact so that backward may compute a gradient."""
+        row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
+        is_curved = any(source in self.curved for source in sources)
+        if row.reads == NORM:
+            return self._norm(node, self._read(node.args[1]))
+        if row.reads == SUM:
+            return set() if self._is_weight_gradient(node) else copied
+        if (
+            row.reads == FACTOR
+            and copied
+            and not (noise or is_curved)
+            and name_of(node) == "mul"
+            and _is_returned(node)
+        ):
+            # A parameter that is a factor of a copy has such a gradient.
+            return set()
+        if self._has_exact_sign(node) or (_is_linear(node) and (row.reads == FIRST or not copied)):
+            self.noise[node] = noise
+            if is_curved:
+                self.curved.add(node)
+            return set()
+        self.curved.add(node)
+        if row.reads == SLOPE and not noise and not (copied and is_curved):
+            self._give_more_bits(copied)
+            self.noise[node] = copied
+            return set()
+        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+            self.rounded.branching.add(node)
+            return set()
+        return copied | noise
+
+    def _is_weight_gradient(self, node: fx.Node) -> bool:
+        """Whether a convolution or a matrix product of backward reads copies for the gradient of a weight alone."""
+        factors = [self._read(factor) for factor in node.all_input_nodes]
+        if name_of(node) != "convolution_backward":
+            return not any(factor in self.roots for factor in factors) or _is_returned(node)
+        # The second result is the gradient of the weight.  The first one reads the weight.
+        results = [user for user in node.users if user.args[1] == 1]
+        return self._read(node.args[2]) not in self.roots and (
+            factors[1] not in self.roots or all(map(_is_returned, results))
+        )
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
@@ -383,43 +269,11 @@ class Rule:
         value, unit = hinted(value_of(x)), "plane" if norm.of_samples else "batch"
         unit = max(unit, self.rounded.units.get(x, ""))
         kinks = value.shape[1] * (value.shape[0] if norm.of_samples else 1)
-        if not self._can_have(x, unit) or lines_of(value, unit).S * kinks > value.numel():
+        if value.dim() < 3 or lines_of(value, unit).S * kinks > value.numel():
             return False
         self.rounded.kinks[x] = norm
         self.rounded.units[x] = unit
         return True
-
-
-def _is_end(node: fx.Node) -> bool:
-    """Whether a gradient begins anew, as a sum of many values."""
-    row = row_of(node)
-    if name_of(node) in ("sum", "mean"):
-        return size_of(node) * SMALL <= size_of(node.all_input_nodes[0])
-    return row.reads == NORM or (row.compute_intensive and not row.batched)
-
-
-def _is_summed(node: fx.Node) -> bool:
-    """Whether all readers of a product are sums of many values, or views that such sums read."""
-    return all(_is_end(user) or (calls_view(user) and _is_summed(user)) for user in node.users)
-
-
-def _is_constant_in_planes(factor: Any, product: fx.Node) -> bool:
-    value = value_of(product)
-    run = run_of(value)
-    return run is not None and Affine(run, {}).unit(product, value, varying(factor, value)) is not None
-
-
-def is_norm(call: Any) -> bool:
-    return isinstance(call, fx.Node) and (row_of(call).statistics == 1 or row_of(call).reads == NORM)
-
-
-def norm_varies(call: fx.Node, x: Tensor) -> set[int]:
-    """The dimensions along which the statistics of a norm, or of its gradient, vary."""
-    name = name_of(call)
-    if "layer_norm" in name or "rms_norm" in name:
-        shape: Any = call.args[2 if "backward" in name else 1]
-        return set(range(x.dim() - len(shape)))
-    return {1} if "batch" in name or "batch" in call.args else {0, 1}
 
 
 def asked_for_its_sign(node: fx.Node) -> fx.Node | None:

@@ -25,7 +25,7 @@ GROUP = 256
 # A channel of a sample with fewer positions is no group of its own unless a reader asks for it: the two numbers of each
 # group would take as much memory as the codes.
 FEWEST = 64
-# Tokens, (N, T, C), differ in size as samples do, so their rows are groups from this length on.
+# Tokens, (N, T, C) or (N, C), differ in size as samples do, so their rows are groups from this length on.
 FEWEST_OF_TOKENS = 16
 
 # Two codes stand beside the border of signs, one on each side.  They are this fraction of a step away from it.
@@ -83,7 +83,7 @@ def lines_of(t: Tensor, unit: str) -> ChannelLines:
         lines = ChannelLines(layout.N * layout.C, layout.S, 1)
         if unit == "batch" and lines.S < FEWEST:
             return ChannelLines(1, layout.N * layout.S, layout.C)
-    if layout is not None and (unit or (FEWEST_OF_TOKENS if t.dim() == 3 else FEWEST) <= lines.S):
+    if layout is not None and (unit or (FEWEST_OF_TOKENS if t.dim() <= 3 else FEWEST) <= lines.S):
         return lines
     return ChannelLines(1, t.numel(), 1)
 
