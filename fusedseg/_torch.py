@@ -382,6 +382,12 @@ def read_after_writes() -> None:
     node.recompute_size_and_body = recompute_size_and_body
 
 
+def is_call_of_numpy(node: torch.fx.Node) -> bool:
+    """Whether a node of a captured graph is a call of NumPy in the model; such a node is a tensor in the graph."""
+    paths = [f"torch._dynamo.utils.numpy_{what}_wrapper" for what in ("to_tensor", "method", "operator", "attr")]
+    return any(node.target is found or type(node.target) is found for found in map(_find, paths))
+
+
 def decomposition(op: object) -> Any:
     """The function by which the compiler writes an op as simpler ones; None if it has none."""
     return later("torch._decomp.decomposition_table", "bits of the compiler backend").get(op)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import compiler_parts
+from .._torch import compiler_parts, is_call_of_numpy, unset_fake_temporarily
 from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
@@ -122,13 +122,39 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
             return compiler(passes.rewrite(module, asked, for_gpu=True), example_inputs)
 
         with noting_on(divisions.begin(module, example_inputs)):
-            return with_least_traffic(module, asked, compiled)
+            arrays = _arrays_of_numbers(module.graph)
+            run = with_least_traffic(module, asked, compiled)
+            return _with_results(run, arrays) if arrays else run
 
     torch.compiler.reset()
     try:
         mean_of(torch.compile(model, backend=compile_graph, dynamic=False)(*inputs))
     finally:
         torch.compiler.reset()
+
+
+def _arrays_of_numbers(graph: fx.Graph) -> dict[int, Any]:
+    """The results of a graph that NumPy computes of numbers alone, such as the sizes of an image, by their places.
+
+    A model may ask for their values, as MONAI's SwinUNETR does when it checks the size of an image.
+    """
+    arrays: dict[fx.Node, Any] = {}
+    with unset_fake_temporarily():
+        for node in graph.nodes:
+            if is_call_of_numpy(node) and all(given in arrays for given in node.all_input_nodes):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), arrays.__getitem__)
+                arrays[node] = node.target(*args, **kwargs)
+        results = graph.output_node().args[0]
+        return {place: arrays[node].numpy() for place, node in enumerate(results) if node in arrays}
+
+
+def _with_results(run: Callable[..., Any], known: Mapping[int, Any]) -> Callable[..., Any]:
+    """A compiled graph that returns the known results in the place of its own."""
+
+    def with_results(*inputs: object) -> list[Any]:
+        return [known.get(place, result) for place, result in enumerate(run(*inputs))]
+
+    return with_results
 
 
 class _Divisions:

@@ -286,7 +286,8 @@ def report(compiled: Callable[..., object]) -> Report:
     if not found:
         raise ValueError(
             f"fusedseg.compiler.report: the backend has compiled no graph of {name}; call what "
-            f'torch.compile(..., backend="fusedseg") returned once before'
+            f'torch.compile(..., backend="fusedseg") returned once before, and compile before DistributedDataParallel '
+            "or fully_shard"
         )
     return counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
 

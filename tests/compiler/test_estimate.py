@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -140,6 +141,35 @@ def test_a_model_whose_graph_has_a_constant():
     with fake_mode():
         found = estimate_ways(Scaled(2, 2), [torch.empty(1, 2)], [{}, 1.0])
     assert [len(way.graphs) for way in found] == [1, 1]
+
+
+class Checked(nn.Conv2d):
+    """Checks and computes sizes with NumPy, which the compiler writes as ops on tensors."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        if (np.array(x.shape[2:]) % np.power(2, 2) > 0).any():
+            raise ValueError("sizes must be multiples of 4")
+        return x[:, :, : int(np.ceil(x.shape[2] / 2))].sigmoid()
+
+
+@pytest.mark.parametrize("codegen", ["aten", "inductor"])
+def test_a_model_that_computes_sizes_with_numpy(codegen):
+    """MONAI's SwinUNETR was refused: without values, ``if`` had no answer."""
+    found = estimate(Checked(2, 8, 3, padding=1), (1, 2, 64, 64), options={"codegen": codegen})
+    assert [graph.trained for graph in found.graphs] == [True, True]
+    # The first graph keeps its input alone; the second one keeps what it returns.
+    assert found.kept == (8 * 32 * 64 * 4,) * 2
+    with pytest.raises(NotCompiled, match="ValueError: sizes must be multiples of 4"):
+        estimate(Checked(2, 8, 3, padding=1), (1, 2, 66, 64), options={"codegen": codegen})
+
+
+@pytest.mark.slow
+def test_swin_unetr_is_counted():
+    nets = pytest.importorskip("monai.networks.nets")
+    net = nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(1, 1, 1, 1))
+    _, second = estimate(net, (1, 1, 64, 32, 32), options=ATEN).graphs
+    assert second.ours.kept < 0.2 * second.eager.kept
 
 
 def test_a_model_that_is_not_trained_is_refused():

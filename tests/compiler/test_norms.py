@@ -357,6 +357,31 @@ def test_norm_whose_input_is_its_residual(training):
         torch.testing.assert_close(compiled(net)(*x), twin(*x))
 
 
+class Tokens(nn.Module):
+    """A block of a transformer: a norm before each of two parts."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.first, self.second = norm(64), norm(64)
+
+    def forward(self, x):
+        x = x + self.mix(self.first(x))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def test_rms_norms_keep_what_layer_norms_keep():
+    x, found = [torch.randn(4, 128, 64)], {}
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        net = nn.Sequential(Tokens(norm), Tokens(norm))
+        twin = copy.deepcopy(net)
+        assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+        found[norm] = kept(net, compiled(net), x)
+        assert found[norm] < 0.6 * kept(twin, twin, x)
+    # A layer norm has a mean beside the other statistic, and is one op, which also returns its output.
+    assert found[nn.RMSNorm] < 1.02 * found[nn.LayerNorm]
+
+
 class TeacherFirst(nn.Module):
     """A norm by running statistics, and the same norm in training, which moves them before backward."""
 

@@ -313,6 +313,11 @@ def test_rows_agree_about_an_op():
     assert {row.reads for row in ROWS} == {EXACT, FACTOR, FIRST, FOLLOWS, FORM, NORM, SLOPE, SUM}
 
 
+def test_rms_norms_on_a_gpu_have_the_row_of_layer_norms():
+    """On a CPU an RMS norm is powers and means (``test_norms.py``); as one op, it was never recomputed."""
+    assert OF_OP["_fused_rms_norm"] is OF_OP["native_layer_norm"]
+
+
 def test_each_op_exists():
     """A row for an op that PyTorch has renamed would never be looked up."""
     importlib.import_module("torch._inductor.inductor_prims")
