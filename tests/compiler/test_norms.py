@@ -375,7 +375,7 @@ def test_rms_norms_keep_what_layer_norms_keep():
     for norm in (nn.LayerNorm, nn.RMSNorm):
         net = nn.Sequential(Tokens(norm), Tokens(norm))
         twin = copy.deepcopy(net)
-        assert as_eager(net, results(net, compiled(net), x), results(twin, twin, x))
+        torch.testing.assert_close(results(net, compiled(net), x), results(twin, twin, x))
         found[norm] = kept(net, compiled(net), x)
         assert found[norm] < 0.6 * kept(twin, twin, x)
     # A layer norm has a mean beside the other statistic, and is one op, which also returns its output.

@@ -52,7 +52,8 @@ def test_the_trainer_of_nnunet():
 )
 def test_the_real_trainer_of_nnunet(name, nonlin, tmp_path):
     """Two processes, and one with nnU-Net's own trainer, whose loss adds in fp32 and is compared loosely."""
-    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
+    # nnU-Net imports the modules of all trainers to find one; these import the most packages.
+    framework("nnunetv2.training.nnUNetTrainer.primus.primus_trainers")
     norm = "InstanceNorm3d"
     args = str(tmp_path), f"nnUNetTrainerFusedseg{name}", norm, f"torch.nn.{nonlin}"
     found = check(nnunet_ddp.train, *args)

@@ -51,8 +51,8 @@ class How(NamedTuple):
 def wanted_by(settings: Settings, for_gpu: bool) -> How:
     """What the backend wants of norms with these options; ``for_gpu``: an estimate counts the bytes of a GPU.
 
-    Backward rebuilds a norm from packed values and the exact statistics that the op keeps, with either codegen.  Without
-    bits a compiler fuses PyTorch's norms with what is before and after them.
+    Backward rebuilds a norm from packed values and the exact statistics that the op keeps, with either codegen.
+    Without bits a compiler fuses PyTorch's norms with what is before and after them.
     """
     whole = settings.bits is None
     return How(not whole or (for_gpu and not settings.fused_code), whole)
