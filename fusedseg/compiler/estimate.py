@@ -144,7 +144,7 @@ def _arrays_of_numbers(graph: fx.Graph) -> dict[int, Any]:
             if is_call_of_numpy(node) and all(given in arrays for given in node.all_input_nodes):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), arrays.__getitem__)
                 arrays[node] = node.target(*args, **kwargs)
-        results = graph.output_node().args[0]
+        results: Any = graph.output_node().args[0]
         return {place: arrays[node].numpy() for place, node in enumerate(results) if node in arrays}
 
 
