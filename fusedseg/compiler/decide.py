@@ -82,7 +82,7 @@ def _rounded(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> ke
         wanted = choice.decision
     of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
     cost = packing.packed(of, decided, found, settings.seed, settings.fused_code, exact.cost)
-    if not cost.is_within(exact.cost):
+    if not (found.bits or found.integers) or not cost.is_within(exact.cost):
         module.graph, decided, choices, cost, met = exact_graph, exact.decision, exact_choices, exact.cost, exact_met
         keep.apply(exact_choices.joint, decided)
         note_unpacked()

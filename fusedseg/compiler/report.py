@@ -49,7 +49,8 @@ class Graph:
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
         codegen: who has generated its code.
         moved: the bytes that kernels of both codegens would move, if they have decided; None if the options have.
-        unpacked: whether the option bits changes nothing, because the step would keep more, or peak higher, with it.
+        unpacked: whether the option bits changes nothing, because nothing may be packed, or because the step would keep
+            more, or peak higher, with it.
     """
 
     calls: int
@@ -93,7 +94,7 @@ class Graph:
             yield "  several sizes      counted at those of the capture. It computes in the model's memory format, and"
             yield "                     calls each kernel by itself; dynamic=False makes a graph for each size instead."
         if self.unpacked:
-            yield "  bits               not used: the step would keep more, or peak higher, with them"
+            yield "  bits               not used: nothing may be packed, or the step would keep more, or peak higher"
         if self.ends:
             yield f"  ends               {self.ends}"
             yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."

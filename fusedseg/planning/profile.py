@@ -33,7 +33,7 @@ class Profile:
             ``fusedseg.convert`` makes of it, "torch.compile" PyTorch's compiler, and "fusedseg" its backend of this
             package.
         modules: what is kept of what each module makes, the largest in eager mode first.
-        bits_unused: whether a graph ignores the option bits, because the step would keep more, or peak higher, with it.
+        bits_unused: whether a graph ignores the option bits (``unpacked`` of a graph of ``compiler.report``).
         left_out: the ways that cannot be counted, and the reason.
         courses: the bytes over the step of "eager" and "fusedseg", for the picture.
     """
@@ -108,7 +108,7 @@ class Profile:
             "that backward runs again, as a share of forward's.",
             "Not counted: other workspaces, the loss, what the allocator rounds up and holds in vain.",
             *(
-                ["Option bits: not used where the step would keep more, or peak higher, with it."]
+                ["Option bits: not used where nothing may be packed, or the step would keep more, or peak higher."]
                 if self.bits_unused
                 else []
             ),
