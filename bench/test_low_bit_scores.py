@@ -27,7 +27,7 @@ def scores(seed: int, device: torch.device) -> dict[str, tuple[float, int]]:
     problem = slices.problem(device, dataclasses.replace(slices.SIZES["cpu"], widths=WIDTHS))
     torch.compiler.reset()
     torch.manual_seed(seed)
-    first = problem.network(True)
+    first = problem.network()
     networks = {name: copy.deepcopy(first).to(device) for name in WAYS}
     for name, options in WAYS.items():
         networks[name].compile(backend=backend, options={"codegen": "aten", "seed": seed, **options})

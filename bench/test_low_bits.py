@@ -54,18 +54,18 @@ def perturbed(net: nn.Module, seed: int) -> nn.Module:
 def train(task: str, seed: int, device: torch.device, steps: int = STEPS) -> dict[str, Outcome]:
     """Trains the exact network, the control and those with fewer bits, step by step in turn."""
     problem = importlib.import_module(f"examples.demo.{task}").problem(device)
-    exact = training.build(problem, device, seed)["fusedseg"]
+    exact = training.build(problem, device, seed)["eager"]
     networks = {EXACT: exact, CONTROL: perturbed(exact, seed)}
     for name, bits in BITS.items():
         networks[name] = copy.deepcopy(exact)
         networks[name].compile(backend=backend, options={"codegen": "aten", "bits": bits, "seed": seed})
-    trainings = training.train(problem, networks, steps, seed, dict.fromkeys(networks, False))
+    trainings = training.train(problem, networks, steps, seed, dict.fromkeys(networks, True))
     batch = problem.batch(torch.Generator().manual_seed(seed))
     outcomes = {}
     for name, trained in trainings.items():
         predicted = training.predict(trained.net, problem.held_out.images)
         iou = training.intersection_over_union(predicted, problem.held_out.labels, problem.classes)
-        kept, _ = training.count_bytes(trained.net, False, problem, batch)
+        kept, _ = training.count_bytes(trained.net, True, problem, batch)
         outcomes[name] = Outcome(fmean(iou.values()), kept, trained.losses)
     return outcomes
 

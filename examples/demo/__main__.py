@@ -14,9 +14,9 @@ DEMOS = ("slices", "volume", "encoders")
 def parser() -> Parser:
     found = Parser(
         prog="demo",
-        description="Trains a network on the MNI152 brain template twice, of stock modules and of fusedseg's, from the "
-        "same weights on the same batches. It prints the overlap with held-out truth, the memory and the time of "
-        "both, and writes a picture and the figures. Nothing is downloaded, and no GPU is needed.",
+        description="Trains a network on the MNI152 brain template twice, in eager mode and with the backend of "
+        "fusedseg, from the same weights on the same batches. It prints the overlap with held-out truth, the memory "
+        "and the time of both, and writes a picture and the figures. Nothing is downloaded, and no GPU is needed.",
         epilog="examples:\n"
         "  python -m examples.demo slices\n"
         "  python -m examples.demo volume --steps 20 --out volume_demo\n"

@@ -40,8 +40,8 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
     ventricles = len(whole.labels) * 46 // 100
     most_active = int((SPLIT.held_out(whole).labels == CLASSES.index("active grey matter")).sum(dim=(1, 2)).argmax())
 
-    def network(plain: bool) -> nn.Module:
-        return MultiEncoderUNet((1, 1), len(CLASSES), widths=size.widths, plain=plain)
+    def network() -> nn.Module:
+        return MultiEncoderUNet((1, 1), len(CLASSES), widths=size.widths, plain=True)
 
     return split_problem(
         SPLIT,

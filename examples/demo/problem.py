@@ -72,7 +72,7 @@ class Problem:
     whole: the scan before the split.
     batch: a function that draws a batch from the trained part.
     held_out: the whole held-out part.
-    network: a function that is called with ``plain``, which is True for stock modules; both state dicts have one order.
+    network: a function that builds the network, of stock modules.
     views: title -> an index into the held-out labels (and images) that selects a picture.
     """
 
@@ -85,7 +85,7 @@ class Problem:
     whole: Scan
     batch: Callable[[torch.Generator], Batch]
     held_out: Batch
-    network: Callable[[bool], nn.Module]
+    network: Callable[[], nn.Module]
     views: dict[str, tuple[int | slice, ...]]
 
 

@@ -35,8 +35,8 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
     size = size or SIZES[device.type]
     whole = mni152.load(size.resolution, device, mni152.SLICES)
 
-    def network(plain: bool) -> nn.Module:
-        return UNet(1, len(mni152.CLASSES), widths=size.widths, plain=plain)
+    def network() -> nn.Module:
+        return UNet(1, len(mni152.CLASSES), widths=size.widths, plain=True)
 
     return split_problem(
         SPLIT,

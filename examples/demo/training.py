@@ -1,8 +1,10 @@
 """Trains networks of a problem from the same weights on the same batches, and measures each.
 
-A network of stock modules is trained with Dice and cross-entropy in stock functions, ours with ``DiceCELoss``.
+All networks have stock modules.  One trains in eager mode, with Dice and cross-entropy in stock functions.  The other
+one is compiled by the backend, and has the loss ``DiceCELoss``.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +24,7 @@ from fusedseg.memory import SavedBytes, allocator_peak
 
 from .problem import Batch, Problem
 
-# For each network, whether it is built from stock modules.
+# For each network, whether its loss is of stock functions.
 NETWORKS = {"eager": True, "fusedseg": False}
 # This is far above the rounding errors of a gradient that should be zero, such as the gradient of a bias before a norm.
 # With Adam's 1e-8 such errors alone would move the parameter by the full learning rate.
@@ -37,7 +39,7 @@ PREDICTED_AT_ONCE = 8
 
 @dataclass
 class Training:
-    """One network in training, with its losses and the seconds of its steps.  ``plain``: it has stock modules."""
+    """One network in training, with its losses and the seconds of its steps.  ``plain``: its loss is PyTorch's."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -51,16 +53,12 @@ class Training:
 
 
 def build(problem: Problem, device: torch.device, seed: int, bits: int | None = None) -> dict[str, nn.Module]:
-    """Both networks with the same weights.  With ``bits``, the backend keeps ours in so many bits a value."""
+    """Both networks with the same weights; the backend compiles ours, and keeps ``bits`` bits a value."""
     torch.manual_seed(seed)
-    networks = {name: problem.network(plain) for name, plain in NETWORKS.items()}
-    first, *others = networks.values()
-    for net in others:
-        net.load_state_dict(dict(zip(net.state_dict(), first.state_dict().values(), strict=True)))
-    networks = {name: net.to(device) for name, net in networks.items()}
-    if bits is not None:
-        networks["fusedseg"].compile(backend=backend, options={"bits": bits, "seed": seed})
-    return networks
+    eager = problem.network().to(device)
+    ours = copy.deepcopy(eager)
+    ours.compile(backend=backend, options={} if bits is None else {"bits": bits, "seed": seed})
+    return {"eager": eager, "fusedseg": ours}
 
 
 class StockDiceCE(nn.Module):
@@ -79,7 +77,7 @@ class StockDiceCE(nn.Module):
 
 
 def loss_of(plain: bool, problem: Problem) -> nn.Module:
-    """Dice and cross-entropy: of stock functions for a network of stock modules (``plain``), and ours for ours."""
+    """Dice and cross-entropy: of stock functions (``plain``), or ``DiceCELoss``."""
     labels = problem.split.trained(problem.whole).labels
     # The weight of a class is 1 / sqrt(voxels), a compromise between rare and frequent classes.
     weight = torch.bincount(labels.flatten(), minlength=len(problem.classes)).clamp_min(1).float().rsqrt()
@@ -105,7 +103,7 @@ def train(
 ) -> dict[str, Training]:
     """Trains all networks on the same batches, drawn with the seed, taking turns step by step.
 
-    ``plain`` says for each name whether the network has stock modules.  ``say`` is called with a text after each step
+    ``plain`` says for each name whether the loss is of stock functions.  ``say`` is called with a text after each step
     and before each batch of ``settle``.
     """
     from tqdm import tqdm

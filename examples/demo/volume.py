@@ -37,8 +37,8 @@ def problem(device: torch.device, size: Size | None = None) -> Problem:
     whole = mni152.load(size.resolution, device)
     up_widths = tuple(reversed(size.widths[:-1]))
 
-    def network(plain: bool) -> nn.Module:
-        return unet3d_small(1, len(mni152.CLASSES), widths=size.widths, up_widths=up_widths, plain=plain)
+    def network() -> nn.Module:
+        return unet3d_small(1, len(mni152.CLASSES), widths=size.widths, up_widths=up_widths, plain=True)
 
     depth, length, _ = SPLIT.held_out(whole).labels.shape
     return split_problem(

@@ -68,17 +68,6 @@ def test_batches_come_from_what_is_trained_on_and_repeat_with_the_seed(problem):
         assert first.labels.shape[1:] == (volume.PATCH,) * 3
 
 
-def test_both_networks_are_one_function(problem):
-    torch.manual_seed(0)
-    plain, ours = problem.network(True), problem.network(False)
-    ours.load_stock_state_dict(plain.state_dict())
-    batch = problem.batch(torch.Generator().manual_seed(0))
-    images = [image[:1, :, :24, :24] if image.dim() == 4 else image[:1, :, :16, :16, :16] for image in batch.images]
-    with torch.no_grad():
-        # The tolerance is for batch norm over the few voxels of the lowest level, in fp32.
-        torch.testing.assert_close(ours(*images), plain(*images), rtol=1e-3, atol=1e-3)
-
-
 def test_views_leave_pictures(problem):
     for at in problem.views.values():
         assert problem.held_out.labels[at].dim() == 2
