@@ -60,8 +60,8 @@ EXACT = 2e-5
 WAYS = {
     "exact": Way({}, 0.35, EXACT),
     "budget": Way({"budget": 0.2}, 0.2, EXACT),
-    # The ranges of groups that do not mix what a norm scales differently take .004, and .012 the input of the group norm,
-    # which is packed itself, because a norm may not read the sum of an activation and an interpolation of packed values.
+    # The ranges of groups that do not mix what a norm scales differently take .004.  The input of the group norm takes
+    # .012: a norm may not read the sum of an activation and an interpolation of packed values, so it is packed itself.
     "bits": Way({"bits": 8}, 0.12, 0.01),
     "autocast": Way({}, 0.35, 0.03, half=True, rows=True),
     # On a GPU its convolutions compute in channels_last all the same.
