@@ -81,6 +81,11 @@ def _is_returned(node: fx.Node) -> bool:
     return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
 
 
+def _is_of_a_factor(node: fx.Node) -> bool:
+    """Whether a gradient is that of a parameter which is a factor of a value."""
+    return row_of(node).reads == FACTOR and name_of(node) == "mul" and _is_returned(node)
+
+
 def _is_of_rows(norm: fx.Node) -> bool:
     return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
 
@@ -214,14 +219,7 @@ class Rule:
             return self._norm(node, self._read(node.args[1]))
         if row.reads == SUM:
             return set() if self._is_weight_gradient(node) else copied
-        if (
-            row.reads == FACTOR
-            and copied
-            and not (noise or is_curved)
-            and name_of(node) == "mul"
-            and _is_returned(node)
-        ):
-            # A parameter that is a factor of a copy has such a gradient.
+        if copied and not (noise or is_curved) and _is_of_a_factor(node):
             return set()
         if self._has_exact_sign(node) or (_is_linear(node) and (row.reads == FIRST or not copied)):
             self.noise[node] = noise

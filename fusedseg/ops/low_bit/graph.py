@@ -92,16 +92,15 @@ def _spacing(v: Tensor, dtype: torch.dtype) -> Tensor:
     return v.abs() * info.eps + max(info.tiny * info.eps, TINY)
 
 
+def _kind_of(flat: Tensor, lines: ChannelLines, bits: int, kink: Tensor | None) -> tuple[Any, ...]:
+    """Calls with equal ones launch the same kernels."""
+    return lines, bits, flat.dtype, flat.get_device(), None if kink is None else kink.numel()
+
+
 @checked(
     "low_bit",
     lambda flat, *rest: flat,
-    lambda flat, lines, bits, key, kink: (
-        lines,
-        bits,
-        flat.dtype,
-        flat.get_device(),
-        None if kink is None else kink.numel(),
-    ),
+    lambda flat, lines, bits, key, kink: _kind_of(flat, lines, bits, kink),
     _pack_results,
 )
 def _launch_pack(
@@ -128,13 +127,7 @@ def _unpack_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
 @checked(
     "low_bit",
     lambda flat, *rest: flat,
-    lambda flat, packed, kink, lines, bits: (
-        lines,
-        bits,
-        flat.dtype,
-        flat.get_device(),
-        None if kink is None else kink.numel(),
-    ),
+    lambda flat, packed, kink, lines, bits: _kind_of(flat, lines, bits, kink),
     _unpack_results,
 )
 def _launch_unpack(
