@@ -11,7 +11,6 @@ _collects = gc.isenabled()
 gc.disable()
 try:
     from . import _backend, functional, losses, memory, unet
-    from ._moved import recompute  # noqa: F401  it raises an error, for one release
     from .convert import conversion, convert, revert
     from .inference import sliding_window_labels
     from .losses import CrossEntropyLoss, DiceCELoss, DiceLoss

@@ -496,21 +496,8 @@ def _reverted(module: Any) -> Any:
 
 # The public functions ------------------------------------------------------------------------------------------------
 
-# Keywords of earlier releases, and what to write instead.
-_COMPILE = 'torch.compile(model, backend="fusedseg", options={...}) of the stock model has it as an option'
-GONE = {
-    "example_inputs": "nothing is observed any more, so leave it out",
-    "inplace": "a norm is in place only where its block says that nothing else reads its input, so leave it out",
-    "memory_format": "call model.to(memory_format=...) first",
-    "mode": "for LeakyReLU in place of ReLU, build the model with it",
-    "slope": "for LeakyReLU in place of ReLU, build the model with it",
-    "bits": _COMPILE,
-    "budget": _COMPILE,
-    "extra_flops": _COMPILE,
-}
 
-
-def convert(model: Model, *unnamed: object, **gone: object) -> Model:
+def convert(model: Model) -> Model:
     """Lets blocks of a model run their norms, activations and max-pools as lean ops, in place, and returns the model.
 
     What a block's call reads and in which order is known from its class: ``nn.Sequential`` and its subclasses without a
@@ -540,17 +527,13 @@ def convert(model: Model, *unnamed: object, **gone: object) -> Model:
         model: any module; a part of a model may be converted by itself.  A second call does nothing new.
 
     Raises:
-        TypeError: ``model`` is no module; an argument of an earlier release is given; the error says what to write.
+        TypeError: ``model`` is no module.
 
     A second derivative through a served norm raises a RuntimeError in backward; call ``revert`` first.
     ``torch.jit.script`` reverts the model that it is given.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model must be an nn.Module, got {type(model).__name__}")
-    if unnamed:
-        raise TypeError(f"{OP}: takes the model alone, got {len(unnamed)} more arguments; {GONE['example_inputs']}")
-    for name in gone:
-        raise TypeError(f"{OP}: there is no argument {name}; {GONE.get(name, 'convert takes the model alone')}")
     for module in model.modules():
         if isinstance(module, FusedStock):
             continue

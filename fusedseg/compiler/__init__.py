@@ -1,7 +1,6 @@
 """A backend of ``torch.compile`` that keeps less for backward, for any stock model; see docs/compiler.md."""
 
 from .. import _torch
-from .._moved import partitions  # noqa: F401  it raises an error, for one release
 from .backend import backend
 from .estimate import NotCompiled, estimate
 from .module_errors import name_module

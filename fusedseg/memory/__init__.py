@@ -3,7 +3,6 @@
 ``fusedseg.profile`` and ``fusedseg.plan`` stand on them and on the byte model of the compiler.
 """
 
-from .._moved import compare, curve, plan, plot, profile  # noqa: F401  for one release
 from .checkpoint import checkpoint_blocks
 from .fake import fake_mode
 from .meter import Footprint, SavedBytes, allocator_peak, measure

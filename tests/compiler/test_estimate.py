@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import fusedseg
 from fusedseg.compiler import NotCompiled, estimate, report
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.memory import allocator_peak
@@ -184,8 +183,3 @@ def test_a_model_that_reads_values_is_refused():
 
     with pytest.raises(NotCompiled, match="the compiler refuses the model: "):
         estimate(Reads(2, 2), (1, 2))
-
-
-def test_the_old_name_says_what_to_write():
-    with pytest.raises(RuntimeError, match=r"compiler\.partitions is gone; write fusedseg\.compiler\.estimate"):
-        fusedseg.compiler.partitions(mixed(), [torch.empty(2, 3, 16, 16)], [{}])

@@ -176,14 +176,8 @@ def test_errors(call, error, message):
         call()
 
 
-def test_profile_in_its_old_place():
-    """It raised an error in anomaly mode, which looked for NaN in tensors without values."""
-    with torch.autograd.set_detect_anomaly(True), pytest.warns(DeprecationWarning, match=r"write fusedseg\.profile"):
-        found = fusedseg.memory.profile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2, 3, 8, 8), convert=None)
+def test_profile_in_anomaly_mode():
+    """It raised an error, because the mode looked for NaN in tensors without values."""
+    with torch.autograd.set_detect_anomaly(True):
+        found = fusedseg.profile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2, 3, 8, 8), convert=None)
     assert found.ways
-
-
-@pytest.mark.parametrize("name", ["plan", "compare", "curve", "plot"])
-def test_names_that_are_gone_say_what_to_write(name):
-    with pytest.raises(RuntimeError, match=rf"fusedseg\.memory\.{name} is gone; write fusedseg\."):
-        getattr(fusedseg.memory, name)(nn.ReLU(), (2, 4))

@@ -296,33 +296,43 @@ class KeptChannels:
             return None
         kind = act, dtype, residual
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
-            if self._key is None or self.kind != kind:
-                raise RuntimeError(
-                    "fusedseg: the values of norm weights cannot be read while a CUDA graph is captured; run one "
-                    "forward pass of the same dtype before the capture, as torch.cuda.make_graphed_callables does"
-                )
-            return self.kept
+            return self._in_capture(kind)
         other = bias if bias is not None else first
         key, lags = _key_of(kind, first, other), self._may_lag(weight, bias)
         if key != self._key or (first.device.type == "cpu" and not lags):
             known = self._key is not None and self.kind == kind
             self.kind, self.parameters = kind, (first.detach(), other.detach()) if lags else ()
             if lags and known:
-                stepped = _optimizer_steps != self._steps
-                arriving = request(first.device)
-                if not stepped:
-                    arriving.wait()
+                self._ask(first.device)
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
                 self._key, self._steps = key, _optimizer_steps
+        self._take_what_arrived(first.device)
+        if self.kept is not None and first.is_cuda:
+            self._wait_for_slots(self.kept.slots)
+        return self.kept
+
+    def _in_capture(self, kind: Kind) -> Kept | None:
+        if self._key is None or self.kind != kind:
+            raise RuntimeError(
+                "fusedseg: the values of norm weights cannot be read while a CUDA graph is captured; run one "
+                "forward pass of the same dtype before the capture, as torch.cuda.make_graphed_callables does"
+            )
+        return self.kept
+
+    def _ask(self, device: torch.device) -> None:
+        """Asks for the lists of all modules, and waits for them if no optimizer made the change."""
+        stepped = _optimizer_steps != self._steps
+        arriving = request(device)
+        if not stepped:
+            arriving.wait()
+
+    def _take_what_arrived(self, device: torch.device) -> None:
         # A forward pass that is computed again must keep the same channels as the first one.
         if self._pending is not None and not recomputing() and self._pending[0].here():
             arrived, part = self._pending
             self._pending = None
-            self._use(arrived.of(part), first.device)
-        if self.kept is not None and first.is_cuda:
-            self._wait_for_slots(self.kept.slots)
-        return self.kept
+            self._use(arrived.of(part), device)
 
     def _use(self, mask: Tensor | None, device: torch.device) -> None:
         """Takes a list that has arrived.  An equal list stays, so that nothing is copied to the device."""
