@@ -133,6 +133,8 @@ class _Counted:
         self._say = say
         # The bytes that are there before a step of the stock model whatever the batch is, by kind.
         self.before: dict[str, int] = {}
+        # The codegen that the backend has chosen, without autocast and with it.
+        self._chosen: dict[bool, str | None] = {}
 
     def eager(self, way: Way, batch: int) -> StepBytes:
         """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
@@ -145,20 +147,29 @@ class _Counted:
         return StepBytes(step.saved, there + step.peak, there + step.with_workspaces)
 
     def backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
-        """What the backend needs in all, in ways with the same autocast."""
+        """What the backend needs in all, in ways with the same autocast.
+
+        The codegen is chosen once: a choice traces the model twice, and a line needs the same codegen at both batches.
+        """
         self._say(f"{ways[0].label}, batch {batch}")
-        inputs = self._inputs(batch)
+        inputs, amp = self._inputs(batch), ways[0].amp
         there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
-        asked = [replace(way, options=self.options(way)) for way in ways]
-        found = of_backend(self.models.net(EAGER), inputs, asked)
+        chosen = self._codegen or self._chosen.get(amp)
+        asked = [replace(way, options=_options(way, chosen)) for way in ways]
+        found, self._chosen[amp] = of_backend(self.models.net(EAGER), inputs, asked)
         return [StepBytes(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
 
     def options(self, way: Way) -> dict[str, Any]:
-        """The options of the backend with which a way is counted."""
-        return {**({} if self._codegen is None else {"codegen": self._codegen}), **way.options}
+        """The options with which a user gets the backend of a way."""
+        return _options(way, self._codegen)
 
     def _inputs(self, batch: int) -> list[Tensor]:
         return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
+
+
+def _options(way: Way, codegen: str | None) -> dict[str, Any]:
+    """The options of the backend for a way and a codegen; None is left out."""
+    return {**({} if codegen is None else {"codegen": codegen}), **way.options}
 
 
 class _Search:
@@ -187,20 +198,21 @@ class _Search:
         noisy = [replace(exact, options={"bits": bits}) for bits in BITS]
         try:
             if self._batch is None:
-                self._try([exact, *self._shares(exact), *noisy], self._counted.backend)
+                shares = [replace(exact, options={"budget": share}) for share in BUDGETS]
+                self._try([exact, *shares, *noisy], self._counted.backend)
             else:
                 self._try([exact, *noisy], self._counted.backend)
                 self._try(self._peak(exact), self._counted.backend)
         except NotCompiled as error:
             self.left_out[exact.label] = str(error).partition(": ")[2]
 
-    def _shares(self, exact: Way) -> list[Way]:
-        """The ways with a budget that the backend does not meet by itself."""
-        small = STARTS[0]
-        eager = next(option for option in self.options if option.way == replace(exact, kind=EAGER))
-        (first,) = self._counted.backend([exact], small)
-        shares = [share for share in BUDGETS if first.kept / small > share * eager.kept / eager.smallest]
-        return [replace(exact, options={"budget": share}) for share in shares]
+    def _asks_for_less(self, way: Way, exact: StepBytes) -> bool:
+        """Whether a way keeps less than the backend does by itself, which is ``exact`` for the first batch."""
+        share = way.options.get("budget")
+        if share is None:
+            return True
+        eager = next(option for option in self.options if option.way == replace(way, kind=EAGER, options={}))
+        return exact.kept / STARTS[0] > share * eager.kept / eager.smallest
 
     def _peak(self, exact: Way) -> list[Way]:
         """The way with a budget that leaves room for the state of the optimizer, if the wanted batch does not fit."""
@@ -221,12 +233,13 @@ class _Search:
             return
         low, high = STARTS
         first = needs(ways, low)
+        tried = [pair for pair in zip(ways, first, strict=True) if self._asks_for_less(pair[0], first[0])]
         # The bytes of parameters, their gradients and the optimizer do not grow with the batch.
         before = self._counted.before
         fixed = sum(before.values()) + before["parameters"]
         guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self._usable)
         high = max(guess, high)
-        for way, small, large in zip(ways, first, needs(ways, high), strict=True):
+        for (way, small), large in zip(tried, needs([way for way, _ in tried], high), strict=True):
             line = Line.through({low: small.with_workspaces, high: large.with_workspaces})
             found = max(line.reach(self._usable), 0)
             at = found or 1

@@ -76,13 +76,18 @@ class StepBytes(NamedTuple):
     repeated: float = 0.0
 
 
-def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) -> list[StepBytes]:
-    """What the backend needs in each of several ways with the same autocast; raises ``compiler.NotCompiled``."""
+def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) -> tuple[list[StepBytes], str | None]:
+    """What the backend needs in each of several ways with the same autocast, and the codegen of all trained graphs.
+
+    The codegen is None if the graphs have different ones.  Raises ``compiler.NotCompiled``.
+    """
     # Importing the compiler takes seconds.
     from ..compiler.estimate import estimate_ways
 
     reports = estimate_ways(model, inputs, [way.options for way in ways], ways[0].autocast)
-    return [StepBytes(*report.steps()[1], report.repeated) for report in reports]
+    codegens = {graph.codegen for graph in reports[0].graphs if graph.trained}
+    codegen = codegens.pop() if len(codegens) == 1 else None
+    return [StepBytes(*report.steps()[1], report.repeated) for report in reports], codegen
 
 
 class Line(NamedTuple):

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedseg.compiler.codegen import in_place, norms
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import name_of
+from fusedseg.compiler.low_bit import rule
 from fusedseg.compiler.rewrite import simplify, split_convolutions
 from tests.compiler.networks import compiled, same
 from tests.compiler.networks import kept as kept_bytes
@@ -352,3 +353,19 @@ def test_a_chain_of_twenty_calls_runs_again():
     net = nn.Sequential(nn.Conv2d(1, 1, 1), *small, nn.Upsample(scale_factor=2), *large, nn.Conv2d(1, 1, 1))
     x = torch.randn(1, 1, 64, 64)
     assert kept_bytes(net, compiled(net), [x]) < 1.1 * x.nbytes
+
+
+def test_a_factor_is_looked_through_once(monkeypatch):
+    """Each path to it was walked, and there are many to the masks of a SwinUNETR, which are written in 27 slices."""
+
+    def run(x, factor):
+        for _ in range(16):
+            factor = factor + factor * 0.5
+        return x * factor
+
+    seen, row_of = [], rule.row_of
+    monkeypatch.setattr(rule, "row_of", lambda node: seen.append(node) or row_of(node))
+    nodes = [*traced(run, torch.randn(8, 8), torch.randn(1)).graph.nodes]
+    (product,) = nodes[0].users
+    assert rule._is_steady(product.args[1], product)
+    assert len(seen) < 2 * len(nodes)

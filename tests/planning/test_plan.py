@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg import plan
+from fusedseg import _torch, plan
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import NotCompiled
+from fusedseg.compiler.capture import passes
 from fusedseg.planning.answer import Option, Plan
 from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, StepBytes, Way
 from tests.nnunet import PlainConvUNet
@@ -44,7 +45,7 @@ def backend(monkeypatch):
 
         def of_backend(model, inputs, ways):
             asked.append((len(inputs[0]), [way.label for way in ways]))
-            return [needs(len(inputs[0]), way) for way in ways]
+            return [needs(len(inputs[0]), way) for way in ways], None
 
         # The package has a function of the module's name.
         monkeypatch.setattr(sys.modules["fusedseg.planning.plan"], "of_backend", of_backend)
@@ -108,8 +109,8 @@ def test_budgets_buy_larger_batches(backend):
     ways = [options[f"fusedseg{more}"] for more in ("", "+budget=0.4", "+budget=0.2")]
     assert [way.batch for way in ways] == [31, 63, 63]
     assert all(way.total <= 64 * MIB < way.total * (way.batch + 1) / way.batch for way in ways)
-    # Each compilation takes seconds, so few batches tell those of all ways.
-    assert {n for n, _ in asked} == {2, 31}
+    # Each compilation takes seconds, so two tell the batches of all ways; a third one told which budgets to ask for.
+    assert [n for n, _ in asked] == [2, 31] * 2
 
 
 def test_a_wanted_batch_gets_a_peak_of_the_backend(backend):
@@ -149,6 +150,23 @@ def test_what_cannot_be_the_answer_is_not_traced(backend):
     found = plan(PLAIN, SHAPE, "64MiB", dtype=torch.float16)
     labels = ["eager", "convert", "fusedseg", "fusedseg+bits=8", "fusedseg+bits=4"]
     assert [option.label for option in found.options] == labels
+
+
+def test_a_codegen_is_chosen_once(monkeypatch):
+    """A choice of Inductor traces a model twice, and each batch chose anew: MONAI's SwinUNETR took many minutes."""
+
+    class Gated(nn.Conv2d):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.sigmoid() * y.tanh() * y.exp() * y.sin()
+
+    traced, rewrite = [], passes.rewrite
+    monkeypatch.setattr(
+        passes, "rewrite", lambda module, asked, **more: traced.append(asked.codegen) or rewrite(module, asked, **more)
+    )
+    monkeypatch.setattr(_torch, "inductor_problem", lambda: "")
+    plan(partial(Gated, 3, 8, 3), (3, 16, 16), "1GiB", convert=None)
+    assert traced == [None, "inductor", "inductor"] * 2
 
 
 def test_progress_names_what_is_estimated(backend):

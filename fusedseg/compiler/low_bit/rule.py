@@ -57,12 +57,13 @@ def _is_steady(factor: Any, product: fx.Node) -> bool:
     """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
     if is_tensor(factor) and size_of(factor) * SMALL > size_of(product):
         return False
-    stack = [factor] if is_tensor(factor) else []
+    stack, seen = [factor] if is_tensor(factor) else [], set[fx.Node]()
     while stack:
         one = stack.pop()
         if one.op == "call_function" and (row_of(one).compute_intensive or not is_op(one)):
             return False
-        stack += one.all_input_nodes
+        seen.add(one)
+        stack += [source for source in one.all_input_nodes if source not in seen]
     return True
 
 
