@@ -19,7 +19,7 @@ from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
-from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
+from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Rule, bent, is_predicate
 
@@ -72,6 +72,8 @@ def _is_statistic(node: fx.Node) -> bool:
 
 def _has_poles(node: fx.Node) -> bool:
     """Whether a value may be infinite, or huge, until a mask hides it.  A group of values with it has no grid."""
+    while is_view(node):
+        node = node_at(node, 0)
     made = call_node(node)
     return row_of(made).poles and not (name_of(made) == "div" and not is_tensor(made.args[1]))
 
