@@ -17,8 +17,10 @@ from tests.hunt.pieces import IMAGE, TOKENS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = {**pieces.BY_HAND, **pieces.OF_IMAGES, **pieces.OF_TOKENS}
-# Each of them was wrong when values were packed unless a list of exceptions spoke against it.
-SEEDS = (3, 5, 10, 17, 19, 23, 24, 32, 45, 58, 63, 70)
+# Each of them was wrong when values were packed unless a list of exceptions spoke against it; the last one also when
+# groups of a layer norm were rows.  Gradients of rows that are nearly equal cancel each other in sums over rows, and
+# independent errors do not.
+SEEDS = (3, 5, 10, 17, 19, 23, 24, 32, 45, 58, 63, 70, 322)
 # What was wrong then, by its name: the shape of the input, what stands behind the first layer, and a piece.
 FEW = ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
 NAMED = {

@@ -19,7 +19,7 @@ from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
-from ..plan.keep import Decision, call_node, decide, decision_of, is_free, leave, sources_of
+from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Rule, bent, is_predicate
 
@@ -35,6 +35,8 @@ class Rounded:
         bits: for each kept node the bits of a value.
         units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
+        rows: for some of these nodes the layer or RMS norm that reads them, without whose weight and bias its result is
+            packed in their place.
         integers: the kept nodes with masks or small integers, and the bits of a value.
         branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
             decided.
@@ -43,6 +45,7 @@ class Rounded:
     bits: dict[fx.Node, int] = field(default_factory=dict)
     units: dict[fx.Node, str] = field(default_factory=dict)
     kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
+    rows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     branching: set[fx.Node] = field(default_factory=set)
 
@@ -69,6 +72,8 @@ def _is_statistic(node: fx.Node) -> bool:
 
 def _has_poles(node: fx.Node) -> bool:
     """Whether a value may be infinite, or huge, until a mask hides it.  A group of values with it has no grid."""
+    while is_view(node):
+        node = node_at(node, 0)
     made = call_node(node)
     return row_of(made).poles and not (name_of(made) == "div" and not is_tensor(made.args[1]))
 
@@ -108,8 +113,8 @@ class _Choice:
             if node in self.rounded.bits:
                 self.exact.add(node)
                 del self.rounded.bits[node]
-                self.rounded.kinks.pop(node, None)
-                self.rounded.units.pop(node, None)
+                for notes in (self.rounded.kinks, self.rounded.units, self.rounded.rows):
+                    notes.pop(node, None)
             else:
                 self._answer(node)
         return bool(exact)

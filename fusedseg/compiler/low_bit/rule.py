@@ -5,7 +5,10 @@ copy v, where h are the steps of its roots, and a depends on no input.
 
 * **Copies** read other copies by FOLLOWS, by FACTOR with a number or a parameter, and by SLOPE.  An activation that is
   linear on both sides of a kink follows if its side is known exactly.
-* **Norms** read roots alone, whose groups lie inside of what has the same statistics (``Rounded.units``).
+* **Norms** read roots alone.  Of a batch, instance or group norm, groups lie inside of what has the same statistics
+  (``Rounded.units``).  The root of a layer or RMS norm is packed as x^ = (x - mean) rstd (``Rounded.rows``): |x^| is at
+  most the root of the length of a row, and so is the error of x^, whatever the groups are.  They are adjacent rows of
+  a channel.  So sums of gradients over rows that are nearly equal have small errors too.
 * **Gradients.**  An activation may bring errors to a gradient where only linear ops have come since the last *end*: a
   norm, a convolution or a matrix product with a weight.  Only linear ops may follow until the next end.  So the error
   stays a h |g| for each element, and no factor is large just where the gradient is small.  At an end a gradient becomes
@@ -13,7 +16,6 @@ copy v, where h are the steps of its roots, and a depends on no input.
 * **Parameters.**  A sum of products of a gradient and a copy is returned: no op reads it that is not linear.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +31,7 @@ from ..graph import (
     hinted,
     is_op,
     is_tensor,
+    items_of,
     name_of,
     node_at,
     reads_size_alone,
@@ -91,22 +94,15 @@ def _is_of_rows(norm: fx.Node) -> bool:
     return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
 
 
-def _is_sum(node: fx.Node, norm: fx.Node) -> bool:
-    """Whether a copy is a sum of copies, for each of which a norm has statistics of the same rows or planes."""
-    value = hinted(value_of(node))
-    if _is_of_rows(norm):
-        return value.is_contiguous() and (is_view(node) or name_of(node) in SUMS)
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a copy is a sum of copies, for each of which a norm has statistics of the same planes."""
     if is_view(node):
-        return value.shape[:2] == hinted(value_of(node_at(node, 0))).shape[:2]
+        return hinted(value_of(node)).shape[:2] == hinted(value_of(node_at(node, 0))).shape[:2]
     return name_of(node) in SUMS or row_of(node).layout == PASSES
 
 
 def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
     """The unit of groups of a root in which the statistics of a norm of x are constant; None without one."""
-    if _is_of_rows(norm):
-        shape: Any = norm.args[2 if "backward" in name_of(norm) else 1]
-        lines = lines_of(root, "plane")
-        return "plane" if lines.C == 1 and math.prod(x.shape[-len(shape) :]) % lines.S == 0 else None
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
     return "batch" if "batch" in name_of(norm) or "batch" in norm.args else "plane"
@@ -195,19 +191,31 @@ class Rule:
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
         """What must be exact or packed so that a norm or its gradient may read x: a root, or a sum of roots."""
+        if _is_of_rows(norm):
+            return self._norm_of_rows(norm, x) if x in self.roots else set()
         stack = [x] if x in self.roots else []
         while stack:
             one = stack.pop()
-            if one in self.found.recomputed and _is_sum(one, norm):
+            if one in self.found.recomputed and _is_sum(one):
                 stack += [source for source in self.sources(one) if source in self.roots]
                 continue
             unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
-            if unit is None or (one not in self.rounded.bits and one not in self.found.recomputed):
+            is_packed = one in self.rounded.bits and one not in self.rounded.rows
+            if unit is None or not (is_packed or one in self.found.recomputed):
                 return self._of([one])
             if one not in self.rounded.bits:
                 return {one}
             self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
         return set()
+
+    def _norm_of_rows(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
+        """What must be exact or packed so that a layer or RMS norm, or its gradient, may read x: a root."""
+        made = call_node(node_at(norm, 3)) if "backward" in name_of(norm) else norm
+        statistics = {item for place, item in items_of(made).items() if place > 0}
+        again = (statistics | {x}) & self.found.recomputed.keys()
+        first = self.rounded.rows.setdefault(x, made) if x in self.rounded.bits else made
+        alike = (first.target, first.args[:2], first.args[-1]) == (made.target, made.args[:2], made.args[-1])
+        return again if again or (alike and x not in self.rounded.units) else self._of([x])
 
     def _give_more_bits(self, roots: set[fx.Node]) -> None:
         self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in roots})
@@ -254,8 +262,8 @@ class Rule:
         if source is None:
             return False
         if name_of(source) == "relu" and source in self.rounded.bits:
-            # 0 is a value of the grid.
-            return True
+            # 0 is a value of the grid, but for the grid of rows.
+            return not any(map(_is_of_rows, source.users))
         source = bent(source)
         norm = recompute.form_of(source) if source in self.found.recomputed else None
         if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
@@ -263,7 +271,7 @@ class Rule:
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
             x = node_at(x, 0)
-        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
+        if x not in self.rounded.bits or x in self.rounded.rows or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, unit = hinted(value_of(x)), "plane" if norm.of_samples else "batch"
         unit = max(unit, self.rounded.units.get(x, ""))
