@@ -234,7 +234,7 @@ def cost_of_checks() -> dict[str, dict[str, float]]:
         def bare(*given: Any) -> None:
             pass
 
-        run = at_size.checked(check.family, check.x, check.kind, check.results)(bare)
+        run = at_size.checked(check.family, check.kind, check.results)(bare)
         at_size._checks.pop().seen.add(check.kind(*call))
         times = {f: min(timeit.repeat(lambda f=f, call=call: f(*call), number=10000, repeat=25)) for f in (run, bare)}
         calls = calls_of(lambda run=run, call=call: run(*call)).python - calls_of(lambda call=call: bare(*call)).python

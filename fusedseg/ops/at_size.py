@@ -71,7 +71,6 @@ class Check(NamedTuple):
     """How the calls of a function that launches kernels are compared.
 
     family: the family of kernels, as in ``_backend.use_triton``.
-    x: the tensor of a call whose device and dtype count.
     kind: what a call has in common with those for which it stands.
     results: (what the function returned, the arguments, the arguments of ``before``) -> the parts of the results.
     before: the arguments with copies of what the kernels write over.
@@ -79,7 +78,6 @@ class Check(NamedTuple):
     """
 
     family: str
-    x: Callable[..., Tensor]
     kind: Callable[..., Hashable]
     results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]]
     before: Callable[..., tuple[Any, ...]]
@@ -92,11 +90,6 @@ _checks: list[Check] = []
 report: Counter[str] = Counter()
 
 
-def first(x: Tensor, *rest: Any) -> Tensor:
-    """The tensor that counts, where it is the first argument."""
-    return x
-
-
 def untouched(*call: Any) -> tuple[Any, ...]:
     """The arguments of kernels that write over none of them."""
     return call
@@ -104,13 +97,12 @@ def untouched(*call: Any) -> tuple[Any, ...]:
 
 def checked(
     family: str,
-    x: Callable[..., Tensor],
     kind: Callable[..., Hashable],
     results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]],
     before: Callable[..., tuple[Any, ...]] = untouched,
 ) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
     """Decorates a function that launches kernels.  The arguments are those of ``Check``."""
-    check = Check(family, x, kind, results, before, set(), Counter())
+    check = Check(family, kind, results, before, set(), Counter())
     _checks.append(check)
     seen = check.seen
 
@@ -137,7 +129,8 @@ _backend.at_forget(forget)
 
 def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tuple[Any, ...]) -> Found:
     """Calls the kernels for the first time, and compares their results if that can be done now."""
-    x = check.x(*call)
+    # The device and the dtype of the first tensor count.
+    x = call[0] if isinstance(call[0], Tensor) else call[0][0]
     # Launches are listed on fake tensors.
     is_real = type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if not is_real or len(check.seen) >= MOST_KINDS or _is_captured(x):
@@ -312,25 +305,16 @@ class Rounded:
         return Rounded(self.exact, self.bound + rounding(self.exact, dtype))
 
     def near(self, name: str, found: Tensor) -> Compared:
-        """A part of a result that should be these values."""
-        return near(name, found, self.exact, self.bound)
+        """A part of a result that should be these values.  It may have another shape."""
+        exact, bound = self.exact.reshape(found.shape), self.bound.reshape(found.shape)
+        says = exact.isfinite() & bound.isfinite()
+        return Compared(name, found, exact, ((found.detach().to(exact.dtype) - exact).abs_() <= bound) | ~says, says)
 
 
 def exactly(v: Tensor | float) -> Rounded:
     """Values in float64 that a kernel has exactly."""
     v = torch.as_tensor(v, dtype=torch.float64)
     return Rounded(v, v.new_zeros(()).expand_as(v))
-
-
-def near(name: str, found: Tensor, exact: Tensor, bound: Tensor | float) -> Compared:
-    """A part whose values may be off by ``bound``.  Shapes may differ from that of ``found``."""
-    exact = exact.reshape(found.shape)
-    off = (found.detach().to(exact.dtype) - exact).abs_()
-    says = exact.isfinite()
-    if isinstance(bound, Tensor):
-        bound = bound.reshape(found.shape)
-        says &= bound.isfinite()
-    return Compared(name, found, exact, (off <= bound) | ~says, says)
 
 
 def channel_ranges(x: Tensor, together: int = 1) -> Iterator[tuple[int, int]]:

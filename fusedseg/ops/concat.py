@@ -8,7 +8,6 @@ The transpose of a concatenation is slices of the gradient.  ``dense`` copies a 
 without gaps.  Both compute nothing for autograd, because graphs of the backend call them after differentiation.
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from .check import ACTIVATION_DTYPES
 from .layout import FORMATS, pitch_of, suggests_channels_last
 
 FAMILY = "concat"
-_shape = operator.attrgetter("shape")
 
 
 def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | None] = ()) -> Tensor:
@@ -30,7 +28,8 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | No
     ``biases`` has for each source a vector that is added to its channels, or None.
     """
     first = tensors[0]
-    if dim not in (1, 1 - first.dim()) or not _is_served(tensors):
+    pitches = _served(tensors) if dim in (1, 1 - first.dim()) else None
+    if pitches is None:
         if biases:
             tensors = [
                 x if b is None else x + b.view(-1, *(1,) * (x.dim() - 2)) for x, b in zip(tensors, biases, strict=True)
@@ -38,7 +37,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | No
         return torch.cat(list(tensors), dim)
     shape = [first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]]
     y = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=FORMATS[first.dim()])
-    _launch(tensors, y, biases)
+    _launch(y, tensors, pitches, biases)
     return y
 
 
@@ -62,34 +61,39 @@ def dense(x: Tensor) -> Tensor:
     rows = x.dim() in FORMATS and suggests_channels_last(x)
     memory_format = FORMATS[x.dim()] if rows else torch.contiguous_format
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
-    if rows and _is_served((x,)):
-        _launch((x,), y, ())
-        return y
-    return y.copy_(x)
+    pitches = _served((x,)) if rows else None
+    if pitches is None:
+        return y.copy_(x)
+    _launch(y, (x,), pitches, ())
+    return y
 
 
-def are_rows(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel can join these tensors, and ``torch.cat`` would return channels_last."""
+def pitches_of(tensors: Sequence[Tensor]) -> list[int] | None:
+    """The pitches of tensors that the kernel can join if ``torch.cat`` would return channels_last; otherwise None."""
     first = tensors[0]
     if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES:
-        return False
+        return None
+    pitches = []
     size = first.shape[0], *first.shape[2:]
     for x in tensors:
         # Without these checks torch.cat would raise its own error, or promote a dtype.
         alike = x.dtype == first.dtype and x.device == first.device and (x.shape[0], *x.shape[2:]) == size
-        if not alike or pitch_of(x) is None or not suggests_channels_last(x):
-            return False
-    return True
+        pitch = pitch_of(x) if alike else None
+        if pitch is None or not suggests_channels_last(x):
+            return None
+        pitches.append(pitch)
+    return pitches
 
 
-def _is_served(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel joins these tensors."""
-    return are_rows(tensors) and _backend.use_triton(tensors[0], FAMILY)
+def _served(tensors: Sequence[Tensor]) -> list[int] | None:
+    """The pitches of tensors that the kernel joins; None for others."""
+    pitches = pitches_of(tensors)
+    return pitches if pitches is not None and _backend.use_triton(tensors[0], FAMILY) else None
 
 
 def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The parts of a concatenation, which copies, or adds a bias and rounds once."""
-    tensors, y, biases = before
+    y, tensors, _, biases = before
     parts = y.split([x.shape[1] for x in tensors], dim=1)
     for x, bias, part in zip(tensors, biases or (None,) * len(tensors), parts, strict=True):
         for a, b in channel_ranges(x):
@@ -99,19 +103,18 @@ def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iter
             yield exact.near("y", part[:, a:b])
 
 
-@checked(
-    FAMILY,
-    lambda tensors, y, *rest: y,
-    # Calls of C take less time than a loop.
-    lambda tensors, y, biases: (
-        y.dtype, y.get_device(), *map(Tensor.stride, tensors), *map(_shape, tensors), *map(type, biases)
-    ),
-    _results,
-)  # fmt: skip
-def _launch(tensors: Sequence[Tensor], y: Tensor, biases: Sequence[Tensor | None]) -> None:
+def _kind(y: Tensor, tensors: Sequence[Tensor], pitches: Sequence[int], biases: Sequence[Tensor | None]) -> tuple:
+    """A pitch has the strides of a source."""
+    return (
+        y.dtype, y.get_device(), y.shape, *pitches, *[x.shape[1] for x in tensors],
+        *[b if b is None else b.dtype for b in biases],
+    )  # fmt: skip
+
+
+@checked(FAMILY, _kind, _results)
+def _launch(y: Tensor, tensors: Sequence[Tensor], pitches: Sequence[int], biases: Sequence[Tensor | None]) -> None:
     from ..kernels import concat as kernels
 
-    pitches = [pitch_of(x) for x in tensors]
     # The kernel reads vectors whose elements are adjacent; a bias may be a column of a matrix.
     biases = tuple(b if b is None else b.contiguous() for b in biases)
     with _backend.launching(y):

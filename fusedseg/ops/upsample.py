@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .. import _backend, _torch
 from . import unfused
-from .at_size import Compared, Rounded, U, channel_ranges, checked, first, growth, wide
+from .at_size import Compared, Rounded, U, channel_ranges, checked, growth, wide
 from .check import ACTIVATION_DTYPES
 from .double_backward import refuse_batches
 from .layout import FORMATS, pitch_of
@@ -186,10 +186,13 @@ def _results(given: Tensor, found: Tensor, axes: tuple[LinearAxis, ...], transpo
         yield exact.stored(found.dtype).near("dx" if transposed else "y", found[:, a:b])
 
 
+def _forward_kind(x: Tensor, linear: Linear) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.get_device(), linear
+
+
 @checked(
     "upsample",
-    first,
-    lambda x, linear: (x.shape, x.stride(), x.dtype, x.get_device(), linear),
+    _forward_kind,
     lambda found, now, before: _results(before[0], found, before[1].axes(before[0].shape[2:]), transposed=False),
 )
 def linear_forward(x: Tensor, linear: Linear) -> Tensor:
@@ -204,10 +207,13 @@ def linear_forward(x: Tensor, linear: Linear) -> Tensor:
     return y
 
 
+def _backward_kind(dy: Tensor, small: Sequence[int], linear: Linear) -> tuple[Any, ...]:
+    return dy.shape, dy.stride(), dy.dtype, dy.get_device(), tuple(small), linear
+
+
 @checked(
     "upsample",
-    first,
-    lambda dy, small, linear: (dy.shape, dy.stride(), dy.dtype, dy.get_device(), tuple(small), linear),
+    _backward_kind,
     lambda found, now, before: _results(before[0], found, before[2].axes(before[1]), transposed=True),
 )
 def linear_backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:

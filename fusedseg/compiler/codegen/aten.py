@@ -185,7 +185,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     concatenation.rewrite(module.graph)
     concatenation.make_dense(module.graph)
     if gradients:
-        gradient_sums.rewrite(module.graph)
+        gradient_sums.rewrite(module.graph, room)
     in_place.rewrite(module.graph)
     convolution_backward.rewrite(module.graph, room)
     shorter.write_convolutions(module.graph)

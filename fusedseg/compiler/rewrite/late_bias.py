@@ -11,7 +11,7 @@ For the codegen "aten".
 from torch import fx
 
 from ... import _backend
-from ...ops.concat import are_rows, concat_biased_op
+from ...ops.concat import concat_biased_op, pitches_of
 from ...ops.layout import is_rows
 from ..graph import has_symbols, name_of, node_at, nodes_at, value_of
 from ..settings import optional
@@ -56,4 +56,4 @@ def _takes_biases(node: fx.Node) -> bool:
         return False
     sources = nodes_at(node, 0)
     values = [value_of(source) for source in sources]
-    return len(set(sources)) == len(sources) and not has_symbols(*values) and are_rows(values)
+    return len(set(sources)) == len(sources) and not has_symbols(*values) and pitches_of(values) is not None

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ... import _backend
-from ..at_size import PART, TINY, Compared, U, checked, near, rounding
+from ..at_size import PART, TINY, Compared, Rounded, U, checked
 from ..check import wide_dtype
 from ..layout import laid_out
 from . import reference
@@ -62,23 +62,27 @@ def _flat(t: Tensor) -> Tensor:
 SHARE = 1 / 16
 
 
+def _values(theirs: Tensor, kink: Tensor | None, dtype: torch.dtype, steps: int) -> Rounded:
+    """Values to which a kernel adds the kink, or from which it takes it, in some steps, before it stores them.
+
+    The range of fp16 is cut off at its largest number, which is no overflow.
+    """
+    exact, info = theirs.double(), torch.finfo(dtype)
+    size = exact.abs() if kink is None else exact.abs() + 2 * kink.abs().amax()
+    spacing = exact.abs() * info.eps + max(info.tiny * info.eps, TINY)
+    return Rounded(exact, steps * U * size + 2 * spacing)
+
+
 def _pack_results(found: tuple[Tensor, ...], now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The range of each group, and the codes of its values."""
     flat, lines, bits, key, kink = before
     exact = reference.pack(flat, lines, bits, key, kink)
-    farthest = 0.0 if kink is None else kink.abs().amax().double()
     for name, mine, theirs in zip(("lowest", "highest"), found[1:], exact[1:], strict=True):
-        theirs = theirs.double()
-        # The range of fp16 is cut off at its largest number.
-        bound = (
-            4 * U * (theirs.abs() + farthest) + 2 * rounding(theirs, torch.float32) + 2 * _spacing(theirs, flat.dtype)
-        )
-        yield near(name, mine, theirs, bound)
+        yield _values(theirs, kink, flat.dtype, steps=4).stored(torch.float32).stored(torch.float32).near(name, mine)
     # A group with a value that is not finite has any codes.
     says = exact[1].isfinite().all() & exact[2].isfinite().all()
     mask = (1 << bits) - 1
-    count = (found[0] != exact[0]).sum()
-    few = count <= SHARE * flat.numel() + 16
+    few = (found[0] != exact[0]).sum() <= SHARE * flat.numel() + 16
     for mine, theirs in zip(found[0].split(PART), exact[0].split(PART), strict=True):
         close = few.expand(len(mine)).clone()
         for shift in range(0, 8, bits):
@@ -87,22 +91,12 @@ def _pack_results(found: tuple[Tensor, ...], now: tuple[Any, ...], before: tuple
         yield Compared("codes", mine, theirs, close | (mine == theirs) | ~says, says.expand(len(mine)))
 
 
-def _spacing(v: Tensor, dtype: torch.dtype) -> Tensor:
-    info = torch.finfo(dtype)
-    return v.abs() * info.eps + max(info.tiny * info.eps, TINY)
+def _pack_kind(flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None) -> tuple[Any, ...]:
+    """A kink has the dtype of the arithmetic."""
+    return lines, bits, flat.dtype, flat.get_device(), kink if kink is None else kink.shape
 
 
-def _kind_of(flat: Tensor, lines: ChannelLines, bits: int, kink: Tensor | None) -> tuple[Any, ...]:
-    """Calls with equal ones launch the same kernels."""
-    return lines, bits, flat.dtype, flat.get_device(), None if kink is None else kink.numel()
-
-
-@checked(
-    "low_bit",
-    lambda flat, *rest: flat,
-    lambda flat, lines, bits, key, kink: _kind_of(flat, lines, bits, kink),
-    _pack_results,
-)
+@checked("low_bit", _pack_kind, _pack_results)
 def _launch_pack(
     flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,19 +111,17 @@ def _unpack_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
     flat, packed, kink, lines, bits = before
     exact = torch.empty_like(flat)
     reference.unpack(packed, kink, lines, bits, exact)
-    farthest = 0.0 if kink is None else kink.abs().amax().double()
     for mine, theirs in zip(flat.split(PART), exact.split(PART), strict=True):
-        theirs = theirs.double()
-        bound = 32 * U * (theirs.abs() + 2 * farthest) + 2 * _spacing(theirs, flat.dtype)
-        yield near("values", mine, theirs, bound)
+        yield _values(theirs, kink, flat.dtype, steps=32).near("values", mine)
 
 
-@checked(
-    "low_bit",
-    lambda flat, *rest: flat,
-    lambda flat, packed, kink, lines, bits: _kind_of(flat, lines, bits, kink),
-    _unpack_results,
-)
+def _unpack_kind(
+    flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
+) -> tuple[Any, ...]:
+    return _pack_kind(flat, lines, bits, 0, kink)
+
+
+@checked("low_bit", _unpack_kind, _unpack_results)
 def _launch_unpack(
     flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
 ) -> None:
@@ -141,29 +133,22 @@ def _launch_unpack(
 
 def _kink_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The sign of a channel whose weight is 0, or nearly so, does not depend on its kink."""
-    kink, mean, rstd, weight, bias = before
+    mean, rstd, weight, bias, kink = before
     exact = _kink_by_aten(kink.numel(), mean, rstd, weight, bias, torch.float64)
     means = mean.flatten().double().repeat_interleave(kink.numel() // mean.numel())
     bound = 32 * U * (means.abs() + (exact - means).abs()) + TINY
     if weight is not None:
         bound = torch.where(weight.abs().repeat(kink.numel() // weight.numel()) < TINY, torch.inf, bound)
-    yield near("kinks", kink, exact, bound)
+    yield Rounded(exact, bound).near("kinks", kink)
 
 
-@checked(
-    "low_bit",
-    lambda kink, mean, *rest: mean,
-    lambda kink, mean, rstd, weight, bias: (
-        kink.shape,
-        mean.shape,
-        mean.dtype,
-        mean.get_device(),
-        weight is None,
-        bias is None,
-    ),
-    _kink_results,
-)
-def _launch_kink(kink: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def _kink_kind(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> tuple[Any, ...]:
+    dtypes = mean.dtype, weight if weight is None else weight.dtype, bias if bias is None else bias.dtype
+    return kink.shape, mean.shape, mean.get_device(), dtypes
+
+
+@checked("low_bit", _kink_kind, _kink_results)
+def _launch_kink(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> None:
     from ...kernels.low_bit import low_bit_kink
 
     with _backend.launching(mean):
@@ -282,7 +267,7 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     if channels and _backend.use_triton(mean, "low_bit"):
         kink = mean.new_empty(channels, dtype=wide)
-        _launch_kink(kink, *(None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)))
+        _launch_kink(*(None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)), kink)
         return kink
     return _kink_by_aten(channels, mean, rstd, weight, bias, wide)
 

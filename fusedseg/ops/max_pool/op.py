@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from .. import unfused
-from ..at_size import Compared, Rounded, U, checked, first, near
+from ..at_size import Compared, Rounded, U, checked, exactly
 from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
 from ..double_backward import refuse_batches
@@ -61,19 +61,19 @@ def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...])
         exact = torch.empty_like(z[n])
         of = None if codes is None else torch.empty_like(codes[n])
         reference.forward(x[n], exact, of, rows, pool)
-        yield near("z", z[n], exact, 0.0)
+        yield exactly(exact).near("z", z[n])
         if codes is not None and of is not None:
             named = x[n].flatten(2).gather(2, _positions(codes[n], tuple(x.shape[2:]), pool)).view(exact.shape)
             says = exact.isfinite()
             yield Compared("codes", codes[n], of, (named == exact) | ~says, says)
 
 
-@checked(
-    "pool",
-    first,
-    lambda x, z, codes, rows, pool: (x.shape, x.dtype, x.get_device(), codes is None, rows, pool),
-    _forward_results,
-)
+def _forward_kind(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> tuple[Any, ...]:
+    """``rows`` has the strides."""
+    return x.shape, x.dtype, x.get_device(), codes is None, rows, pool
+
+
+@checked("pool", _forward_kind, _forward_results)
 def _launch_forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_fwd
 
@@ -96,12 +96,11 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         yield Rounded(exact, math.prod(pool.kernel) * U * terms).stored(dx.dtype).near("dx", dx[n])
 
 
-@checked(
-    "pool",
-    first,
-    lambda dz, codes, dx, rows, pool: (dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool),
-    _backward_results,
-)
+def _backward_kind(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> tuple[Any, ...]:
+    return dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool
+
+
+@checked("pool", _backward_kind, _backward_results)
 def _launch_backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_bwd
 

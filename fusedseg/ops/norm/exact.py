@@ -12,42 +12,61 @@ import torch
 from torch import Tensor
 
 from ...activation import TABLE, Activation
-from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, near, wide
+from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, wide
 from . import reference, sync
-from .call import Gradients, Norm, Operands, OutputGradient, Statistics, statistics_count
+from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, statistics_count
 from .kept import Kept, finite_inverse
 
 OF_BATCH = Norm("input", Activation("identity", 0.0))
+# Kernels of rows have other code for more kept channels (MAX_COLUMNS in kernels/launch.py).
+MANY = 5
 
 
 def forward_kind(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
-    """A dense x has one of two formats.  Kernels read eps and the momentum, and no code depends on them."""
-    x, weight, _, residual, _, mean, _, _ = given
-    keep, act, _, _, own, kind, groups, _ = norm
+    """A residual has the dtype of x.  Kernels read the momentum, which may differ in each call."""
+    x, weight, bias, residual, _, mean, _, _ = given
+    keep, act, eps, _, own, kind, groups, _ = norm
     return (
-        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, kind, groups,
-        None if weight is None else weight.dtype, residual is None, mean is None, kept is None, out is None,
+        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, eps, own, kind, groups, residual is None, out is None,
+        weight if weight is None else weight.dtype, bias if bias is None else bias.dtype,
+        mean if mean is None else mean.dtype, kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
+
+
+def recompute_kind(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> tuple[Any, ...]:
+    return forward_kind(given, norm, None, out)
 
 
 def backward_kind(
-    incoming: OutputGradient, given: Operands, stats: Statistics, norm: Norm, kept: Kept | None, *rest: Any
-) -> tuple[Any, ...]:
-    x, weight, _, residual, *_ = given
+    incoming: OutputGradient, given: Operands, stats: Statistics, norm: Norm, kept: Kept | None, needs: Needs,
+    exchange: Exchange | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    x, weight, bias, residual, _, _, _, _ = given
     _, into, also, spare = incoming
     keep, act, _, _, own, kind, groups, _ = norm
-    needs, exchange = rest
     return (
-        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, kind, groups,
-        None if weight is None else weight.dtype, residual is None, kept is None, needs, exchange is None,
-        into is None, None if also is None else also.stride(), spare,
+        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, own, kind, groups, residual is None, exchange is None,
+        weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None, spare,
+        also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
+
+
+def moments_kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.get_device()
 
 
 def copied(given: Operands, over: Tensor | None) -> Operands:
     """The operands before the kernels write over running statistics, and over x if ``over`` is in its memory."""
     mean, var = (None if v is None else v.clone() for v in (given.running_mean, given.running_var))
     return given._replace(x=copy_of(given.x, over), running_mean=mean, running_var=var)
+
+
+def before_forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
+    return copied(given, out), norm, kept
+
+
+def before_recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> tuple[Any, ...]:
+    return copied(given, out), stats, norm
 
 
 def copy_of(t: Tensor, over: Tensor | None) -> Tensor:
@@ -208,7 +227,7 @@ def _moved(part: Channels, moments: tuple[Rounded, Rounded, Rounded], now: Opera
 
 def recompute(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The parts of z that is computed again, from statistics that are given."""
-    given, stats, norm, _ = before
+    given, stats, norm = before
     for part in _parts(given, norm):
         _, y = part.normalised(part.each(stats.mean), part.each(stats.rstd))
         yield part.activated(y).near("z", found[:, part.a : part.b])
@@ -263,8 +282,8 @@ def moments(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...]) -> Ite
         mean, var = part.moments()
         n = exactly(mean.exact.new_full(mean.exact.shape, part.values))
         rows = (n, mean, var * n)
-        exact, bound = (torch.stack(v).flatten(1) for v in ([r.exact for r in rows], [r.bound for r in rows]))
-        *_, close, says = near("moments", merged[:, part.a : part.b], exact, bound)
+        both = Rounded(torch.stack([r.exact for r in rows]), torch.stack([r.bound for r in rows]))
+        _, _, exact, close, says = both.near("moments", merged[:, part.a : part.b])
         each = found[:, :, part.a : part.b]
         # In the place of wrong parts, the first one has all values.
         whole = torch.zeros_like(each, dtype=torch.float64)

@@ -23,10 +23,6 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return norm_act, norm_act_bwd
 
 
-def _x(given: Operands, *rest: object) -> Tensor:
-    return given.x
-
-
 # Numbers of samples that change in every call must not fill the memory.
 _by_sample = functools.lru_cache(1024)(Layout.by_sample)
 
@@ -41,13 +37,7 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     return _by_sample(layout, N, C if norm.kind == "instance" else norm.groups)
 
 
-@checked(
-    "norm",
-    _x,
-    exact.forward_kind,
-    exact.forward,
-    lambda given, norm, kept, out: (exact.copied(given, out), norm, kept),
-)
+@checked("norm", exact.forward_kind, exact.forward, exact.before_forward)
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
@@ -79,13 +69,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     return z, Statistics(mean, rstd, xhat)
 
 
-@checked(
-    "norm",
-    _x,
-    lambda given, stats, norm, out: exact.forward_kind(given, norm, None, out),
-    exact.recompute,
-    lambda given, stats, norm, out: (exact.copied(given, out), stats, norm, out),
-)
+@checked("norm", exact.recompute_kind, exact.recompute, exact.before_recompute)
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     norm_act, _ = _kernels()
     x = given.x
@@ -98,7 +82,7 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
     return z
 
 
-@checked("norm", lambda incoming, given, *rest: given.x, exact.backward_kind, exact.backward, exact.before_backward)
+@checked("norm", exact.backward_kind, exact.backward, exact.before_backward)
 def backward(
     incoming: OutputGradient,
     given: Operands,
@@ -152,7 +136,7 @@ def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
     return pitch if pitch is not None and pitch * also.element_size() % 16 == 0 else None
 
 
-@checked("norm", lambda x: x, lambda x: (x.shape, x.stride(), x.dtype, x.get_device()), exact.moments)
+@checked("norm", exact.moments_kind, exact.moments)
 def moments(x: Tensor) -> Tensor:
     from ...kernels.norm_stats import few, norm_stats
 

@@ -1,23 +1,24 @@
 """The launches of the kernels of losses, and how their results are compared with ``reference.py`` in float64."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import _backend
-from ..at_size import FUNCTION, PART, Compared, Rounded, U, checked, first, growth
+from ..at_size import FUNCTION, PART, Compared, Rounded, U, checked, growth
 from . import reference
 from .reference import Tile
 from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Sizes, SumsSpec
 
 
-def _kind(x: Tensor, target: Tensor, mask: Tensor | None, *rest: Any) -> Hashable:
-    sizes, spec = rest[:2]
-    return (
-        x.shape, x.dtype, x.get_device(), target.dtype, target.shape, None if mask is None else mask.dtype, sizes, spec,
-    )  # fmt: skip
+def _kind(
+    x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, *rest: Tensor
+) -> tuple[Any, ...]:
+    """``sizes`` has the strides of x; target and mask are contiguous."""
+    mask_dtype = mask if mask is None else mask.dtype
+    return x.shape, x.dtype, x.get_device(), target.dtype, target.shape, mask_dtype, sizes, spec
 
 
 def _tiles(
@@ -69,7 +70,7 @@ def _forward_results(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...
         yield Rounded(exact[row], bound[row]).stored(torch.float32).near("sums", found[row])
 
 
-@checked("sums", first, _kind, _forward_results)
+@checked("sums", _kind, _forward_results)
 def forward(x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec) -> Tensor:
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
@@ -107,7 +108,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         yield Rounded(exact, bound).stored(x.dtype).near("dx", flat[n, :, s])
 
 
-@checked("sums", first, _kind, _backward_results)
+@checked("sums", _kind, _backward_results)
 def backward(
     x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, dsums: Tensor, dx: Tensor
 ) -> None:
@@ -128,7 +129,11 @@ def _argmax_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
         yield Compared("labels", labels[n], exact.to(labels.dtype), (named[0] == largest) | ~says, says)
 
 
-@checked("sums", first, lambda x, labels, sizes: (x.shape, x.dtype, x.get_device(), sizes), _argmax_results)
+def _argmax_kind(x: Tensor, labels: Tensor, sizes: Sizes) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.get_device(), labels.dtype, sizes
+
+
+@checked("sums", _argmax_kind, _argmax_results)
 def argmax(x: Tensor, labels: Tensor, sizes: Sizes) -> None:
     from ...kernels.segmentation_sums import segmentation_argmax
 
