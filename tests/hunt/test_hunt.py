@@ -52,7 +52,7 @@ def test_a_defect_of_the_backend_is_found(monkeypatch):
 
 def test_what_a_compiled_function_writes_is_compared_without_a_loss():
     setup = Step("leaf", "p1 = log.leaf('p1', 1, (2, 4), torch.float32)")
-    (log,) = compiled.Compiled(0, ((setup,), (Step("in place", "t1 = p1.detach().add_(1)"),))).run(prelude.eager_call)
+    log = compiled.Compiled(0, ((setup,), (Step("in place", "t1 = p1.detach().add_(1)"),))).run(prelude.eager_call)
     assert {"p1 after forward", "random numbers after forward"} <= {label for label, _ in log.results}
 
 
