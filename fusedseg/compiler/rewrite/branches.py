@@ -14,7 +14,6 @@ from ... import _torch
 from ..graph import calls_view, is_op, is_tensor, items_of, op_of, row_of, splice, value_of
 from ..op_table import OF_OP, SLOPE, UNKNOWN
 
-
 # Ops of decompositions (``1 - x``) that Inductor has no code for.
 REWRITTEN = (torch.ops.aten.rsub.Scalar, torch.ops.aten.rsub.Tensor)
 
