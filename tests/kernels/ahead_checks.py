@@ -135,12 +135,15 @@ def _compiles_what_a_step_launches(name: str, training: bool = True, **options: 
     assert not at_launch, (name, training, at_launch)
 
 
-def a_network_in_eval_mode() -> None:
-    _compiles_what_a_step_launches("ResNet", training=False)
+def networks_in_channels_last() -> None:
+    """``a_loss_in_the_graph`` trains the U-Net."""
+    _compiles_what_a_step_launches("U-Net", training=False)
+    _compiles_what_a_step_launches("ResNet")
 
 
-def a_network_in_planes() -> None:
+def networks_in_planes() -> None:
     _compiles_what_a_step_launches("U-Net in planes")
+    _compiles_what_a_step_launches("U-Net in planes", training=False)
 
 
 def nnunets_network() -> None:
@@ -148,12 +151,15 @@ def nnunets_network() -> None:
 
 
 def a_loss_in_the_graph() -> None:
-    """In channels_last."""
     _compiles_what_a_step_launches("U-Net with its loss")
 
 
-def bits() -> None:
+def bits_in_rows() -> None:
     _compiles_what_a_step_launches("U-Net", bits=4)
+
+
+def bits_in_planes() -> None:
+    _compiles_what_a_step_launches("U-Net in planes", bits=8)
 
 
 def self_tests() -> None:

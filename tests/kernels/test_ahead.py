@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 from tests.tools import warm
 
 CHECKS = (
-    "a_network_in_eval_mode",
-    "a_network_in_planes",
+    "networks_in_channels_last",
+    "networks_in_planes",
     "nnunets_network",
     "a_loss_in_the_graph",
-    "bits",
+    "bits_in_rows",
+    "bits_in_planes",
     "self_tests",
     "threads_compile_the_same_code",
     "an_error_is_that_of_the_launch",

@@ -80,7 +80,9 @@ def check(case, device, backend):
     if running is not None and case.own:
         for mine, theirs in zip(moved, wanted[1:], strict=True):
             assert relative_error(mine, theirs) <= FORWARD_TOLERANCE[case.parameters], case
-    if backend == "aten" and case.keep == "input" and torch.device(device).type == "cpu":
+    # PyTorch 2.13 sums the rows of a group norm in another order.
+    summed_alike = not (case.rows and case.kind == "group")
+    if backend == "aten" and case.keep == "input" and summed_alike and torch.device(device).type == "cpu":
         bits_of_stock(case, given, running, z, moved)
     for v in moved or ():
         # Another forward pass may move them before backward.
