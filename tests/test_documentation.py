@@ -187,8 +187,6 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parse("bench.rivals", arguments, monkeypatch)
         case ["python", "-m", "tests.integrations.nnunet_presets"]:
             assert (ROOT / "tests" / "integrations" / "nnunet_presets.py").exists()
-        case ["python", "-m", "tests.mutation", *arguments]:
-            parse("tests.mutation.__main__", arguments, monkeypatch)
         case ["tests/versions.sh", *versions]:
             assert (ROOT / "tests" / "versions.sh").exists()
             assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)

@@ -9,13 +9,10 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg._torch import FakeTensorMode
-from fusedseg.compiler.capture import norms
 from fusedseg.compiler.graph import is_tensor, name_of, nbytes_of, twin_of, value_of
 from fusedseg.compiler.rewrite import channels_last
 from fusedseg.ops import avg_pool
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
-from fusedseg.ops.norm import graph as norm_ops
-from fusedseg.ops.norm.call import Norm
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
 from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
 from tests.compiler.networks import BOTH, compiled, in_both
@@ -60,28 +57,6 @@ def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, norms_of_a_gpu, n
 
 def mean_of(outputs):
     return sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("affine", [True, False])
-def test_norms_equal_those_of_planes(groups, affine):
-    torch.manual_seed(0)
-    x, g = torch.randn(2, 2, 4, 3, 4, 5, dtype=torch.float64)
-    parameters = tuple(torch.randn(2, 4, dtype=torch.float64)) if affine else (None, None)
-    stock = [x.clone().requires_grad_(), *(p if p is None else p.clone().requires_grad_() for p in parameters)]
-    y = F.instance_norm(stock[0], None, None, *stock[1:]) if groups == 4 else F.group_norm(stock[0], 2, *stock[1:])
-    y.backward(g)
-    given = [x.contiguous(memory_format=ROWS).requires_grad_()]
-    given += [p if p is None else p.clone().requires_grad_() for p in parameters]
-    spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
-    z, *_ = norm_ops.norm_act(*given, None, None, None, None, None, *norm_ops.flat(spec))
-    z.backward(g.contiguous(memory_format=ROWS))
-    assert z.is_contiguous(memory_format=ROWS)
-    torch.testing.assert_close(z, y)
-    for mine, own in zip(given, stock, strict=True):
-        if own is not None:
-            torch.testing.assert_close(mine.grad, own.grad)
-    assert given[0].grad.is_contiguous(memory_format=ROWS)
 
 
 @pytest.mark.parametrize(("options", "codegen"), in_both([{}, {"bits": 8}, {"budget": 0.3}], {}), ids=str)

@@ -186,38 +186,6 @@ def test_a_bias_that_somebody_else_reads_stays():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-class Written(nn.Module):
-    """Sums that a program writes before a concatenation, and a bias that is a column of a matrix."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.small, self.down = nn.Conv2d(4, 1, 1, bias=False), nn.Conv2d(4, 4, 2, 2)
-        self.weight, self.biases = nn.Parameter(torch.randn(4, 4, 2, 2)), nn.Parameter(torch.randn(4, 3))
-        self.last, self.how = nn.Conv2d(8, 2, 3), how
-
-    def forward(self, x):
-        if self.how == "column":
-            other = F.conv_transpose2d(self.down(x), self.weight, self.biases[:, 1], stride=2)
-        else:
-            other = self.small(x) + self.biases[:, 1].contiguous().view(1, -1, 1, 1)
-        return self.last(torch.cat([other, x], 1))
-
-
-@pytest.mark.parametrize("how", ["column", "broadcast"])
-def test_biases_of_a_program(how):
-    """The kernel read the column as if its elements were adjacent; a map of one channel lost the shape of its sum."""
-    torch.manual_seed(0)
-    net = Written(how).to(memory_format=torch.channels_last)
-    twin, x = copy.deepcopy(net).double(), torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-    found = []
-    for run, model, image in ((compiled(net), net, x), (twin, twin, x.double())):
-        out = run(image)
-        out.square().mean().backward()
-        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
-
-
 def test_a_sum_of_two_dtypes_keeps_its_dtype():
     """The concatenation of a map in half precision and a bias in float32 came out in half precision."""
     bias = torch.randn(4, requires_grad=True)
@@ -229,14 +197,6 @@ def test_a_sum_of_two_dtypes_keeps_its_dtype():
     found, wanted = compiled(join)(half), join(half)
     assert found.dtype == wanted.dtype == torch.float32
     assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("options", [{"budget": 0.5}, {"bits": 8}], ids=str)
-def test_with_a_budget_and_with_bits(options):
-    net, twin, x = pair("transposed")
-    found = results(net, compiled(net, memory_format=torch.channels_last, **options), [x])
-    for a, b in zip(found, results(twin, twin, [x.double()]), strict=True):
-        assert (a - b).norm() <= 0.03 * b.norm() + 1e-3
 
 
 class Clicked(nn.Module):
@@ -251,15 +211,6 @@ class Clicked(nn.Module):
         return self.last(torch.cat([x[:, :1] > 0.5, self.first(x).relu(), rows], 1))
 
 
-@pytest.mark.parametrize("options", [{"budget": 0.2}, {"bits": 8}], ids=str)
-def test_sources_of_several_dtypes_are_convolved_together(options):
-    """Backward of a convolution of the mask alone raised "not implemented for 'Bool'"."""
-    net, x = Clicked().double(), torch.randn(2, 2, 16, 16, dtype=torch.float64)
-    found = results(net, compiled(net, **options), [x], steps=1)
-    for a, b in zip(found, results(net, net, [x], steps=1), strict=True):
-        assert (a - b).norm() <= (0.1 if "bits" in options else 1e-12) * b.norm()
-
-
 class Collected(nn.Module):
     """A concatenation of a list of maps whose first one may be missing: an empty vector stands for it."""
 
@@ -271,10 +222,11 @@ class Collected(nn.Module):
         return self.last(torch.cat([self.first(x).relu(), torch.empty(0, dtype=x.dtype), x], 1))
 
 
+@pytest.mark.parametrize("make", [Clicked, Collected], ids=lambda of: of.__name__)
 @pytest.mark.parametrize("options", [{"budget": 0.2}, {"bits": 8}], ids=str)
-def test_an_empty_vector_is_no_source_to_convolve(options):
-    """Backward asked the vector for its channels: an IndexError while the network was compiled."""
-    net, x = Collected().double(), torch.randn(2, 2, 16, 16, dtype=torch.float64)
+def test_sources_that_are_not_convolved_alone(make, options):
+    """Backward of a convolution of the mask alone raised "not implemented for 'Bool'", and a vector has no channels."""
+    net, x = make().double(), torch.randn(2, 2, 16, 16, dtype=torch.float64)
     found = results(net, compiled(net, **options), [x], steps=1)
     for a, b in zip(found, results(net, net, [x], steps=1), strict=True):
         assert (a - b).norm() <= (0.1 if "bits" in options else 1e-12) * b.norm()
@@ -362,7 +314,8 @@ class Biased(nn.Module):
     def forward(self, x):
         x = self.first(x)
         below = F.conv_transpose2d(F.max_pool2d(x, 2), self.below, self.biases[:, 0], 2)
-        dense, repeated = (y + self.biases[:, k].view(1, 4, 1, 1) for k, y in ((1, x.sin()), (2, self.one(x))))
+        dense = x.sin() + self.biases[:, 1].view(1, 4, 1, 1)
+        repeated = self.one(x) + self.biases[:, 2].contiguous().view(1, 4, 1, 1)
         return self.last(torch.cat([x, below, dense], 1)) + self.last(torch.cat([x, repeated, x], 1))
 
 

@@ -1,12 +1,9 @@
-"""How a program is put together: inputs, blocks (scopes, autocast, no_grad, checkpoints), and backward passes."""
+"""How a program is put together: inputs, blocks (autocast, no_grad, checkpoints), and the loss."""
 
 from collections.abc import Callable
 
-import torch
-
 from tests.hunt import habits, layers, steps
 from tests.hunt.grow import HALF, Grower
-from tests.hunt.program import Step
 
 Maker = Callable[[Grower], None]
 
@@ -18,11 +15,6 @@ def autocast(g: Grower) -> None:
     options = g.rng.choice(("", "", ", cache_enabled=False", ", enabled=False"))
     with g.block("autocast", f'with torch.autocast("cpu", {dtype}{options}):'):
         some(g, 1, 5)
-
-
-def scope(g: Grower) -> None:
-    with g.block("scope", "with scope():"):
-        some(g, 2, 8)
 
 
 def modes(g: Grower) -> None:
@@ -55,17 +47,13 @@ def checkpointed(g: Grower) -> None:
     if "=True," in options + "," and not g.of(result).requires_grad and not g.chance(0.1):
         # Such a checkpoint raises an error in backward.
         options = "use_reentrant=False"
-    if g.threaded:
-        # The checkpoint would save the state of random numbers of the other thread.
-        options = "use_reentrant=False, preserve_rng_state=False"
-    g.checkpoints = True
     if g.chance(0.15):
         g.step("call", f"{name}({', '.join(arguments)})")
         return
     g.step("checkpoint", f"checkpoint({name}, {', '.join(arguments)}, {options})")
 
 
-BLOCKS: list[tuple[int, Maker]] = [(4, scope), (2, modes), (3, checkpointed)]
+BLOCKS: list[tuple[int, Maker]] = [(2, modes), (3, checkpointed)]
 USUAL: list[tuple[int, Maker]] = [
     (12, steps.activation), (10, steps.binary), (6, steps.scalar_step), (8, layers.convolution), (8, layers.norm),
     (3, layers.norm_function), (2, layers.norm_twice), (4, layers.pool), (1, layers.unpool), (4, layers.interpolate),
@@ -73,7 +61,7 @@ USUAL: list[tuple[int, Maker]] = [
     (3, steps.reduction), (3, steps.product), (1, steps.out), (1, steps.complex_step), (2, steps.custom),
     (1, habits.two_outputs), (1, habits.hook), (1, habits.early_backward), (2, habits.hidden_write),
     (1, habits.changed_then_hidden), (1, habits.foreign_memory), (1, habits.parameter_change), (2, habits.mixed_sum),
-    (1, habits.shared_memory), (2, habits.broadcast_sum), (1, habits.decorated),
+    (1, habits.shared_memory), (2, habits.broadcast_sum),
 ]  # fmt: skip
 ODD: list[tuple[int, Maker]] = [(4, habits.odd), (2, habits.inference_features)]
 
@@ -102,25 +90,17 @@ def some(g: Grower, least: int, most: int) -> None:
 
 
 def grow(g: Grower) -> None:
-    """Adds the inputs and the steps; most programs lie in one scope, and some scopes in a region of autocast."""
+    """Adds the inputs, the steps, some programs' in a region of autocast, and the loss."""
     x = g.leaf(g.shape, g.dtype, grad=g.chance(0.8))
     g.step("input", g.rng.choice((f"{x}.view_as({x})", f"{x} * 1", f"{x}.view_as({x})")))
     if g.rates.mixed:
         g.step("input", f"{g.leaf(g.shape, g.rng.choice(HALF))}.clone()")
-    roll = g.rng.random()
-    if roll < 0.5:
-        with g.block("scope", "with scope():"):
-            body(g)
-    elif roll < 0.5 + 1.5 * g.rates.autocast:
-        with (
-            g.block("autocast", 'with torch.autocast("cpu", torch.bfloat16):'),
-            g.block("scope", "with scope():"),
-        ):
+    if g.chance(1.5 * g.rates.autocast):
+        with g.block("autocast", 'with torch.autocast("cpu", torch.bfloat16):'):
             body(g)
     else:
-        some(g, 0, 4)
-        scope(g)
         body(g)
+    loss(g)
 
 
 def body(g: Grower) -> None:
@@ -143,31 +123,3 @@ def loss(g: Grower) -> None:
                              f"F.mse_loss({name}, {name}.detach() + 1)",
                              f"torch.sigmoid({name}).sum()"))  # fmt: skip
         g.step("loss", f"loss = loss + {term}", outs=0)
-
-
-def finish(g: Grower) -> None:
-    """Adds the steps after the scopes: the rest of the loss, changes before the backward passes, and the passes."""
-    loss(g)
-    top = g.stack[0]
-    buffers = [n for n in g.space if n[0] == "b" and n[1:].isdigit()]
-    for name in buffers:
-        # If autograd keeps the memory, it would itself read the new values.
-        if not g.keeps(torch.from_numpy(g.space[name])):
-            top.append(Step("memory", f"{name}[...] = 0.125"))
-    if g.chance(0.3):
-        habits.parameter_change(g)
-    if g.chance(0.1):
-        steps.in_place(g)
-    # A checkpoint would run in another mode the second time, so programs with checkpoints get no such step.
-    for module in g.log.modules if not g.checkpoints else ():
-        if g.chance(0.2):
-            top.append(Step("mode", f"{module}.{g.rng.choice(('train', 'eval'))}()"))
-    top.append(Step("note", "log.values(locals())"))
-    if not g.of("loss").requires_grad:
-        return
-    top.append(Step("backward", "loss.backward(retain_graph=True)"))
-    top.append(Step("note", "log.gradients('after one backward pass')"))
-    if g.chance(0.2):
-        habits.parameter_change(g)
-    top.append(Step("backward", "loss.backward()"))
-    top.append(Step("note", "log.gradients('after two backward passes')"))

@@ -18,8 +18,8 @@ from tests.hunt.prelude import Log, network_logs, outcome
 from tests.hunt.program import Block, Network, Node, Step, Steps, defined, names_in, nodes, script, without
 
 SETUP = ("leaf", "module", "memory")
-# What belongs to the log or to the time after forward, and steps that raise in eager mode.
-NO_STEPS = ("note", "backward", "return", "attempt")
+# The end of a function, and steps that raise in eager mode.
+NO_STEPS = ("return", "attempt")
 # So many of the last tensors are returned, beside the loss.  A tensor that is returned is not computed again.
 RETURNED = 3
 
@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
         setup, body = ([f"    {line}" for node in part for line in node.lines()] for part in self.parts)
         loss = ["loss"] if any("loss = " in line for line in body) else []
         found = ", ".join(f"{name!r}: {name}" for name in [*self._tensors()[-self.returned :], *loss])
-        lines = ["def part0(run, log):", *setup, "    def forward():", *(f"    {line}" for line in body),
+        lines = ["def program(run, log):", *setup, "    def forward():", *(f"    {line}" for line in body),
                  f"        return {{{found}}}", "    finish(run(forward)(), log)"]  # fmt: skip
         return "\n".join(lines) + "\n"
 
@@ -62,16 +62,16 @@ class Compiled(NamedTuple):
         last = Step("return", f"return joined({', '.join(self._tensors()[-self.returned :] or ['t0'])})")
         return Network(self.seed, ((*self.parts[0], *self.parts[1], last),), self.shape or (), {})
 
-    def run(self, how: Callable) -> list[Log]:
+    def run(self, how: Callable) -> Log:
         """What it gives if ``how`` compiles it."""
         if self.shape is not None:
             return network_logs(self.network().make(), self.shape, how)
         namespace = dict(vars(prelude))
         exec(compile(self.functions(), f"<compiled program {self.seed}>", "exec"), namespace)
-        return outcome([namespace["part0"]], how)
+        return outcome(namespace["program"], how)
 
     def __str__(self) -> str:
-        run = "outcome([part0], how)"
+        run = "outcome(program, how)"
         if self.shape is not None:
             run = f"network_logs(lambda: seeded(Network(), {self.seed}), {self.shape}, how)"
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -88,27 +88,24 @@ def _is_run(node: Node) -> bool:
 
 
 def _steps(steps: Steps) -> Steps:
-    """The steps without scopes, in which they lie."""
+    """The steps without those that raise, which stand in blocks of their own."""
     out: list[Node] = []
     for node in steps:
-        if isinstance(node, Block) and node.kind == "scope":
-            out += _steps(node.body)
-        elif isinstance(node, Block) and node.kind != "attempt":
+        if isinstance(node, Block) and node.kind != "attempt":
             # A function keeps its return.
             last = [inner for inner in node.body if inner.kind == "return"]
             out.append(replace(node, body=(*_steps(node.body), *last)))
-        elif node.kind not in NO_STEPS and "scope()" not in node.lines()[0]:
+        elif node.kind not in NO_STEPS:
             out.append(node)
     return tuple(out)
 
 
 def program(seed: int) -> Compiled:
-    """The first function of the program of a seed.  What follows its loss may change what forward has read."""
-    steps = grown(seed).parts[0]
+    """The program of a seed."""
+    steps = grown(seed)
     setup = tuple(node for node in steps if node.kind in SETUP and re.match(r"[pmb]\d+ = ", node.lines()[0]))
     rest = [node for node in steps if node not in setup]
-    end = max((i for i, node in enumerate(rest) if node.kind == "loss"), default=len(rest) - 1)
-    return Compiled(seed, (setup, _known(setup, _steps(tuple(rest[: end + 1])))), dynamic=seed % 8 == 7)
+    return Compiled(seed, (setup, _known(setup, _steps(tuple(rest)))), dynamic=seed % 8 == 7)
 
 
 def network(seed: int) -> Compiled:

@@ -1,8 +1,7 @@
 """How a program grows from a seed: each step runs in eager mode as soon as it is chosen.
 
-So the steps that follow see real shapes and dtypes.  A step that raises is dropped, or kept now and then, since the
-scope must raise as well.  The grower also knows which memory autograd keeps: a write that autograd cannot see changes
-no gradient elsewhere.
+So the steps that follow see real shapes and dtypes.  A step that raises is dropped.  The grower also knows which memory
+autograd keeps: a write that autograd cannot see changes no gradient elsewhere.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.hunt import prelude
-from tests.hunt.program import Block, Node, Program, Step
+from tests.hunt.program import Block, Node, Step, Steps
 
 LARGEST = 20_000
 # Writes are recognised by name: relu_(, add_(, inplace=True, out=, .data, iadd(, __setitem__.
@@ -46,22 +45,19 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Grower:
-    def __init__(self, seed: int, choose: Callable[["Grower"], Callable[["Grower"], None]], threaded: bool) -> None:
+    def __init__(self, seed: int, choose: Callable[["Grower"], Callable[["Grower"], None]]) -> None:
         self.rng, self.choose = random.Random(seed), choose
         self.rates = Rates(self.rng)
-        # All threads share the generator of random numbers.
-        self.threaded = threaded
         self.shape: tuple[int, ...] = self.rng.choice(SHAPES)
         self.dtype = self.rng.choice((torch.float32,) * 8 + (torch.float64, torch.bfloat16))
         self.log = prelude.Log()
-        self.space: dict = dict(vars(prelude)) | {"scope": prelude.eager, "log": self.log}
+        self.space: dict = dict(vars(prelude)) | {"log": self.log}
         self.setup: list[Node] = []
         self.stack: list[list[Node]] = [[]]
         # The names of tensors, by function.
         self.frames: list[list[str]] = [[]]
         self.numbers = iter(range(1, 100_000))
         self.kept: list[Tensor] = []
-        self.scopes, self.entered, self.checkpoints = 0, False, False
         # The most values of a tensor, and the limit of their sizes.
         self.largest, self.most = LARGEST, 1e3
 
@@ -157,15 +153,11 @@ class Grower:
     def block(self, kind: str, header: str) -> Iterator[None]:
         """Steps that are added inside stand below the header, ``with …:``, and run in its context."""
         context = eval(header.removeprefix("with ").removesuffix(":"), self.space)
-        scoped = header == "with scope():"
         self.stack.append([])
-        self.scopes += scoped
-        self.entered |= scoped
         try:
             with context:
                 yield
         finally:
-            self.scopes -= scoped
             body = tuple(self.stack.pop())
             self.stack[-1].append(Block(kind, header, body))
 
@@ -205,18 +197,12 @@ def _memory(t: Tensor) -> int:
         return id(t)
 
 
-def grown(seed: int) -> Program:
-    """The program of a seed."""
-    from tests.hunt.blocks import chosen, finish, grow
+def grown(seed: int) -> Steps:
+    """The steps of the program of a seed: what makes its leaves and modules, and its function up to the loss."""
+    from tests.hunt.blocks import chosen, grow
 
-    rng = random.Random(seed)
-    threaded = rng.random() < 0.06
-    parts = []
-    for i in range(2 if threaded else 1):
-        torch.manual_seed(0)
-        grower = Grower(seed + i * 10**9, chosen, threaded)
-        with grower.watch():
-            grow(grower)
-            finish(grower)
-        parts.append((*grower.setup, *grower.stack[0]))
-    return Program(seed, tuple(parts))
+    torch.manual_seed(0)
+    grower = Grower(seed, chosen)
+    with grower.watch():
+        grow(grower)
+    return (*grower.setup, *grower.stack[0])

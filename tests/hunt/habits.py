@@ -7,12 +7,7 @@ from tests.hunt.steps import scalar, weight_dtype
 
 
 def _unkept(g: Grower) -> str | None:
-    """A tensor whose memory autograd does not keep: a write that it cannot see changes no gradient.
-
-    After a scope there is no such tensor: the scope could not notice a write to the sources of its recipes.
-    """
-    if g.entered and not g.scopes:
-        return None
+    """A tensor whose memory autograd does not keep: a write that it cannot see changes no gradient."""
     return g.pick(lambda t: t.is_floating_point() and t.numel() > 0 and not g.keeps(t))
 
 
@@ -44,7 +39,7 @@ def changed_then_hidden(g: Grower) -> None:
 
 
 def foreign_memory(g: Grower) -> None:
-    """Memory of numpy's, which ``finish`` fills again before the backward pass."""
+    """Memory of numpy's."""
     buffer = g.new("b")
     g._set_up("memory", f"{buffer} = filled({g.rng.randrange(999)}, {g.shape})")
     make = g.rng.choice((f"torch.from_numpy({buffer})", f"torch.from_dlpack({buffer})", f"torch.as_tensor({buffer})"))
@@ -75,7 +70,7 @@ def parameter_change(g: Grower) -> None:
 def stale_cast(g: Grower) -> None:
     """A weight that changes after autocast has cast it: the copy in autocast's cache does not change."""
     name = g.pick(lambda t: t.dim() in (2, 4) and t.is_floating_point() and t.shape[1] > 0)
-    if name is None or g.scopes or g.dtype not in (*HALF, g.of(name).dtype):
+    if name is None or g.dtype not in (*HALF, g.of(name).dtype):
         return
     x = g.of(name)
     shape = (x.shape[1], x.shape[1], *[1] * (x.dim() - 2))
@@ -86,10 +81,9 @@ def stale_cast(g: Grower) -> None:
             return
         with g.block("no_grad", "with torch.no_grad():"):
             g.step("parameter change", f"{w}.mul_(1.5)", outs=0)
-        with g.block("scope", "with scope():"):
-            out = g.step("stale cast", f"{call}({name}, {w})")
-            if out is not None:
-                g.step("activation", f"F.silu({out})")
+        out = g.step("stale cast", f"{call}({name}, {w})")
+        if out is not None:
+            g.step("activation", f"F.silu({out})")
 
 
 def hook(g: Grower) -> None:
@@ -120,13 +114,6 @@ def two_outputs(g: Grower) -> None:
     name = g.floats()
     if name is not None:
         g.step("custom Function", f"TwoOutputs.apply({name})", outs=3)
-
-
-def decorated(g: Grower) -> None:
-    """The scope as a decorator."""
-    name = g.floats()
-    if name is not None and g.step("scope", f"scope()(lambda v: F.silu(v) * 2 + v)({name})") is not None:
-        g.entered = True
 
 
 def shared_memory(g: Grower) -> None:
@@ -187,7 +174,6 @@ def broadcast_sum(g: Grower) -> None:
             g.step("binary", g.rng.choice((f"{total} * {w}", f"{total}.square()", f"SaveInput.apply({total})")))
 
 
-# torch.func.grad is left out: the scope raises a documented error on its entry.
 ODD = [
     "torch.vmap(F.relu)({x})", "torch.vmap(lambda v: F.silu(v) * 2 + v)({x})",
     "torch.vmap(lambda v: v.flatten()[:2])({x})",

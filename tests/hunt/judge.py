@@ -71,13 +71,13 @@ def judged(program: Network | Compiled, tell: Callable[[str], None] = lambda pha
     with quiet():
         if program.judge is None:
             return Verdict(*compiled_difference(program.run, program.dynamic, tell, **program.options))
-        if (error := program.run(eager_call)[0].error) is not None:
+        if (error := program.run(eager_call).error) is not None:
             return Verdict("raises", str(error))
         tell("ours")
         found = program.judge(program.network().make(), program.shape, **program.options)
         if found is None:
             return Verdict("same")
-        error = program.run(aot_eager(program.dynamic))[0].error
+        error = program.run(aot_eager(program.dynamic)).error
     return Verdict("failure", found) if error is None else Verdict("impossible", str(error))
 
 

@@ -203,7 +203,7 @@ def pad(g: Grower) -> None:
 
 def dropout(g: Grower) -> None:
     name = g.floats()
-    if name is None or g.threaded:
+    if name is None:
         return
     inplace, p = g.chance(g.rates.inplace), g.rng.choice((0.1, 0.3, 0.5, 0.0))
     training = g.rng.choice(("True", "True", "True", "False"))

@@ -149,7 +149,7 @@ def grown_network(seed: int) -> Network:
     """The network of a seed; it returns its last tensors, side by side."""
     rng = random.Random(f"network {seed}")
     torch.manual_seed(0)
-    g = Grower(rng.randrange(10**9), chosen, threaded=False)
+    g = Grower(rng.randrange(10**9), chosen)
     g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
     g.shape, g.dtype = rng.choice(SHAPES), torch.float64
     g.space["t0"] = torch.randn(g.shape, dtype=torch.float64, requires_grad=True)

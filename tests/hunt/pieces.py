@@ -405,7 +405,7 @@ def network(seed: int, shape: tuple[int, ...] | None = None, pieces: Sequence[st
     """The network of a seed, or one of given pieces; it is judged with 8 and with 4 bits, and with many inputs."""
     rng = random.Random(f"pieces {seed}")
     torch.manual_seed(0)
-    g = Grower(rng.randrange(10**9), lambda g: _stem, threaded=False)
+    g = Grower(rng.randrange(10**9), lambda g: _stem)
     g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
     g.shape, g.dtype, g.largest, g.most = shape or rng.choice((IMAGE, TOKENS)), torch.float64, LARGEST, MOST
     g.log = g.space["log"] = Scaled()

@@ -5,7 +5,6 @@ import copy
 import functools
 import io
 import operator  # noqa: F401
-import threading
 from unittest import mock
 
 import numpy as np
@@ -21,16 +20,6 @@ from fusedseg.compiler.low_bit import choose_bits as compiled_bits
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings
 from tests.hunt.rounding import BIASED, rounded_error, share_of_bias  # noqa: F401
-
-
-class eager(contextlib.ContextDecorator):
-    """``scope`` of a program: a context manager, or a decorator, that does nothing; blocks of steps lie in it."""
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *exception):
-        pass
 
 
 class Log:
@@ -64,13 +53,6 @@ class Log:
                     buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
         self.modules[name] = module
         return module
-
-    def values(self, variables):
-        """Notes every tensor among a function's variables."""
-        for name, value in variables.items():
-            if name[0] == "t" and name[1:].isdigit() and isinstance(value, torch.Tensor):
-                self.note(name, value)
-                self.note(f"{name}.requires_grad", value.requires_grad)
 
     def gradients(self, when):
         for name, leaf in self.leaves.items():
@@ -235,32 +217,18 @@ def filled(seed, shape):
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def outcome(parts, scope):
-    """The logs of a program: one for each of its functions, which run in threads of their own if there are two."""
+def outcome(program, how):
+    """The log of a program."""
     torch.manual_seed(0)
-    logs = [Log() for _ in parts]
-    start = threading.Barrier(len(parts))
-
-    def work(part, log):
-        torch.set_num_threads(1)
-        start.wait()
-        try:
-            # PyTorch's compiler leaves inference mode on if it raises inside of it, also in the runs after this one.
-            with torch.inference_mode(False):
-                part(scope, log)
-        except Exception as error:
-            log.error = error
-
-    if len(parts) == 1:
-        work(parts[0], logs[0])
-        logs[0].random = torch.get_rng_state()
-        return logs
-    workers = [threading.Thread(target=work, args=pair) for pair in zip(parts, logs, strict=True)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return logs
+    log = Log()
+    try:
+        # PyTorch's compiler leaves inference mode on if it raises inside of it, also in the runs after this one.
+        with torch.inference_mode(False):
+            program(how, log)
+    except Exception as error:
+        log.error = error
+    log.random = torch.get_rng_state()
+    return log
 
 
 def differs(expected, got):
@@ -285,23 +253,22 @@ def refused(error):
     return error is not None and "modified by an inplace operation" in str(error)
 
 
-def difference(expected, got):
-    """The first difference between two lists of logs; None if there is none.
+def difference(theirs, ours):
+    """The first difference between two logs; None if there is none.
 
-    If autograd refuses a program's backward pass in eager mode, the scope may refuse it or accept it.
+    If autograd refuses a program's backward pass in eager mode, compiled code may refuse it or accept it.
     """
-    for theirs, ours in zip(expected, got, strict=True):
-        if theirs.error is None and ours.error is not None:
-            return f"only the scope raises: {type(ours.error).__name__}: {ours.error}"
-        if theirs.error is not None and not refused(theirs.error) and type(theirs.error) is not type(ours.error):
-            return f"the scope raises {ours.error!r} instead of {theirs.error!r}"
-        # Results after a refused pass are not compared: the lists end at the error.
-        for (label, value), (other_label, other) in zip(theirs.results, ours.results, strict=theirs.error is None):
-            how = f"it is {other_label}" if label != other_label else differs(value, other)
-            if how is not None:
-                return f"{label} differs: {how}"
-        if theirs.error is None and theirs.random is not None and not torch.equal(theirs.random, ours.random):
-            return "state of random numbers differs"
+    if theirs.error is None and ours.error is not None:
+        return f"only compiled code raises: {type(ours.error).__name__}: {ours.error}"
+    if theirs.error is not None and not refused(theirs.error) and type(theirs.error) is not type(ours.error):
+        return f"compiled code raises {ours.error!r} instead of {theirs.error!r}"
+    # Results after a refused pass are not compared: the lists end at the error.
+    for (label, value), (other_label, other) in zip(theirs.results, ours.results, strict=theirs.error is None):
+        how = f"it is {other_label}" if label != other_label else differs(value, other)
+        if how is not None:
+            return f"{label} differs: {how}"
+    if theirs.error is None and theirs.random is not None and not torch.equal(theirs.random, ours.random):
+        return "state of random numbers differs"
     return None
 
 
@@ -607,24 +574,24 @@ def network_logs(make, shape, how):
             break
         for name, value in {**results, "random numbers": torch.get_rng_state()}.items():
             log.note(f"{name} in the {step}", value)
-    return [log]
+    return log
 
 
 def compiled_difference(run, dynamic, tell=lambda phase: None, **options):
     """How a function or a network differs in the backend: the kind of the verdict, and the difference.
 
-    run: what gives the logs, for a compiler.  options: the backend's, beside the codegen.  The results must be those of
+    run: what gives the log, for a compiler.  options: the backend's, beside the codegen.  The results must be those of
     aot_eager, or else those of eager mode: interpolation has eager mode's bits in the backend, and other bits in
     aot_eager.
     """
     expected = run(eager_call)
-    if expected[0].error is not None and not refused(expected[0].error):
-        return "raises", str(expected[0].error)
+    if expected.error is not None and not refused(expected.error):
+        return "raises", str(expected.error)
     stock = run(aot_eager(dynamic))
-    refuses = expected[0].error is not None
-    if stock[0].error is not None and not (refuses and refused(stock[0].error)):
-        return "impossible", str(stock[0].error)
-    tell("scope")
+    refuses = expected.error is not None
+    if stock.error is not None and not (refuses and refused(stock.error)):
+        return "impossible", str(stock.error)
+    tell("ours")
     graphs = []
 
     def ours(graph, inputs):
@@ -645,7 +612,7 @@ def compiled_difference(run, dynamic, tell=lambda phase: None, **options):
             return "same", ""
         # aot_eager is wrong where it computes a value again from an argument that forward overwrites.
         others = stock, expected, run(compiled_by(aot_eager_of_rewritten, dynamic))
-        if found[0].error is None and each_is_in(found[0].results, [logs[0].results for logs in others]):
+        if found.error is None and each_is_in(found.results, [logs.results for logs in others]):
             return "as aot_eager", ""
     if difference(expected, run(eager_call)) is not None:
         return "unstable", ""

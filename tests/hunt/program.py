@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """A header, such as ``with scope():`` or ``def f3(t1):``, and the steps below it."""
+    """A header, such as ``with torch.no_grad():`` or ``def f3(t1):``, and the steps below it."""
 
     kind: str
     header: str
@@ -53,27 +53,8 @@ def defined(node: Node) -> list[str]:
     return NAME.findall(target) if equals and re.fullmatch(r"[\w, ]+", target) else []
 
 
-class Program(NamedTuple):
-    """The steps of one function, or of two that run in threads at the same time."""
-
-    seed: int
-    parts: tuple[Steps, ...]
-
-    def functions(self) -> str:
-        texts = []
-        for i, part in enumerate(self.parts):
-            body = "\n".join(f"    {line}" for node in part for line in node.lines())
-            texts.append(f"def part{i}(scope, log):\n{body or '    pass'}\n")
-        return "\n\n".join(texts)
-
-    def __str__(self) -> str:
-        parts = f"[{', '.join(f'part{i}' for i in range(len(self.parts)))}]"
-        call = f"difference(outcome({parts}, eager), outcome({parts}, eager))"
-        return script(f"program {self.seed}", self.functions(), call)
-
-
 class Network(NamedTuple):
-    """A module: the steps of its ``__init__`` and its ``forward``, in ``parts`` as a program has them."""
+    """A module: the steps of its ``__init__`` and its ``forward``, in ``parts``."""
 
     seed: int
     parts: tuple[Steps, ...]

@@ -74,9 +74,3 @@ def compiled(tmp_path_factory):
         return known[name]
 
     return launches
-
-
-@pytest.fixture
-def launches(request, compiled, cases, target):
-    """The launches of the ``MODULE`` of a test file that are compiled for a target (``tests.tools.codegen.suites``)."""
-    return compiled(request.module.MODULE, cases, target)

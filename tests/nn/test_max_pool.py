@@ -30,45 +30,6 @@ def test_as_stock(backend, device, ours, stock, shape, arguments):
     assert torch.equal(copy.deepcopy(module)(x[0]), plain(x[0]))
 
 
-def test_autocast_leaves_the_dtype_alone(backend, device):
-    with torch.autocast(device.type, torch.bfloat16):
-        assert MaxPool2d(2)(torch.randn(1, 2, 4, 4, device=device)).dtype == torch.float32
-        assert MaxPool2d(2)(torch.randn(1, 2, 4, 4, device=device).bfloat16()).dtype == torch.bfloat16
-
-
-# The graphs of both backends hold the same op, so one memory format for each backend is enough.
-COMPILED = [
-    pytest.param("aten", torch.contiguous_format, id="aten-contiguous"),
-    pytest.param("triton", torch.channels_last, id="triton-channels_last"),
-]
-
-
-@pytest.mark.parametrize(("backend", "fmt"), COMPILED, indirect=["backend"])
-def test_compile_fullgraph_follows_eager(backend, device, fmt):
-    torch._dynamo.reset()
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), MaxPool2d(2), nn.Conv2d(4, 3, 1), MaxPool2d(3, 2, 1))
-    net = net.to(device, torch.float64, memory_format=fmt)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 2, 12, 12, dtype=torch.float64, device=device).contiguous(memory_format=fmt)
-    grads = []
-    for f in (net, compiled):
-        z = f(x)
-        grads.append((z, *torch.autograd.grad(z.square().mean(), list(net.parameters()))))
-    torch.testing.assert_close(grads[1], grads[0])
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), net(x))
-
-
-@PAIRS
-def test_saved_tensors_may_be_changed(ours, stock, shape):
-    """``allow_mutation_on_saved_tensors`` raised KeyError in backward."""
-    x = torch.randn(shape, requires_grad=True)
-    (expected,) = torch.autograd.grad(stock(2)(x).square().sum(), x)
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        (found,) = torch.autograd.grad(ours(2)(x).square().sum(), x)
-    assert torch.equal(found, expected)
-
-
 @PAIRS
 def test_refused(ours, stock, shape):
     with pytest.raises(ValueError, match=f"return_indices must be False, got True; use torch.nn.{stock.__name__}"):

@@ -39,21 +39,6 @@ def test_gradcheck_geometries(device, case, training):
     check_gradcheck(case, device, training)
 
 
-@pytest.mark.parametrize("case", ["2d", "3d, same, even kernel"])
-@TRAINING
-def test_gradcheck_channels_last(device, case, training):
-    check_gradcheck(CASES[case], device, training, "channels_last")
-
-
-@pytest.mark.parametrize(("activation", "param"), [("leaky_relu", 0.3), ("elu", 1.3), ("identity", 0.0)])
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "not affine"])
-@TRAINING
-def test_gradcheck_activations(device, activation, param, affine, training):
-    check_gradcheck(
-        SMALL, device, training, activation=activation, param=param, affine=affine, conv_bias=affine, kept=False
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "fmt"),

@@ -10,7 +10,7 @@ from fusedseg.functional import ConvLogits, argmax_labels, segmentation_sums, tp
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.segmentation import op, positions, tiles
+from fusedseg.ops.segmentation import op, tiles
 from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec
 from tests import reference
 from tests.reference import relative_error
@@ -176,17 +176,6 @@ def test_counts_and_labels(name, monkeypatch):
     assert all(map(torch.equal, tp_fp_fn(logits, labels), tp_fp_fn(logits.formed(), labels)))
 
 
-@pytest.mark.parametrize("name", ["2d", "2d-aligned"])
-def test_gradcheck(name, monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 40)
-    spatial, size, align = GEOMETRIES[name]
-    given = tensors(spatial, K=3, C=2)
-    labels = target_of(ConvLogits(*given, size, align))
-    assert torch.autograd.gradcheck(
-        lambda *given: dice_ce(ConvLogits(*given, size, align), labels), given, fast_mode=True
-    )
-
-
 def test_gradients_that_nobody_needs():
     """A frozen weight, frozen features, no bias, and a weight of two heads."""
     h, weight, bias = tensors((5, 4))
@@ -230,31 +219,6 @@ def test_the_peak_is_the_gradient_of_the_features(shape, size, most, record_prop
             dice_ce(ConvLogits(h, weight, bias, size), labels).backward()
     record_property("peak", live.peak / 2**20)
     assert h.nbytes <= live.peak <= most * 2**20
-
-
-def test_gradients_of_gradients_and_batches():
-    h, weight, bias = tensors((5, 4))
-    labels = torch.randint(4, (2, 5, 4))
-    (dh,) = torch.autograd.grad(dice_ce(ConvLogits(h, weight, bias), labels), h, create_graph=True)
-    with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
-        dh.sum().backward()
-    sums = op.sums(SumsInputs(ConvLogits(h, weight, bias), labels), SumsSpec("softmax", "softmax"))
-    several = torch.randn(3, *sums.shape, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"segmentation_sums: a batch of gradients .* is not supported"):
-        torch.autograd.grad(sums, (h, weight), several, is_grads_batched=True)
-
-
-def test_opcheck():
-    h, weight, bias = tensors((3, 4), dtype=torch.float32)
-    labels, spec = torch.randint(4, (2, 6, 8)), ("softmax", "smoothed", 1, False, False, False)
-    form = ([6, 8], False, torch.float32)
-    torch.library.opcheck(op.sums_op, (h, weight, bias, labels, None, *form, *spec))
-    dsums, detached = torch.randn(5, 2, 4), (h.detach(), weight.detach(), bias.detach())
-    arguments = (dsums, [True, False, True], *detached, labels, None, *form, *spec)
-    # Tracing takes most of the time; ``test_fullgraph`` of the module traces both.
-    quick = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op.sums_backward_op, arguments, test_utils=quick)
-    torch.library.opcheck(positions.conv_argmax_op, (*detached, *form, torch.uint8), test_utils=quick)
 
 
 def test_empty():

@@ -13,14 +13,10 @@ from fusedseg import _backend
 from fusedseg.activation import Activation
 from fusedseg.functional import (
     conv_abn,
-    inplace_abn,
-    inplace_group_norm_act,
-    inplace_instance_norm_act,
     max_pool,
-    norm_act,
 )
-from fusedseg.ops.norm import graph, stock
 from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm import stock
 from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
 from tests import reference
 from tests.ops.test_max_pool import CASES, STOCK, special
@@ -32,11 +28,8 @@ C = 4
 # Name -> groups of 4 channels; None takes the statistics of the batch, 0 takes given ones.
 STATISTICS = {"batch": None, "given": 0, "instance": C, "groups of 2": 2, "one group": 1}
 SHAPES = {"1d": (2, C, 7), "2d": (3, C, 2, 5), "3d": (2, C, 3, 2, 3), "one sample": (1, C, 3, 3)}
-# Which of weight and bias there are.
-PARAMETERS = {"affine": (True, True), "no affine": (False, False), "weight": (True, False), "bias": (False, True)}
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
 by_format = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
-by_keep = pytest.mark.parametrize("keep", ["input", "output"])
 
 
 @pytest.fixture
@@ -48,93 +41,11 @@ def rules(monkeypatch):
         yield rules
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Small tensors are processed in many parts, as large ones are."""
-    monkeypatch.setattr(norm_reference, "TILE_GPU", 7)
-
-
 def laid(x, fmt):
     return channels_last(x) if fmt == "channels_last" else x.contiguous()
 
 
-def fused(keep, x, groups, weight, bias, residual, **options):
-    given = (torch.linspace(-0.4, 0.6, C, dtype=x.dtype), torch.linspace(0.5, 1.6, C, dtype=x.dtype))
-    statistics = given if groups == 0 else (None, None)
-    options |= {"residual": residual}
-    if keep == "input":
-        kind = {None: "batch", 0: "batch", C: "instance"}.get(groups, "group")
-        count = groups if kind == "group" else None
-        return norm_act(x, *statistics, weight, bias, groups != 0, norm=kind, num_groups=count, **options)
-    # The op overwrites its input.
-    x = x * 1
-    if not groups:
-        return inplace_abn(x, *statistics, weight, bias, groups is None, **options)
-    if groups == C:
-        return inplace_instance_norm_act(x, None, None, weight, bias, **options)
-    return inplace_group_norm_act(x, groups, weight, bias, **options)
-
-
-def check(keep, groups, fmt, shape, dtype, parameters=(True, True), residual=True):
-    """Compares values and gradients with the reference in float64; one channel has weight 0, so it is kept."""
-    x, r, dz = (laid(torch.randn(shape, dtype=torch.float64), fmt).to(dtype) for _ in range(3))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]], dtype=wide)
-    weight, bias = (v if there else None for v, there in zip((weight, bias), parameters, strict=True))
-    r = r if residual else None
-    # ELU has no kink, at which a rounded value would take the other branch.
-    settings = {"activation": "elu", "param": 1.0, "groups": groups or None}
-    if groups == 0:
-        settings |= {"training": False, "running_mean": torch.linspace(-0.4, 0.6, C, dtype=dtype)}
-        settings |= {"running_var": torch.linspace(0.5, 1.6, C, dtype=dtype)}
-    leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, r)]
-    z = fused(keep, x, groups, weight, bias, r, activation="elu", activation_param=1.0)
-    assert z.stride() == x.stride()
-    exact = reference.norm_act(x, weight, bias, residual=r, **settings).out
-    assert relative_error(z, exact) <= FORWARD_TOLERANCE[dtype]
-    found = torch.autograd.grad(z, [t for t in leaves if t is not None], dz)
-    expected = [t for t in reference.gradients(dz, x, weight, bias, r, **settings) if t is not None]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
-
-
-@by_keep
-@by_statistics
-@by_format
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_norms(rules, keep, groups, fmt, shape):
-    check(keep, groups, fmt, shape, torch.float64)
-    check(keep, groups, fmt, shape, torch.float64, residual=False)
-    # Group norms, and norms of samples in channels_last, call no function that differs between devices.
-    stock = not groups or (groups == C and fmt == "contiguous")
-    assert rules.called == ({"native_batch_norm"} if stock else set())
-
-
-@by_keep
-@by_statistics
-@by_format
-@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
-def test_norms_with_and_without_parameters(rules, keep, groups, fmt, parameters):
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        check(keep, groups, fmt, SHAPES["2d"], dtype, parameters, residual=False)
-
-
-@by_keep
-@by_statistics
-@by_format
-def test_norms_in_parts(rules, small_parts, keep, groups, fmt):
-    for parameters in PARAMETERS.values():
-        check(keep, groups, fmt, SHAPES["3d"], torch.float64, parameters)
-
-
-@by_keep
-@pytest.mark.parametrize("groups", [None, 0, 2], ids=["batch", "given", "groups of 2"])
-def test_norms_of_vectors_and_of_single_positions(rules, keep, groups):
-    for shape in ((6, C), (4, C, 1, 1)):
-        check(keep, groups, "contiguous", shape, torch.float64, residual=False)
-
-
-@by_keep
+@pytest.mark.parametrize("keep", ["input", "output"])
 @by_format
 def test_norms_over_processes(rules, keep, fmt):
     """Processes exchange the sums of backward, which need a weight on CUDA although there is none."""
@@ -170,27 +81,6 @@ def test_rebuilt_outputs(rules, groups, fmt, dtype):
     z, stats = norm_reference.forward(given, spec, None, None)
     again = norm_reference.recompute(given, stats, spec, None)
     assert relative_error(again, z) <= FORWARD_TOLERANCE[dtype]
-
-
-@by_format
-@pytest.mark.parametrize("groups", [C, 2], ids=["instance", "groups of 2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_the_op_of_compiled_graphs(rules, groups, fmt, dtype):
-    x, dz = (laid(torch.randn(SHAPES["3d"]).to(dtype), fmt) for _ in range(2))
-    weight, bias = torch.tensor([[1.0, -0.7, 0.1, 1.3], [0.3, -0.2, 0.4, 0.0]])
-    given = (x, weight, bias)
-    norm = Norm("input", Activation("identity", 0.0), kind="instance" if groups == C else "group", groups=groups)
-    forward = graph.Forward(norm)
-    z, mean, rstd, *_ = forward(*given, None, None, None, None, None)
-    assert z.stride() == x.stride()
-    again, *_ = forward(*given, None, None, None, mean, rstd)
-    found = graph.Backward(norm, affine=True, of_residual=False)(dz, *given, None, mean, rstd)
-    settings = {"activation": "identity", "groups": groups}
-    exact = reference.norm_act(*given, **settings).out
-    assert relative_error(z, exact) <= FORWARD_TOLERANCE[dtype]
-    assert relative_error(again, exact) <= FORWARD_TOLERANCE[dtype]
-    for mine, theirs in zip(found[:3], reference.gradients(dz, *given, **settings), strict=False):
-        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kind", ["batch", "instance", "group"])

@@ -289,11 +289,3 @@ def test_the_workspace_is_enough(bits, rows, dtype, one_thread):
     with LiveBytes() as live:
         reference.unpack(packed[:3], kink, lines_of(t, "batch"), bits, flat)
     assert live.peak <= reference.unpack_workspace(t.numel(), dtype, t.device) + of_groups
-
-
-def test_opcheck(backend, device):
-    t = channels_last(torch.randn(2, 3, 4, 5, device=device))
-    key = torch.tensor(1)
-    torch.library.opcheck(graph.round_op, (t, 4, key, 0, torch.zeros(3, device=device), "batch", list(t.stride())))
-    packed = graph.pack(t, None, 8, "", 1)
-    torch.library.opcheck(graph.unpack_op, (*packed, None, 8, "", list(t.shape), list(t.stride())))

@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from fusedseg import _torch
 from fusedseg.functional import max_pool
 from fusedseg.memory.meter import measure
-from fusedseg.ops.max_pool import op, reference
+from fusedseg.ops.max_pool import reference
 from fusedseg.ops.max_pool.windows import Pool
-from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
 
 STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
@@ -135,27 +134,6 @@ def test_no_codes_without_gradients(monkeypatch):
         max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
     max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
     assert coded == [False, False, True]
-
-
-def test_empty_batch(backend, device):
-    x = torch.randn(0, 3, 4, 4, device=device, requires_grad=True)
-    z = max_pool(x, 2)
-    assert z.shape == F.max_pool2d(x, 2).shape
-    z.sum().backward()
-    assert x.grad.shape == x.shape
-
-
-@FORMATS
-def test_opcheck(backend, device, rows):
-    x = torch.randn(2, 3, 5, 4, device=device)
-    x = (channels_last(x) if rows else x).requires_grad_()
-    pool = ([3, 3], [2, 2], [1, 1], [1, 1], False)
-    opcheck(op.max_pool_op, (x, *pool, True), backend)
-    opcheck(op.max_pool_op, (x.detach(), *pool, False), backend)
-    z, codes = op.max_pool_op(x.detach(), *pool, True)
-    dz = torch.randn_like(z).requires_grad_()
-    opcheck(op.max_pool_backward_op, (dz, codes, [5, 4], rows, *pool), backend)
-    opcheck(op.max_pool_pick_op, (torch.randn_like(x).requires_grad_(), codes, [5, 4], rows, *pool), backend)
 
 
 def refused(error, text, *arguments, x=None):

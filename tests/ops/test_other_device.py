@@ -137,19 +137,10 @@ def test_the_self_test_runs_on_the_device_that_it_is_for(monkeypatch):
     assert seen == [second] * 3
 
 
-@pytest.mark.parametrize("name", ["InPlaceABN", "kept channels", "exact", "pool", "loss"])
-def test_another_default_device(name):
-    """``torch.set_default_device`` is a function mode; tensors that ops make for themselves lay on its device."""
-    x = torch.randn(2, C, 8, 8, requires_grad=True)
-    norm = fusedseg.InPlaceABN(C)
-    if name == "kept channels":
-        norm.weight.data[0] = 0
-    losses = fusedseg.CrossEntropyLoss()
-    runs = {
-        "exact": fusedseg.BatchNormAct(C, activation="relu"),
-        "pool": fusedseg.MaxPool2d(2),
-        "loss": lambda x: losses(x, torch.zeros(2, 8, 8, dtype=torch.long, device="cpu")),
-    }
+def test_kept_channels_under_another_default_device():
+    """The list of kept channels lay on the default device."""
+    x, norm = torch.randn(2, C, 8, 8, requires_grad=True), fusedseg.InPlaceABN(C)
+    norm.weight.data[0] = 0
     with torch.device("meta"):
-        runs.get(name, norm)(x * 1).sum().backward()
+        norm(x * 1).sum().backward()
     assert x.grad.device.type == "cpu"

@@ -10,7 +10,6 @@ from fusedseg.functional import segmentation_sums
 from fusedseg.memory import SavedBytes, allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.segmentation import op
-from tests.tools.tensors import channels_last
 
 
 def dice_ce(x, labels, **options):
@@ -40,32 +39,6 @@ def test_the_peak_is_the_gradient_and_a_tile(dtype, record_property):
             op.backward(dsums, given, spec, (True, False, False))
     record_property("peak", live.peak / x.nbytes)
     assert live.peak / x.nbytes <= 1.02
-
-
-def test_gradients_of_gradients_are_refused():
-    x = torch.randn(1, 3, 4, requires_grad=True)
-    (dx,) = torch.autograd.grad(dice_ce(x, torch.zeros(1, 4)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="segmentation_sums: double backward is not supported"):
-        dx.sum().backward()
-
-
-def test_batches_of_gradients_are_refused():
-    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
-    sums = op.sums(op.SumsInputs(x, torch.zeros(1, 4)), op.SumsSpec("softmax", "softmax"))
-    several = torch.randn(3, *sums.shape, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"segmentation_sums: a batch of gradients .* is not supported"):
-        torch.autograd.grad(sums, x, several, is_grads_batched=True)
-
-
-def test_opcheck(backend, device):
-    x = torch.randn(2, 3, 4, device=device)
-    labels, mask = torch.randint(3, (2, 4), device=device), torch.rand(2, 4, device=device) < 0.5
-    regions = torch.rand(2, 3, 4, device=device)
-    spec = ("softmax", "smoothed", 1, False, False)
-    torch.library.opcheck(op.sums_op, (x.requires_grad_(), None, None, labels, mask, *op.NO_FORM, *spec, False))
-    dsums = torch.randn(5, 2, 3, device=device)
-    given = channels_last(x.detach()), None, None, regions, None
-    torch.library.opcheck(op.sums_backward_op, (dsums, [True, False, False], *given, *op.NO_FORM, *spec, True))
 
 
 class Tagged(torch.Tensor):

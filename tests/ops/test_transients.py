@@ -245,20 +245,6 @@ def test_an_unpacked_input_is_freed_before_dx(formed, monkeypatch):
     assert peaks[0] <= 2.1
 
 
-def test_a_gradient_of_a_gradient_still_raises():
-    _, inputs, run = joined()
-    (dx, _) = torch.autograd.grad(run(*inputs).square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        dx.sum().backward()
-
-
-def test_a_batch_of_gradients_is_refused():
-    _, inputs, run = joined()
-    out = run(*inputs)
-    with pytest.raises(RuntimeError, match=r"fusedseg\.join_conv: a batch of gradients .* one gradient at a time"):
-        torch.autograd.grad(out, inputs, torch.randn(3, *out.shape), is_grads_batched=True)
-
-
 def test_the_peak_of_a_network_of_two_blocks():
     """At the peak of backward, beside what is kept, there is one tensor of the largest size: dz, or the dx over it.
 

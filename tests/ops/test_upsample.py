@@ -90,27 +90,6 @@ def test_the_weights_of_an_axis(sizes, corners):
     torch.testing.assert_close(x @ weights.T, stock(x, {"size": (large,)}, corners), rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_of_first_and_second_order(backend, device):
-    x = torch.randn(1, 2, 2, 2, dtype=torch.float64, device=device, requires_grad=True)
-    for given in ({"scale_factor": 2}, {"size": (1, 3)}):
-        assert torch.autograd.gradcheck(lambda x, given=given: upsample(x, **given), x)
-        assert torch.autograd.gradgradcheck(lambda x, given=given: upsample(x, **given).square(), x)
-
-
-def test_a_batch_of_gradients(backend, device):
-    """PyTorch's own function takes a batch; our kernels do not."""
-    x = torch.randn(1, 2, 3, 2, device=device, requires_grad=True)
-    y = upsample(x, scale_factor=2)
-    dys = torch.randn(3, *y.shape, device=device)
-    if backend == "triton":
-        with pytest.raises(RuntimeError, match=r"fusedseg\.upsample: a batch of gradients .* is not supported"):
-            torch.autograd.grad(y, x, dys, is_grads_batched=True)
-        return
-    (found,) = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
-    for mine, dy in zip(found, dys, strict=True):
-        torch.testing.assert_close(mine, torch.autograd.grad(y, x, dy, retain_graph=True)[0])
-
-
 @pytest.mark.parametrize("name", ["expanded", "sliced", "transposed", "every-second"])
 def test_other_strides(name, backend, device):
     """Inputs and gradients that are neither contiguous nor channels_last, among them slices of channels."""

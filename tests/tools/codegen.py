@@ -19,8 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.tools import warm
 
 # All architectures that kernels are compiled for, and one architecture of each vendor.
@@ -41,14 +39,6 @@ SHARED = {
     "gfx942": 64 << 10,
     "gfx950": 160 << 10,
 }
-# Every run compiles the launches FEW of a module for one GPU.
-suites = pytest.mark.parametrize(
-    ("cases", "target"),
-    [
-        *(pytest.param("FEW", target, marks=[] if target == "sm_90" else [pytest.mark.slow]) for target in VENDORS),
-        *(pytest.param("CASES", target, marks=pytest.mark.slow) for target in TARGETS),
-    ],
-)
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 

@@ -43,16 +43,6 @@ def test_vmap(layer):
         torch.func.vmap(layer.eval())(torch.randn(2, 1, 3, 4, 4))
 
 
-def test_a_batch_of_gradients_is_refused(layer):
-    """Kernels write to given memory, for which ``vmap`` has no rule."""
-    x = torch.randn(2, 3, 4, 4, requires_grad=True)
-    y = layer(x * 1)
-    with pytest.raises(
-        RuntimeError, match=r"fusedseg.* a batch of gradients .* is not supported; ask for one gradient"
-    ):
-        torch.autograd.grad(y, x, torch.randn(3, *y.shape), is_grads_batched=True)
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
 def test_forward_mode(layer, grad):
     """Forward mode raises an error: tangents are not lost in silence, and statistics do not move."""

@@ -1,0 +1,204 @@
+"""Every op and module of the package, for the tests of what PyTorch asks of each of them (``test_contract.py``)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg.activation import Activation
+from fusedseg.functional import (
+    ConvLogits,
+    Interpolated,
+    conv_abn,
+    inplace_abn,
+    inplace_group_norm_act,
+    join_conv,
+    max_pool,
+    norm_act,
+    segmentation_sums,
+    upsample,
+)
+from fusedseg.ops import avg_pool, concat
+from fusedseg.ops.low_bit import graph as low_bit
+from fusedseg.ops.max_pool import op as pool
+from fusedseg.ops.norm import op as norm
+from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.segmentation import op as sums
+from fusedseg.ops.segmentation import positions
+from tests.tools.tensors import channels_last
+
+IMAGE, C = (2, 3, 4, 5), 3
+
+
+class Op(NamedTuple):
+    """A function of tensors that autograd differentiates.
+
+    Attributes:
+        call: the function; an op that overwrites its input gets a copy.
+        stock: the functions of PyTorch that it stands for.
+        shapes: those of its tensors; a tensor of more than two dimensions whose first size is 2 is a batch.
+        name: what its errors begin with; empty if it can be differentiated twice.
+        kept: the tensor that must not change before backward: "input", "output", or neither.
+        autocast: whether autocast gives it half precision.
+    """
+
+    call: Callable[..., Tensor]
+    stock: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    name: str = ""
+    kept: str = ""
+    autocast: bool = False
+
+
+def _loss(logits: Any) -> Tensor:
+    labels = torch.arange(40, device=logits.device).view(2, 4, 5)[: logits.shape[0]] % 3
+    found = segmentation_sums(logits, labels, likelihood="smoothed")
+    return torch.stack([found.overlap, found.prediction, found.nll, found.other_nll])
+
+
+def _stock_loss(logits: Tensor) -> Tensor:
+    labels = torch.arange(40, device=logits.device).view(2, 4, 5)[: logits.shape[0]] % 3
+    y = F.one_hot(labels, 3).movedim(-1, 1)
+    p, nll = logits.softmax(1), -logits.log_softmax(1)
+    return torch.stack([(p * y).sum((2, 3)), p.sum((2, 3)), (y * nll).sum((2, 3)), nll.sum((2, 3))])
+
+
+def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    # PyTorch's refuses a batch without samples.
+    return F.batch_norm(x, None, None, weight, bias, True) if x.numel() else x * weight.sum() * bias.sum()
+
+
+# Weights are about 1, so that no channel keeps its input.
+OPS = {
+    "norm_act": Op(
+        lambda x, w, b, r: norm_act(x, None, None, w + 1, b, True, activation="silu", residual=r),
+        lambda x, w, b, r: F.silu(_batch_norm(x, w + 1, b) + r),
+        (IMAGE, (C,), (C,), IMAGE), "fusedseg.norm_act", "input",
+    ),
+    "inplace_abn": Op(
+        lambda x, w, b: inplace_abn(x * 1, None, None, w + 1, b, True),
+        lambda x, w, b: F.leaky_relu(_batch_norm(x, w + 1, b), 0.01),
+        (IMAGE, (C,), (C,)), "fusedseg.inplace_abn", "output",
+    ),
+    "inplace_group_norm_act": Op(
+        lambda x: inplace_group_norm_act(x * 1, 1, activation="elu", activation_param=1.0),
+        lambda x: F.elu(F.group_norm(x, 1)), (IMAGE,), "fusedseg.inplace_abn", "output",
+    ),
+    "conv_abn": Op(
+        lambda x, k, kb, w, b: conv_abn(x, k, kb, None, None, w + 1, b, training=True, padding=1),
+        lambda x, k, kb, w, b: F.leaky_relu(_batch_norm(F.conv2d(x, k, kb, padding=1), w + 1, b), 0.01),
+        (IMAGE, (4, C, 3, 3), (4,), (4,), (4,)), "fusedseg.(conv|inplace)_abn", "input", True,
+    ),
+    "join_conv": Op(
+        lambda a, b, k: join_conv((a, Interpolated(b, (4, 5), "bilinear")), k, padding=1),
+        lambda a, b, k: F.conv2d(torch.cat([a, F.interpolate(b, (4, 5), mode="bilinear")], 1), k, padding=1),
+        (IMAGE, (2, 2, 3, 2), (4, 5, 3, 3)), "fusedseg.join_conv", "input", True,
+    ),
+    "max_pool": Op(lambda x: max_pool(x, 3, 2, 1) * 1.5, lambda x: F.max_pool2d(x, 3, 2, 1) * 1.5, (IMAGE,)),
+    "upsample": Op(
+        lambda x: upsample(x, scale_factor=2), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGE,)
+    ),
+    "segmentation_sums": Op(_loss, _stock_loss, (IMAGE,), "fusedseg.segmentation_sums", "input"),
+    "ConvLogits": Op(
+        lambda h, w, b: _loss(ConvLogits(h, w, b)),
+        lambda h, w, b: _stock_loss(F.conv2d(h, w[:, :, None, None], b)),
+        ((2, 6, 4, 5), (C, 6), (C,)), "fusedseg.segmentation_sums", "input",
+    ),
+}  # fmt: skip
+
+
+def _samples(kind: str) -> list[tuple]:
+    """Arguments of the op of a norm: what is kept, a residual, slopes, and channels that keep their input."""
+    found = []
+    for keep, act, rows in (
+        ("input", Activation("prelu", 0.25), True),
+        ("output", Activation("leaky_relu", 0.01), False),
+    ):
+        x, residual = (torch.randn(IMAGE, dtype=torch.float64) for _ in range(2))
+        x = channels_last(x) if rows else x
+        weight, bias = (torch.linspace(*ends, C, dtype=x.dtype) for ends in ((0.5, 1.5), (-0.5, 0.5)))
+        slope = torch.full((C,), 0.2, dtype=x.dtype) if keep == "input" else None
+        slots = torch.tensor([-1, 0, -1], dtype=torch.int32) if keep == "output" else None
+        spec = Norm(keep, act, kind=kind, groups=1 if kind == "group" else 0)
+        leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual, slope)]
+        found.append((*leaves, None, None, slots, int(keep == "output"), *norm.fields_of(spec)))
+        if kind == "batch":
+            running = torch.zeros(C, dtype=x.dtype), torch.ones(C, dtype=x.dtype)
+            found.append((*leaves, *running, slots, int(keep == "output"), *norm.fields_of(spec._replace(own=False))))
+    return found
+
+
+def samples() -> dict[str, list[tuple[Any, tuple]]]:
+    """The ops that graphs hold, by the name of an op and a case: the op, and its arguments."""
+    x, rows, volume = torch.randn(IMAGE), channels_last(torch.randn(IMAGE)), torch.randn(1, 2, 4, 4, 4)
+    window, labels = ([3, 3], [2, 2], [1, 1], [1, 1], False), torch.randint(C, (2, 4, 5))
+    z, codes = pool.max_pool_op(x, *window, True)
+    dx, dz = (torch.randn_like(t).requires_grad_() for t in (x, z))
+    head, form = (torch.randn(2, 6, 3, 4), torch.randn(C, 6), torch.randn(C)), ([4, 5], False, torch.float32)
+    spec, dsums = ("softmax", "smoothed", 1, False, False, False), torch.randn(5, 2, C)
+    needs, key = [True, False, False], torch.tensor(1)
+    ones, half = torch.ones(C), ([2] * 3, [], [0] * 3, False, True, None)
+    packed = low_bit.pack(rows, None, 8, "", 1)
+    cubes = volume.contiguous(memory_format=torch.channels_last_3d)
+    found = {
+        f"norm of a {kind}": [(norm.norm_op, of) for of in _samples(kind)] for kind in ("batch", "instance", "group")
+    }
+    return found | {
+        "max_pool": [(pool.max_pool_op, (of.requires_grad_(), *window, True)) for of in (x, rows)],
+        "max_pool without codes": [(pool.max_pool_op, (x.detach(), *window, False))],
+        "max_pool_backward": [(pool.max_pool_backward_op, (dz, codes, [4, 5], False, *window))],
+        "max_pool_pick": [(pool.max_pool_pick_op, (dx, codes, [4, 5], False, *window))],
+        "segmentation_sums": [
+            (sums.sums_op, (x, None, None, labels, labels > 0, *sums.NO_FORM, *spec)),
+            (sums.sums_op, (*(t.requires_grad_() for t in head), labels, None, *form, *spec)),
+        ],
+        "segmentation_sums_backward": [
+            (sums.sums_backward_op, (dsums, needs, rows.detach(), None, None, labels, None, *sums.NO_FORM, *spec)),
+            (sums.sums_backward_op, (dsums, needs, *(t.detach() for t in head), labels, None, *form, *spec)),
+        ],
+        "conv_argmax": [(positions.conv_argmax_op, (*(t.detach() for t in head), *form, torch.uint8))],
+        "avg_pool3d": [(avg_pool.avg_pool3d_op, (cubes, *half))],
+        "concat_biased": [(concat.concat_biased_op, ([rows.detach(), rows.detach()], [None, ones]))],
+        "low_bit_round": [(low_bit.round_op, (rows.detach(), 4, key, 0, ones, "batch", list(rows.stride())))],
+        "low_bit_unpack": [(low_bit.unpack_op, (*packed, None, 8, "", list(IMAGE), list(rows.stride())))],
+        "norm_kink": [(low_bit.norm_kink, (x.detach(), ones, ones, ones, ones, False))],
+    }  # fmt: skip
+
+
+# A module of 4 channels, its class's name, and the number of spatial dimensions of its input.
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "InPlaceABN": lambda **options: fusedseg.InPlaceABN(4, **options),
+    "InPlaceInstanceNormAct": lambda **options: fusedseg.InPlaceInstanceNormAct(4, affine=True, **options),
+    "InPlaceGroupNormAct": lambda **options: fusedseg.InPlaceGroupNormAct(2, 4, **options),
+    "BatchNormAct": lambda **options: fusedseg.BatchNormAct(4, activation="prelu", num_slopes=4, **options),
+    "InstanceNormAct": lambda **options: fusedseg.InstanceNormAct(4, affine=True, **options),
+    "GroupNormAct": lambda **options: fusedseg.GroupNormAct(2, 4, activation="silu", **options),
+    "ConvABN2d": lambda **options: fusedseg.ConvABN2d(4, 4, 3, padding=1, **options),
+    "ConvABN3d": lambda **options: fusedseg.ConvABN3d(4, 4, 1, **options),
+    "JoinConv2d": lambda **options: fusedseg.nn.JoinConv2d(4, 4, 3, padding=1, **options),
+    "MaxPool2d": lambda **options: fusedseg.MaxPool2d(2),
+    "MaxPool3d": lambda **options: fusedseg.MaxPool3d(2),
+}
+
+
+class Everything(nn.Module):
+    """Each module in one network; norms that keep their output follow a convolution, and add a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: make() for name, make in MODULES.items() if not name.endswith("3d")})
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6))
+        self.strided = fusedseg.ConvABN2d(
+            4, 4, 3, stride=2, groups=2, bias=False, activation="elu", activation_param=1.0
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        norms = [part for name, part in self.parts.items() if "Norm" in name or name == "InPlaceABN"]
+        for conv, part in zip(self.convs, norms, strict=True):
+            x = part(conv(x), x)
+        low = self.parts["ConvABN2d"](self.parts["MaxPool2d"](x))
+        enlarged = Interpolated(low[:, 1:], x.shape[2:], "bilinear")
+        return self.strided(self.parts["JoinConv2d"]([x[:, :1], enlarged]))
