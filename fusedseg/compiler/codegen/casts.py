@@ -40,7 +40,7 @@ def is_cast(node: fx.Node) -> bool:
 
 @optional("casts")
 def rewrite(graph: fx.Graph, room: Room) -> int:
-    """Writes casts of several tensors, and returns their number.  No pass that writes over arguments has run yet."""
+    """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.
     end = next((node for node in graph.nodes if writes(node)), graph.output_node())
     before = room.places[end]

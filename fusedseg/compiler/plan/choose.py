@@ -78,8 +78,9 @@ class Choices:
         """The bytes that forward keeps, or a few less."""
         return self.live.kept(decision)
 
-    def cost(self, decision: keep.Decision) -> Cost:
-        return self.live.cost(decision)
+    def counted(self, decision: keep.Decision) -> Choice:
+        """A decision with what it costs; one without a goal may get one."""
+        return Choice(decision, self.live.cost(decision))
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -93,8 +94,7 @@ class Choices:
 
         With ``falling`` none peaks higher than one before it, otherwise none peaks higher than the first one.
         """
-        first = self.first()
-        way = WayDown(self, Choice(first, self.cost(first)), most_flops, falling)
+        way = WayDown(self, self.counted(self.first()), most_flops, falling)
         yield way.best
         cut = self.cut()
         steps = cut.steps()
@@ -187,11 +187,12 @@ class WayDown:
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
         decision.goal = Goal(self._most * (1 + PEAK_SLACK), self.most_flops, price)
-        cost = of.cost(decision)
+        found = of.counted(decision)
+        cost = found.cost
         if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
             self.refused.add(tried)
             return TrialResult.HIGH
-        self.best, self.recomputed = Choice(decision, cost), tried
+        self.best, self.recomputed = found, tried
         if self._falling:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
@@ -204,8 +205,7 @@ def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
     """
     if budget is None:
-        first = choices.first()
-        return Choice(first, choices.cost(first)), True
+        return choices.counted(choices.first()), True
     nbytes, arguments = budget.bytes_of(choices.eager), choices.live.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
     falling = nbytes is not None or budget.peak is not None
@@ -220,16 +220,10 @@ def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -
     return last or found, False
 
 
-def met_or_nearest(choices: Choices, budget: Budget) -> Choice:
-    """The choice for a budget, or the nearest one, with a warning."""
-    found, met = nearest(choices, budget)
-    if not met:
-        warn_of(found.cost, budget, choices)
-    return found
-
-
-def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
+def warn_of(cost: Cost | None, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
+    assert cost is not None
+    assert budget is not None
     eager = choices.eager
     most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
     if budget.peak is not None:

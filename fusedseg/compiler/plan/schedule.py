@@ -403,7 +403,6 @@ def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = Fals
     if fused:
         steps = sums_after_compute_intensive_ops(steps)
     module.graph = _written(steps)
-    module.recompile()
 
 
 def sums_after_compute_intensive_ops(steps: list[ScheduledNode]) -> list[ScheduledNode]:
