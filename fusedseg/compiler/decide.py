@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..memory.step_bytes import StepBytes
 from . import passes
 from .graph import Joint, twin_of
 from .low_bit import choose_bits, packing
 from .passes import Stage
 from .plan import choose, keep, schedule
 from .plan.eager_mode import EagerMode
-from .plan.peak import Cost
 from .report import note_unpacked
 from .settings import Settings, say_once
 
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     graph: fx.Graph
     choices: choose.Choices
     decision: keep.Decision
-    cost: Cost | None = None
+    cost: StepBytes | None = None
     met: bool = True
 
 
@@ -75,7 +75,7 @@ def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings) -> Candidate:
     return Candidate(graph, choices, decision, cost, met)
 
 
-def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: Cost | None) -> Candidate | None:
+def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: StepBytes | None) -> Candidate | None:
     """What is best with bits; None if nothing may be packed, or if it costs more than ``exact``."""
     assert settings.bits is not None
     assert exact is not None

@@ -34,39 +34,10 @@ class Stage(Enum):
     CALLS = "codegen/aten.py: emit, which knows by then how many bytes are alive at each node"
 
 
-When = Callable[[Settings, fx.Graph], bool]
+def _by_sources(settings: Settings, graph: fx.Graph) -> bool:
+    """Whether backward of a convolution of a concatenation is computed source by source.
 
-
-def always(settings: Settings, graph: fx.Graph) -> bool:
-    """always"""
-    return True
-
-
-def for_inductor(settings: Settings, graph: fx.Graph) -> bool:
-    """Inductor generates the code"""
-    return settings.fused_code
-
-
-def for_aten(settings: Settings, graph: fx.Graph) -> bool:
-    """PyTorch's kernels run"""
-    return not settings.fused_code
-
-
-def with_bits(settings: Settings, graph: fx.Graph) -> bool:
-    """bits"""
-    return settings.bits is not None
-
-
-def with_bits_for_inductor(settings: Settings, graph: fx.Graph) -> bool:
-    """bits, and Inductor generates the code"""
-    return settings.bits is not None and settings.fused_code
-
-
-def by_sources(settings: Settings, graph: fx.Graph) -> bool:
-    """bits, Inductor or a budget; on a GPU bits or a budget of the peak
-
-    The peak is lower where backward of a convolution of a concatenation is computed source by source.  But on a GPU the
-    parts take longer than the concatenation does, which is formed again.
+    The peak is lower then.  But on a GPU the parts take longer than the concatenation does, which is formed again.
     """
     limits, given = settings.limits, filter(is_tensor, graph.find_nodes(op="placeholder"))
     if settings.bits is not None:
@@ -76,9 +47,17 @@ def by_sources(settings: Settings, graph: fx.Graph) -> bool:
     return settings.fused_code or limits is not None
 
 
-def has_statistics(settings: Settings, graph: fx.Graph) -> bool:
-    """a norm was divided"""
-    return bool(graph.find_nodes(op="call_function", target=statistics))
+BY_SOURCES = "bits, Inductor or a budget; on a GPU bits or a budget of the peak"
+# When a pass runs, for a page and for a program.
+WHEN: dict[str, Callable[[Settings, fx.Graph], bool]] = {
+    "": lambda settings, graph: True,
+    "aten": lambda settings, graph: not settings.fused_code,
+    "Inductor": lambda settings, graph: settings.fused_code,
+    "bits": lambda settings, graph: settings.bits is not None,
+    "bits and Inductor": lambda settings, graph: settings.bits is not None and settings.fused_code,
+    "a norm was divided": lambda settings, graph: bool(graph.find_nodes(op="call_function", target=statistics)),
+    BY_SOURCES: _by_sources,
+}
 
 
 class Pass(NamedTuple):
@@ -87,7 +66,7 @@ class Pass(NamedTuple):
     function: its module in ``fusedseg.compiler``, and its name there.
     stage: who runs it.  on: the graphs on which it runs.
     takes: what it is given, by the names of ``run``.
-    when: whether it runs.
+    when: a key of ``WHEN``, which says whether it runs.
     after: the functions of other passes that must have run before it.
     """
 
@@ -95,7 +74,7 @@ class Pass(NamedTuple):
     stage: Stage
     on: tuple[str, ...]
     takes: tuple[str, ...] = ("graph",)
-    when: When = always
+    when: str = ""
     after: tuple[str, ...] = ()
 
     def __call__(self, given: dict[str, Any]) -> None:
@@ -114,11 +93,11 @@ PASSES = (
         after=("capture.dead_bias:rewrite", "capture.convolve_first:rewrite"),
     ),
     Pass(
-        "capture.pools_and_upsampling:rewrite_for_inductor", Stage.CAPTURE, (CAPTURED,), ("module",), for_inductor,
+        "capture.pools_and_upsampling:rewrite_for_inductor", Stage.CAPTURE, (CAPTURED,), ("module",), "Inductor",
         after=("capture.convolve_first:rewrite",),
     ),
     Pass(
-        "capture.pools_and_upsampling:rewrite_for_aten", Stage.CAPTURE, (CAPTURED,), ("module",), for_aten,
+        "capture.pools_and_upsampling:rewrite_for_aten", Stage.CAPTURE, (CAPTURED,), ("module",), "aten",
         after=("capture.convolve_first:rewrite",),
     ),
     Pass("plan.eager_mode:note_changeable", Stage.TRACED, (JOINT,)),
@@ -128,19 +107,19 @@ PASSES = (
     ),
     Pass("rewrite.simplify:run", Stage.LAYOUT, (JOINT,), ("module",), after=("plan.eager_mode:note_changeable",)),
     Pass("rewrite.one_channel:rewrite", Stage.LAYOUT, (JOINT,), after=("rewrite.channels_last:run",)),
-    Pass("rewrite.split_convolutions:rewrite", Stage.CANDIDATE, (JOINT,), when=by_sources),
+    Pass("rewrite.split_convolutions:rewrite", Stage.CANDIDATE, (JOINT,), when=BY_SOURCES),
     # Backward of a convolution that was split may read the result of another convolution, with its bias.
     Pass(
-        "rewrite.late_bias:rewrite", Stage.CANDIDATE, (JOINT,), when=for_aten,
+        "rewrite.late_bias:rewrite", Stage.CANDIDATE, (JOINT,), when="aten",
         after=("rewrite.split_convolutions:rewrite",),
     ),
-    Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when=with_bits),
+    Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
     Pass("rewrite.residual_norms:rewrite", Stage.PACKED, (JOINT,)),
-    Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when=with_bits_for_inductor),
+    Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
     Pass("plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused")),
     Pass("codegen.norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
     Pass(
-        "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when=has_statistics,
+        "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
         after=("codegen.norms:divide",),
     ),
     Pass("codegen.activations:rewrite", Stage.JOINED, PARTS, after=("rewrite.residual_norms:rewrite",)),
@@ -197,7 +176,7 @@ def run(stage: Stage, on: str, of: fx.GraphModule | fx.Graph, settings: Settings
     for row in PASSES:
         # A pass may put another graph into the module.
         graph = of if isinstance(of, fx.Graph) else of.graph
-        if row.stage is stage and on in row.on and row.when(asked, graph):
+        if row.stage is stage and on in row.on and WHEN[row.when](asked, graph):
             row({"module": of, "graph": graph, "settings": asked, "fused": asked.fused_code, **more})
             ran = True
     return ran

@@ -1,7 +1,8 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .._sizes import parse_bytes
-from .._torch import FakeTensorMode
 from ..convert import convert as convert_blocks
-from ..memory.fake import Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.fake import Model, OptimizerFactory, bytes_before, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.step_bytes import StepBytes
 from ..memory.tables import gib
 from .answer import Option, Plan
-from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, StepBytes, Way, of_backend
+from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, Way, of_backend
 
 OP = "fusedseg.plan"
 # The budgets of the backend that a plan tries if it looks for the largest batch, and its numbers of bits.
@@ -76,61 +77,50 @@ def plan(
     usable = int(nbytes * (1 - reserve))
     say = progress or (lambda text: None)
     with fake_mode() as mode:
-        models = _Models(model, convert, mode, dtype)
-        counted = _Counted(models, input_shape, optimizer, codegen, say)
+
+        def stock() -> nn.Module:
+            return fake_model(model, mode, dtype)
+
+        makes = {EAGER: stock} if convert is None else {EAGER: stock, CONVERT: lambda: convert(stock())}
+        counted = _Counted(makes, functools.partial(batched, input_shape), dtype, optimizer, codegen, say)
         search = _Search(counted, usable, batch, code)
         for amp in (False, True) if dtype.itemsize > 2 else (False,):
             search.run(amp)
+    name = type(counted.net(EAGER)).__name__
     options = tuple(search.options)
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
         back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {models.name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"{OP}: {name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
             f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
             "take a smaller batch or input"
         )
-    return Plan(models.name, options, nbytes, usable, batch, search.left_out)
-
-
-class _Models:
-    """The model without values, as it is and converted; each is built once."""
-
-    def __init__(self, model: Model, convert: Convert | None, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-        self._model = model
-        self._convert = convert
-        self._mode = mode
-        self.dtype = dtype
-        self._nets: dict[str, nn.Module] = {}
-        self.kinds = [EAGER, CONVERT] if convert is not None else [EAGER]
-
-    @property
-    def name(self) -> str:
-        return type(self._nets[EAGER]).__name__
-
-    def net(self, kind: str) -> nn.Module:
-        if kind not in self._nets:
-            net = fake_model(self._model, self._mode, self.dtype)
-            self._nets[kind] = self._convert(net) if kind == CONVERT and self._convert is not None else net
-        return self._nets[kind]
+    return Plan(name, options, nbytes, usable, batch, search.left_out)
 
 
 class _Counted:
-    """What each way needs for a batch."""
+    """What each way needs for a batch.
+
+    Args:
+        makes: for each kind of way in eager mode a function that builds its model, which is called once.
+        shapes: a function of the batch that returns the shapes of the inputs.
+        dtype, optimizer, codegen: the arguments of ``plan``.
+        say: is called with a short text before each step.
+    """
 
     def __init__(
         self,
-        models: _Models,
-        input_shape: Sequence[Any],
+        makes: Mapping[str, Callable[[], nn.Module]],
+        shapes: Callable[[int], Sequence[Any]],
+        dtype: torch.dtype,
         optimizer: OptimizerFactory | None,
         codegen: str | None,
         say: Callable[[str], None],
     ) -> None:
-        self.models = models
-        self._input_shape = input_shape
-        self._optimizer = optimizer
-        self._codegen = codegen
-        self._say = say
+        self.kinds, self.net = list(makes), functools.cache(lambda kind: makes[kind]())
+        self._shapes, self._dtype, self._optimizer = shapes, dtype, optimizer
+        self._codegen, self._say = codegen, say
         # The bytes that are there before a step of the stock model whatever the batch is, by kind.
         self.before: dict[str, int] = {}
 
@@ -138,11 +128,11 @@ class _Counted:
         """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
         self._say(f"{way.label}, batch {batch}")
         inputs = self._inputs(batch)
-        step = eager_step(self.models.net(way.kind), inputs, optimizer=self._optimizer, autocast=way.autocast)
+        net = self.net(way.kind)
+        before = bytes_before(net, inputs, optimizer=self._optimizer)
         if not self.before:
-            self.before = {kind: nbytes for kind, nbytes in step.before.items() if kind != "inputs"}
-        there = sum(step.before.values())
-        return StepBytes(step.saved, there + step.peak, there + step.with_workspaces)
+            self.before = {kind: nbytes for kind, nbytes in before.items() if kind != "inputs"}
+        return eager_step(net, inputs, autocast=way.autocast).needs.beside(sum(before.values()))
 
     def backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
         """What the backend needs in all, in ways with the same autocast."""
@@ -150,15 +140,14 @@ class _Counted:
         inputs = self._inputs(batch)
         there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
         asked = [replace(way, options=self.options(way)) for way in ways]
-        found = of_backend(self.models.net(EAGER), inputs, asked)
-        return [StepBytes(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
+        return [found.beside(there) for found in of_backend(self.net(EAGER), inputs, asked)]
 
     def options(self, way: Way) -> dict[str, Any]:
         """The options of the backend with which a way is counted."""
         return {**({} if self._codegen is None else {"codegen": self._codegen}), **way.options}
 
     def _inputs(self, batch: int) -> list[Tensor]:
-        return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
+        return fake_inputs(self._shapes(batch), self._dtype)
 
 
 class _Search:
@@ -181,7 +170,7 @@ class _Search:
         """Counts all ways with autocast, or all without it."""
         from ..compiler.estimate import NotCompiled
 
-        for kind in self._counted.models.kinds:
+        for kind in self._counted.kinds:
             self._try([Way(kind, amp)], lambda ways, batch: [self._counted.eager(ways[0], batch)])
         exact = Way(BACKEND, amp)
         noisy = [replace(exact, options={"bits": bits}) for bits in BITS]

@@ -14,7 +14,7 @@ from fusedseg.compiler.codegen import aten as partition_emit
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.compiler.graph import nbytes_of
 from fusedseg.compiler.plan import choose, keep, recompute
-from fusedseg.compiler.plan.peak import Live
+from fusedseg.compiler.plan.peak import ByteModel
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.norm import reference
@@ -37,7 +37,7 @@ def chosen(monkeypatch):
     def noted(choices, wanted, most=None):
         choice, met = nearest(choices, wanted, most)
         # With bits, the plan without them is made before, and noted too.
-        found.append((choices.eager, choice.cost, choice.cost.flops / max(choices.total, 1)))
+        found.append((choices.eager, choice.cost, choice.cost.repeated))
         return choice, met
 
     monkeypatch.setattr(choose, "nearest", noted)
@@ -245,7 +245,7 @@ def test_peak_with_inductor(name, monkeypatch):
 
     def noted(joint, decided, storage=None):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.kept)
-        counted.append(Live(joint, fused=True).cost(decided).peak)
+        counted.append(ByteModel(joint, fused=True).needs(decided).peak)
         apply(joint, decided, storage)
 
     monkeypatch.setattr(keep, "apply", noted)
@@ -264,7 +264,7 @@ def test_arithmetic_is_used_up(monkeypatch):
         way = choose.WayDown(choices, choices.counted(first), most, falling=False)
         way.recomputed, kept = next(iter(steps)), way.best.cost.kept
         found.extend(choices._filled(way, cut, dict([list(steps.items())[-1]])))
-        assert all(choice.cost.flops <= most for choice in found)
+        assert all(choice.cost.repeated * choices.total <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
         return choosing(choices, wanted)
 

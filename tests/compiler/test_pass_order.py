@@ -18,8 +18,7 @@ def table() -> str:
     rows = ["| stage | pass | graphs | when | after |", "|---|---|---|---|---|"]
     for row in PASSES:
         after = ", ".join(f"`{name}`" for name in row.after)
-        when = (row.when.__doc__ or "").partition("\n")[0]
-        rows.append(f"| {row.stage.name.lower()} | `{row.function}` | {', '.join(row.on)} | {when} | {after} |")
+        rows.append(f"| {row.stage.name.lower()} | `{row.function}` | {', '.join(row.on)} | {row.when} | {after} |")
     return "\n".join(rows)
 
 

@@ -19,9 +19,9 @@ from ...ops.conv import conv3d
 from ...progress import Progress
 from .. import passes
 from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
+from ..plan.peak import liveness_of
 from ..settings import OP, QUIET_SECONDS, left_out, written
 from . import convolution_backward, replays
-from .room import Room
 
 aten = torch.ops.aten
 SAME = (
@@ -176,7 +176,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     launching = _launching(module.graph)
     on = passes.BACKWARD if gradients else passes.FORWARD
     passes.run(passes.Stage.JOINED, on, module)
-    passes.run(passes.Stage.CALLS, on, module, room=Room(module.graph))
+    passes.run(passes.Stage.CALLS, on, module, room=liveness_of(module.graph))
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

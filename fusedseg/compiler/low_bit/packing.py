@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...memory.step_bytes import StepBytes
 from ...ops.low_bit import graph as ops
 from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import SMOOTH_BITS
@@ -16,7 +17,7 @@ from ..plan import keep, nearly_free
 from ..plan.choose import Choice, Choices
 from ..plan.keep import KEEP, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
-from ..plan.peak import Cost, Live
+from ..plan.peak import ByteModel
 from ..plan.schedule import LOWEST
 from .choose_bits import Rounded, bits_of, settled
 
@@ -65,7 +66,7 @@ class Storage:
         return node
 
 
-def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: Cost) -> Choice:
+def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: StepBytes) -> Choice:
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
@@ -79,11 +80,11 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
     counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
     counted.goal = decided.goal
-    live = Live(joint, fused)
-    cost = live.cost(counted)
+    model = ByteModel(joint, fused)
+    cost = model.needs(counted)
     if counted.goal is None and not cost.is_within(exact):
         counted.goal = LOWEST
-        lowest = live.cost(counted)
+        lowest = model.needs(counted)
         # The search is greedy, and may end higher.
         if lowest.is_within(exact) or lowest.peak < cost.peak:
             return Choice(replace(decided, goal=LOWEST), lowest)
@@ -96,7 +97,7 @@ class RoundedChoices(Choices):
     Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: Cost) -> None:
+    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: StepBytes) -> None:
         super().__init__(joint, eager, fused)
         self._bits, self._exact = bits, exact
 

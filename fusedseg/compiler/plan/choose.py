@@ -19,12 +19,13 @@ from typing import NamedTuple
 from torch import fx
 
 from ..._sizes import text_of
+from ...memory.step_bytes import StepBytes
 from ..budget import Budget
-from ..graph import Joint, flops_of, nbytes_of
+from ..graph import Joint, nbytes_of
 from ..settings import OP
 from . import keep
 from .min_cut import Cut
-from .peak import Cost, Live
+from .peak import ByteModel
 from .schedule import Goal
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
@@ -41,7 +42,7 @@ PEAK_SLACK = 1e-3
 
 class Choice(NamedTuple):
     decision: keep.Decision
-    cost: Cost
+    cost: StepBytes
 
 
 class Choices:
@@ -54,9 +55,8 @@ class Choices:
 
     def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
         self.joint, self.eager, self.fused, self.goal = joint, eager, fused, goal
-        self.live = Live(joint, fused)
-        self.flops = {node: flops_of(node) for node in joint.forward}
-        self.total = sum(self.flops.values())
+        self.model = ByteModel(joint, fused)
+        self.flops, self.total = self.model.flops, self.model.total
 
     def _price(self, call: fx.Node) -> int:
         """What a second run of a call costs."""
@@ -76,11 +76,11 @@ class Choices:
 
     def kept(self, decision: keep.Decision) -> int:
         """The bytes that forward keeps, or a few less."""
-        return self.live.kept(decision)
+        return self.model.kept(decision)
 
     def counted(self, decision: keep.Decision) -> Choice:
         """A decision with what it costs; one without a goal may get one."""
-        return Choice(decision, self.live.cost(decision))
+        return Choice(decision, self.model.needs(decision))
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -189,7 +189,7 @@ class WayDown:
         decision.goal = Goal(self._most * (1 + PEAK_SLACK), self.most_flops, price)
         found = of.counted(decision)
         cost = found.cost
-        if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
+        if cost.kept > enough or cost.peak > decision.goal.peak or cost.repeated * of.total > self.most_flops:
             self.refused.add(tried)
             return TrialResult.HIGH
         self.best, self.recomputed = found, tried
@@ -199,14 +199,14 @@ class WayDown:
         return TrialResult.TAKEN
 
 
-def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:
+def nearest(choices: Choices, budget: Budget | None, most: StepBytes | None = None) -> tuple[Choice, bool]:
     """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
 
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
     """
     if budget is None:
         return choices.counted(choices.first()), True
-    nbytes, arguments = budget.bytes_of(choices.eager), choices.live.arguments
+    nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
     falling = nbytes is not None or budget.peak is not None
     last = None
@@ -220,12 +220,12 @@ def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -
     return last or found, False
 
 
-def warn_of(cost: Cost | None, budget: Budget | None, choices: Choices) -> None:
+def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
     assert cost is not None
     assert budget is not None
     eager = choices.eager
-    most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
+    most, peak = budget.bytes_of(eager), cost.peak + choices.model.arguments
     if budget.peak is not None:
         asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
     elif most is not None:
@@ -237,7 +237,7 @@ def warn_of(cost: Cost | None, budget: Budget | None, choices: Choices) -> None:
         return
     warnings.warn(
         f"{OP}: {asked} cannot be met without a higher peak or more arithmetic.  The nearest that can is {nearest}; "
-        f"{cost.flops / max(choices.total, 1):.1%} of the forward's arithmetic runs again, and extra_flops, which is "
+        f"{cost.repeated:.1%} of the forward's arithmetic runs again, and extra_flops, which is "
         f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )
