@@ -82,7 +82,7 @@ class Pass(NamedTuple):
 
 
 LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
-OF_MODULE, WITH_ROOM = ("module", "settings"), ("graph", "room")
+OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
 PASSES = (
     Pass("capture.dead_bias:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
@@ -123,7 +123,7 @@ PASSES = (
         after=("codegen.norms:divide",),
     ),
     Pass("codegen.activations:rewrite", Stage.JOINED, PARTS, after=("rewrite.residual_norms:rewrite",)),
-    Pass("codegen.casts:rewrite", Stage.CALLS, PARTS, WITH_ROOM),
+    Pass("codegen.casts:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS),
     Pass(
         "codegen.shorter:rewrite", Stage.CALLS, PARTS,
         after=("codegen.activations:rewrite", "codegen.casts:rewrite"),
@@ -143,7 +143,7 @@ PASSES = (
         after=("codegen.casts:rewrite", "codegen.shorter:rewrite", "codegen.gradient_sums:rewrite"),
     ),
     Pass(
-        "codegen.convolution_backward:rewrite", Stage.CALLS, PARTS, WITH_ROOM,
+        "codegen.convolution_backward:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS,
         after=("codegen.concatenation:make_dense", "codegen.in_place:rewrite"),
     ),
     # From here on convolutions, and then the ops of this package, are no ops any more.

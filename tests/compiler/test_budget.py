@@ -261,9 +261,9 @@ def test_arithmetic_is_used_up(monkeypatch):
     def filled(choices, wanted):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
         steps = cut.steps()
-        way = choose.WayDown(choices, choices.counted(first), most, falling=False)
-        way.recomputed, kept = next(iter(steps)), way.best.cost.kept
-        found.extend(choices._filled(way, cut, dict([list(steps.items())[-1]])))
+        search = choose.Search(choices, choices.counted(first), most, falling=False)
+        search.recomputed, kept = next(iter(steps)), search.best.cost.kept
+        found.extend(choices._filled(search, cut, dict([list(steps.items())[-1]])))
         assert all(choice.cost.repeated * choices.total <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
         return choosing(choices, wanted)
@@ -328,7 +328,7 @@ def test_beside_the_optimum(name, monkeypatch):
     choosing = choose.nearest
 
     def compared(choices, wanted):
-        for choice in choices.on_the_way_down(0.35 * choices.total):
+        for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
             flops = sum(
                 choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.recomputed}

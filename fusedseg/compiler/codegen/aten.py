@@ -176,7 +176,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     launching = _launching(module.graph)
     on = passes.BACKWARD if gradients else passes.FORWARD
     passes.run(passes.Stage.JOINED, on, module)
-    passes.run(passes.Stage.CALLS, on, module, room=liveness_of(module.graph))
+    passes.run(passes.Stage.CALLS, on, module, liveness=liveness_of(module.graph))
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

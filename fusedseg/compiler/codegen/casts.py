@@ -39,12 +39,12 @@ def is_cast(node: fx.Node) -> bool:
 
 
 @optional("casts")
-def rewrite(graph: fx.Graph, room: Liveness) -> int:
+def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.
     end = next((node for node in graph.nodes if writes(node)), graph.output_node())
-    before = room.place_of[end]
-    found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and room.place_of[node] < before]
+    before = liveness.place_of[end]
+    found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and liveness.place_of[node] < before]
     of_arguments = [node for node in found if node_at(node, 0).op == "placeholder"]
     roots = roots_of(graph)
     of_results = [node for node in found if _can_wait(node, roots)]
@@ -52,11 +52,11 @@ def rewrite(graph: fx.Graph, room: Liveness) -> int:
     for nodes in _alike(of_arguments):
         # What does not fit at the first of them may fit at a later one.
         while len(nodes) > 1:
-            taken = [node for node in nodes[1:] if _is_early(node, nodes[0], room)]
+            taken = [node for node in nodes[1:] if _is_early(node, nodes[0], liveness)]
             count += _cast_together(graph, [nodes[0], *taken], nodes[0])
             nodes = [node for node in nodes[1:] if node not in taken]
     for nodes in _alike(of_results):
-        count += _cast_together(graph, [node for node in nodes if _is_late(node, end, room)], end)
+        count += _cast_together(graph, [node for node in nodes if _is_late(node, end, liveness)], end)
     return count
 
 
@@ -89,16 +89,16 @@ def _can_wait(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> bool:
     return whole and set(source.users) == {node} and set(node.users) == {node.graph.output_node()}
 
 
-def _is_early(node: fx.Node, first: fx.Node, room: Liveness) -> bool:
-    """Whether there is room for the result of a cast from the place of another one on."""
-    return room.takes((room.place_of[first], room.place_of[node] - 1, nbytes_of(node)))
+def _is_early(node: fx.Node, first: fx.Node, liveness: Liveness) -> bool:
+    """Whether the result of a cast may be alive from the place of another one on."""
+    return liveness.takes((liveness.place_of[first], liveness.place_of[node] - 1, nbytes_of(node)))
 
 
-def _is_late(node: fx.Node, end: fx.Node, room: Liveness) -> bool:
-    """Whether there is room for the source of a cast until the end of the graph, in place of the result."""
+def _is_late(node: fx.Node, end: fx.Node, liveness: Liveness) -> bool:
+    """Whether the source of a cast may be alive until the end of the graph, in place of the result."""
     source, result = nbytes_of(node_at(node, 0)), nbytes_of(node)
-    last = room.place_of[end]
-    return room.takes((room.place_of[node] + 1, last - 1, source - result), (last, last, source))
+    last = liveness.place_of[end]
+    return liveness.takes((liveness.place_of[node] + 1, last - 1, source - result), (last, last, source))
 
 
 def _cast_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> int:
