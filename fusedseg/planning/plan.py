@@ -1,9 +1,8 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,16 +76,13 @@ def plan(
     usable = int(nbytes * (1 - reserve))
     say = progress or (lambda text: None)
     with fake_mode() as mode:
-
-        def stock() -> nn.Module:
-            return fake_model(model, mode, dtype)
-
-        makes = {EAGER: stock} if convert is None else {EAGER: stock, CONVERT: lambda: convert(stock())}
-        counted = _Counted(makes, functools.partial(batched, input_shape), dtype, optimizer, codegen, say)
-        search = _Search(counted, usable, batch, code)
+        nets = {EAGER: fake_model(model, mode, dtype)}
+        if convert is not None:
+            nets[CONVERT] = convert(fake_model(model, mode, dtype))
+        search = _Search(nets, input_shape, dtype, optimizer, codegen, usable, batch, code=code, say=say)
         for amp in (False, True) if dtype.itemsize > 2 else (False,):
             search.run(amp)
-    name = type(counted.net(EAGER)).__name__
+    name = type(nets[EAGER]).__name__
     options = tuple(search.options)
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
@@ -99,87 +95,47 @@ def plan(
     return Plan(name, options, nbytes, usable, batch, search.left_out)
 
 
-class _Counted:
-    """What each way needs for a batch.
-
-    Args:
-        makes: for each kind of way in eager mode a function that builds its model, which is called once.
-        shapes: a function of the batch that returns the shapes of the inputs.
-        dtype, optimizer, codegen: the arguments of ``plan``.
-        say: is called with a short text before each step.
-    """
-
-    def __init__(
-        self,
-        makes: Mapping[str, Callable[[], nn.Module]],
-        shapes: Callable[[int], Sequence[Any]],
-        dtype: torch.dtype,
-        optimizer: OptimizerFactory | None,
-        codegen: str | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self.kinds, self.net = list(makes), functools.cache(lambda kind: makes[kind]())
-        self._shapes, self._dtype, self._optimizer = shapes, dtype, optimizer
-        self._codegen, self._say = codegen, say
-        # The bytes that are there before a step of the stock model whatever the batch is, by kind.
-        self.before: dict[str, int] = {}
-
-    def eager(self, way: Way, batch: int) -> StepBytes:
-        """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
-        self._say(f"{way.label}, batch {batch}")
-        inputs = self._inputs(batch)
-        net = self.net(way.kind)
-        before = bytes_before(net, inputs, optimizer=self._optimizer)
-        if not self.before:
-            self.before = {kind: nbytes for kind, nbytes in before.items() if kind != "inputs"}
-        return eager_step(net, inputs, autocast=way.autocast).needs.beside(sum(before.values()))
-
-    def backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
-        """What the backend needs in all, in ways with the same autocast."""
-        self._say(f"{ways[0].label}, batch {batch}")
-        inputs = self._inputs(batch)
-        there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
-        asked = [replace(way, options=self.options(way)) for way in ways]
-        return [found.beside(there) for found in of_backend(self.net(EAGER), inputs, asked)]
-
-    def options(self, way: Way) -> dict[str, Any]:
-        """The options of the backend with which a way is counted."""
-        return {**({} if self._codegen is None else {"codegen": self._codegen}), **way.options}
-
-    def _inputs(self, batch: int) -> list[Tensor]:
-        return fake_inputs(self._shapes(batch), self._dtype)
-
-
+@dataclass
 class _Search:
-    """Collects the options of all ways.
+    """Counts all ways, and collects their options.
 
     Attributes:
+        nets: the model without values for each kind of way in eager mode.
+        input_shape, dtype, optimizer, codegen, batch, code: the arguments of ``plan``.
+        usable: the bytes that a step may need.
+        say: is called with a short text before each step.
+        before: the bytes that are there before a step of the stock model whatever the batch is, by kind.
         options: what each way needs.
         left_out: the label of each way that cannot be counted, and the reason.
     """
 
-    def __init__(self, counted: _Counted, usable: int, batch: int | None, code: str) -> None:
-        self._counted = counted
-        self._usable = usable
-        self._batch = batch
-        self._code = code
-        self.options: list[Option] = []
-        self.left_out: dict[str, str] = {}
+    nets: Mapping[str, nn.Module]
+    input_shape: Sequence[Any]
+    dtype: torch.dtype
+    optimizer: OptimizerFactory | None
+    codegen: str | None
+    usable: int
+    batch: int | None
+    code: str
+    say: Callable[[str], None]
+    before: dict[str, int] = field(default_factory=dict)
+    options: list[Option] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def run(self, amp: bool) -> None:
         """Counts all ways with autocast, or all without it."""
         from ..compiler.estimate import NotCompiled
 
-        for kind in self._counted.kinds:
-            self._try([Way(kind, amp)], lambda ways, batch: [self._counted.eager(ways[0], batch)])
+        for kind in self.nets:
+            self._try([Way(kind, amp)], self._eager)
         exact = Way(BACKEND, amp)
         noisy = [replace(exact, options={"bits": bits}) for bits in BITS]
         try:
-            if self._batch is None:
-                self._try([exact, *self._shares(exact), *noisy], self._counted.backend)
+            if self.batch is None:
+                self._try([exact, *self._shares(exact), *noisy], self._backend)
             else:
-                self._try([exact, *noisy], self._counted.backend)
-                self._try(self._peak(exact), self._counted.backend)
+                self._try([exact, *noisy], self._backend)
+                self._try(self._peak(exact), self._backend)
         except NotCompiled as error:
             self.left_out[exact.label] = str(error).partition(": ")[2]
 
@@ -187,7 +143,7 @@ class _Search:
         """The ways with a budget that the backend does not meet by itself."""
         small = STARTS[0]
         eager = next(option for option in self.options if option.way == replace(exact, kind=EAGER))
-        (first,) = self._counted.backend([exact], small)
+        (first,) = self._backend([exact], small)
         shares = [share for share in BUDGETS if first.kept / small > share * eager.kept / eager.smallest]
         return [replace(exact, options={"budget": share}) for share in shares]
 
@@ -197,57 +153,72 @@ class _Search:
             return []
         # The backend's peak has the arguments of the graph, and neither the optimizer's state nor workspaces.
         option = next(option for option in self.options if option.way == exact)
-        room = self._usable - self._counted.before["optimizer state"] - option.workspaces
+        room = self.usable - self.before["optimizer state"] - option.workspaces
         return [replace(exact, options={"budget": peak_text(room)})]
 
     def _try(self, ways: Sequence[Way], needs: Callable[[Sequence[Way], int], Sequence[StepBytes]]) -> None:
         """Adds an option for each way: for the wanted batch, or for the largest one that fits."""
         if not ways:
             return
-        if self._batch is not None:
-            for way, of in zip(ways, needs(ways, self._batch), strict=True):
-                self._add(way, self._batch, self._batch, of)
+        if self.batch is not None:
+            for way, of in zip(ways, needs(ways, self.batch), strict=True):
+                self._add(way, self.batch, self.batch, of)
             return
         low, high = STARTS
         first = needs(ways, low)
         # The bytes of parameters, their gradients and the optimizer do not grow with the batch.
-        before = self._counted.before
+        before = self.before
         fixed = sum(before.values()) + before["parameters"]
-        guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self._usable)
+        guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self.usable)
         high = max(guess, high)
         for way, small, large in zip(ways, first, needs(ways, high), strict=True):
             line = Line.through({low: small.with_workspaces, high: large.with_workspaces})
-            found = max(line.reach(self._usable), 0)
+            found = max(line.reach(self.usable), 0)
             at = found or 1
             kept = Line.through({low: small.kept, high: large.kept}).at(at)
             peak = Line.through({low: small.peak, high: large.peak}).at(at)
             self._add(way, found, at, StepBytes(kept, peak, line.at(at), large.repeated))
 
+    def _eager(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
+        """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
+        (way,) = ways
+        self.say(f"{way.label}, batch {batch}")
+        inputs, net = self._inputs(batch), self.nets[way.kind]
+        before = bytes_before(net, inputs, optimizer=self.optimizer)
+        if not self.before:
+            self.before = {kind: nbytes for kind, nbytes in before.items() if kind != "inputs"}
+        return [eager_step(net, inputs, autocast=way.autocast).needs.beside(sum(before.values()))]
+
+    def _backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
+        """What the backend needs in all, in ways with the same autocast."""
+        self.say(f"{ways[0].label}, batch {batch}")
+        inputs = self._inputs(batch)
+        there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
+        asked = [replace(way, options=self._asked(way)) for way in ways]
+        return [found.beside(there) for found in of_backend(self.nets[EAGER], inputs, asked)]
+
+    def _asked(self, way: Way) -> dict[str, Any]:
+        """The options of the backend with which a way is counted."""
+        return {**({} if self.codegen is None else {"codegen": self.codegen}), **way.options}
+
+    def _inputs(self, batch: int) -> list[Tensor]:
+        return fake_inputs(batched(self.input_shape, batch), self.dtype)
+
     def _add(self, way: Way, found: int, at: int, needs: StepBytes) -> None:
         """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
+        total = needs.with_workspaces
         self.options.append(
             Option(
-                way,
-                batch=found,
-                total=needs.with_workspaces,
-                smallest=at,
-                fits=needs.with_workspaces <= self._usable,
-                kept=needs.kept,
-                workspaces=needs.with_workspaces - needs.peak,
-                repeated=needs.repeated,
-                code=self._lines(way),
+                way, batch=found, total=total, smallest=at, fits=total <= self.usable, kept=needs.kept,
+                workspaces=total - needs.peak, repeated=needs.repeated, code=self._line(way),
             )
-        )
+        )  # fmt: skip
 
-    def _lines(self, way: Way) -> str:
+    def _line(self, way: Way) -> str:
         """The line of Python that makes a model run in this way."""
-        if way.kind == CONVERT:
-            return self._code
-        if way.kind == EAGER:
-            return ""
-        options = self._counted.options(way)
+        options = self._asked(way)
         text = f", options={options}".replace("'", '"') if options else ""
-        return f'model = torch.compile(model, backend="fusedseg"{text})'
+        return {EAGER: "", CONVERT: self.code}.get(way.kind, f'model = torch.compile(model, backend="fusedseg"{text})')
 
 
 def peak_text(nbytes: int) -> str:
