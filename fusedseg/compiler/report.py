@@ -84,9 +84,9 @@ class Graph:
             yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
         else:
             labels = ("kept for backward", "at the peak", "with workspaces")
-            for place, label in enumerate(labels):
-                stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
-                yield change_text(label, self.eager[place], self.ours[place]) + stock
+            stocks = self.stock[:3] if self.stock else (0, 0, 0)
+            for label, eager, ours, stock in zip(labels, self.eager[:3], self.ours[:3], stocks, strict=True):
+                yield change_text(label, eager, ours) + (f"; torch.compile {text_of(stock)}" if self.stock else "")
             yield "  the peak is        " + ", ".join(f"{text_of(n)} {what}" for what, n in self.at_peak.items() if n)
         if self.recomputed:
             most = sorted(self.recomputed.items(), key=lambda row: -row[1])

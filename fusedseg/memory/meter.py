@@ -43,7 +43,7 @@ class Footprint:
     peak: int
     with_workspaces: int = field(default=0, repr=False)
     course: tuple[list[int], list[int]] = field(default=([], []), repr=False)
-    saved_by: Mapping[object, int] = field(default_factory=dict, repr=False)
+    saved_by: Mapping[Any, int] = field(default_factory=dict, repr=False)
 
     @property
     def needs(self) -> StepBytes:

@@ -5,10 +5,12 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from torch import fx
+from torch import fx, nn
 
+from fusedseg.compiler import estimate, partition
 from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, Stage, run
 from fusedseg.compiler.plan import eager_mode
+from fusedseg.compiler.plan.keep import LABEL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
 
@@ -64,3 +66,20 @@ def test_a_pass_runs_on_its_graphs_alone(monkeypatch):
 
 def test_the_page_shows_the_tuple():
     assert table() in PAGE, f"docs/design.md must have this table:\n{table()}"
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"bits": 8}], ids=str)
+def test_labels_are_written_once(options, monkeypatch):
+    """Counting a decision with bits once took labels off the nodes, and put them back."""
+    seen, cutting = [], partition.cut
+
+    def cut(module, joint_inputs, outputs, labels, given):
+        seen.append((labels, [node for node in module.graph.nodes if LABEL in node.meta]))
+        return cutting(module, joint_inputs, outputs, labels, given)
+
+    monkeypatch.setattr(partition, "cut", cut)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    estimate(net, (2, 3, 32, 32), options={"codegen": "aten", **options})
+    ((labels, labelled),) = seen
+    assert labels
+    assert not labelled
