@@ -15,6 +15,8 @@ from ..progress import Progress
 from . import subclasses
 from .capture import passes
 from .graph import twin_of
+from .passes import INFERENCE, Stage
+from .passes import run as run_passes
 from .report import note_codegen, note_moved, noting, remember
 from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
 from .traffic import InductorMovesLess, check
@@ -125,10 +127,9 @@ def _showing(progress: Progress, text: str, function: Callable[..., Any]) -> Cal
 
 def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     """A compiler of graphs without a backward, which no partitioner sees: they are laid out here."""
-    from .rewrite import channels_last
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if channels_last.run(module.graph, settings):
+        if run_passes(Stage.LAYOUT, INFERENCE, module, settings):
             module.recompile()
         if settings.codegen is None:
             note_moved(check([module.graph]))

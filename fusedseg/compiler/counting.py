@@ -15,24 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from ..memory.meter import Course, key_of
+from ..memory.step_bytes import StepBytes
 from ..memory.workspaces import copies_of
 from .graph import flops_of, following, hint_of, outputs_of, tensors_of
-from .plan import keep, peak, schedule
+from .plan import keep, peak
+from .plan.liveness import Liveness
 
 Parts = tuple[fx.GraphModule, fx.GraphModule]
-
-
-class Bytes(NamedTuple):
-    """What a step needs, without the inputs of the graph, such as parameters.
-
-    kept: the bytes that forward keeps for backward.
-    peak: the most bytes of tensors at once, gradients of weights included.
-    with_workspaces: the most bytes with the estimated workspaces of convolutions (``memory/workspaces.py``).
-    """
-
-    kept: int
-    peak: int
-    with_workspaces: int
 
 
 class Module(NamedTuple):
@@ -62,7 +51,7 @@ Peak = Mapping[str, int]
 KEPT, GRADIENTS, REST = "kept", "gradients of parameters", "in use there"
 
 
-def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course, Peak]:
+def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[StepBytes, Course, Peak]:
     """The bytes of forward and backward, their course, and what is alive at the peak.
 
     Args:
@@ -70,44 +59,25 @@ def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[Bytes, Course, Pe
         outputs: the number of these results.
         fused: whether Inductor generates the code.
     """
-    forward, backward = (_alive(part, fused) for part in parts)
-    kept = sum(kept_by_module(parts[0], outputs).values())
-    needs = Bytes(kept, max(forward.peak, backward.peak), max(forward.with_workspaces, backward.with_workspaces))
-    name, top = (GRADIENTS, backward) if backward.peak >= forward.peak else (KEPT, forward)
-    at_peak = Counter({KEPT: top.given})
-    at_peak[name] += top.returned
-    at_peak[REST] = max(0, top.peak - top.given - top.returned)
-    return needs, (forward.course, backward.course), at_peak
+    forward, backward = (peak.liveness_of(part.graph, fused, estimated_workspace) for part in parts)
+    needs = StepBytes(
+        kept=sum(kept_by_module(parts[0], outputs).values()),
+        peak=max(forward.peak[0], backward.peak[0]),
+        with_workspaces=max(forward.with_workspaces, backward.with_workspaces),
+        repeated=repeated(parts),
+    )
+    name, top = (GRADIENTS, backward) if backward.peak[0] >= forward.peak[0] else (KEPT, forward)
+    given, returned = top.at_the_peak()
+    at_peak = Counter({KEPT: given})
+    at_peak[name] += returned
+    at_peak[REST] = max(0, top.peak[0] - given - returned)
+    return needs, (_course(forward), _course(backward)), at_peak
 
 
-class _Alive(NamedTuple):
-    """The most bytes of tensors of a graph, and the most with workspaces, and the bytes at each call.
-
-    given, returned: the bytes at the peak that the graph is given, and those that it returns.
-    """
-
-    peak: int
-    with_workspaces: int
-    course: list[int]
-    given: int
-    returned: int
-
-
-def _alive(part: fx.GraphModule, fused: bool) -> _Alive:
-    graph = schedule.BackwardGraph(part.graph, fused)
-    alive = graph.alive([*graph.as_it_stands(part.graph.nodes).values()])
-    most = alive.most_with(lambda node: estimated_workspace(node, fused))
-    calls = zip(alive.places, alive.bytes_at, strict=True)
-    course = [nbytes for step, nbytes in calls if step.node.op == "call_function"]
-    there = [step for step, place in alive.places.items() if step.first is step and place <= alive.top]
-    there = [step for step in there if alive.last[step] >= alive.top and step not in alive.inlined]
-    given = [step for step in there if step.node.op == "placeholder"]
-    now = list(alive.places)[alive.top]
-    end = next(step for step in alive.places if step.node.op == "output")
-    # Each of several results of a call has a step of its own, right after it.
-    made = [step for step in alive.places if step.node.target is operator.getitem and now in step.reads]
-    returned = {read.first for read in end.reads}.intersection((*there, *made)).difference(given)
-    return _Alive(alive.peak[0], most, course, *(sum(step.nbytes for step in of) for of in (given, returned)))
+def _course(alive: Liveness) -> list[int]:
+    """The bytes at each call."""
+    steps = zip(alive.steps, alive.bytes_at, strict=True)
+    return [nbytes for step, nbytes in steps if step.node.op == "call_function"]
 
 
 def estimated_workspace(node: fx.Node, fused: bool) -> int:

@@ -1,15 +1,18 @@
 """What eager mode keeps of a graph that Dynamo has captured: a step on tensors without values, under the meter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cached_property
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..memory.fake import fake_mode
-from ..memory.meter import measure
-from .counting import GIVEN, MODEL, Bytes, Course, Module, module_of
+from ..memory.meter import Footprint, measure
+from .counting import GIVEN, MODEL, Module, module_of
 from .graph import hint_of, twin_of
 
 
@@ -22,33 +25,20 @@ class Captured:
         self._autocast = {
             kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         }
-        self._found: InEagerMode | None = None
 
-    def step(self) -> "InEagerMode":
-        """What a step needs."""
-        if self._found is None:
-            self._found = self._counted()
-        return self._found
-
-    def _counted(self) -> "InEagerMode":
+    @cached_property
+    def step(self) -> Footprint:
+        """What a step needs; ``saved_by`` has the modules, and what the model was given."""
         run = _ByModule(self._module)
         with ExitStack() as stack:
             stack.enter_context(fake_mode())
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype))
-            inputs = [value() if isinstance(value, InputWithoutValues) else value for value in self._inputs]
+            inputs = [value() if isinstance(value, FunctionType) else value for value in self._inputs]
             owned = [x for x in inputs if isinstance(x, Tensor)]
             found = measure(run.results, *inputs, owned=owned, where=lambda: run.place)
         by = {module if isinstance(module, Module) else GIVEN: n for module, n in found.saved_by.items()}
-        return InEagerMode(Bytes(found.saved, found.peak, found.with_workspaces), by, found.course)
-
-
-class InEagerMode(NamedTuple):
-    """The bytes of a step, the kept ones by the module that has made them, and their course."""
-
-    needs: Bytes
-    by: Mapping[Module, int]
-    course: Course
+        return replace(found, saved_by=by)
 
 
 class _ByModule(fx.Interpreter):
@@ -67,26 +57,17 @@ class _ByModule(fx.Interpreter):
         return super().run_node(n)
 
 
-class InputWithoutValues(NamedTuple):
-    """An input without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-
-    def __call__(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        made.requires_grad_(self.requires_grad)
-        return made if self.is_leaf else made.clone()
-
-
 def _without_values(value: object) -> object:
+    """An input as it is, or as a function that makes it without its values."""
     if isinstance(value, torch.SymInt):
         return hint_of(value)
     if not isinstance(value, Tensor):
         return value
-    shape, stride = tuple(value.shape), tuple(value.stride())
-    return InputWithoutValues(shape, stride, value.dtype, value.device, value.requires_grad, value.is_leaf)
+    shape, stride, dtype, device = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    trained, is_leaf = value.requires_grad, value.is_leaf
+
+    def made() -> Tensor:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device).requires_grad_(trained)
+        return tensor if is_leaf else tensor.clone()
+
+    return made

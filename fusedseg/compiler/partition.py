@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch
-from . import traffic
+from . import passes, traffic
 from .codegen.inductor import FILES
 from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
-from .plan import eager_mode, keep, schedule
+from .passes import Stage
+from .plan import eager_mode, keep
 from .report import note_after, note_moved
-from .rewrite import channels_last, one_channel, simplify
-from .rewrite.branches import write_activations
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -35,27 +35,31 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     def __call__(
         self, module: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        module.graph.eliminate_dead_code()
+        passes.run(Stage.TRACED, passes.JOINT, module)
         eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
-        channels_last.run(module.graph, self.settings)
-        simplify.run(module)
-        one_channel.rewrite(module.graph)
+        passes.run(Stage.LAYOUT, passes.JOINT, module, self.settings)
         decision = decide(module, eager, self.settings)
-        forward, backward = cut(module, joint_inputs, num_fwd_outputs, options)
-        if self.settings.bits is not None and self.settings.fused_code:
-            for part in (forward, backward):
-                write_activations(part.graph)
-                part.recompile()
+        forward, backward = cut(module, joint_inputs, num_fwd_outputs, decision.labels, options)
         if self.settings.codegen is None:
             note_moved(traffic.check([forward.graph, backward.graph]))
-        schedule.rewrite(backward, decision.goal, self.settings.fused_code)
+        for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
+            if passes.run(Stage.DIVIDED, on, part, self.settings, goal=decision.goal):
+                part.recompile()
         note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward
 
 
 def cut(
-    module: fx.GraphModule, joint_inputs: Sequence[object], outputs: int, options: Mapping[str, object]
+    module: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    outputs: int,
+    labels: Mapping[fx.Node, CheckpointPolicy],
+    options: Mapping[str, object],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The graphs of forward, which has so many ``outputs``, and of backward, along the labels of a joint graph."""
+    for node, label in labels.items():
+        node.meta[keep.LABEL] = label
     # Equal nodes are one already, and the partitioner does not know which must stay apart.
     with (
         _parts.config.patch(activation_memory_budget=1.0, cse=False),

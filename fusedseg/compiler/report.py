@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from .. import _torch
 from .._sizes import change_text, text_of
 from ..memory.meter import Course
+from ..memory.step_bytes import StepBytes
 from . import counting
-from .counting import MODEL, Bytes, Module
+from .counting import MODEL, Module
 from .graph import value_of
 from .in_eager_mode import Captured
 from .plan import keep
@@ -41,7 +42,6 @@ class Graph:
         eager_by, ours_by: the kept bytes of ``eager`` and ``ours`` by the module that has made them.
         eager_course, ours_course: the bytes alive over forward and over backward.
         recomputed: the classes of modules of which backward recomputes something, and the number of modules.
-        repeated: the arithmetic of compute-intensive ops that backward recomputes, as a share of forward's.
         returned: the bytes that the graph returns.
         gradients: the bytes of the gradients that its backward returns.
         at_peak: what the peak of ``ours`` consists of, in bytes.
@@ -55,15 +55,14 @@ class Graph:
 
     calls: int
     trained: bool
-    eager: Bytes | None = None
-    stock: Bytes | None = None
-    ours: Bytes | None = None
+    eager: StepBytes | None = None
+    stock: StepBytes | None = None
+    ours: StepBytes | None = None
     eager_by: Mapping[Module, int] = field(default_factory=dict)
     ours_by: Mapping[Module, int] = field(default_factory=dict)
     eager_course: Course = field(default=((), ()), repr=False)
     ours_course: Course = field(default=((), ()), repr=False)
     recomputed: dict[str, int] = field(default_factory=dict)
-    repeated: float = 0.0
     returned: int = 0
     gradients: int = 0
     at_peak: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +72,11 @@ class Graph:
     moved: Moved | None = None
     unpacked: bool = False
 
+    @property
+    def repeated(self) -> float:
+        """The arithmetic of compute-intensive ops that backward recomputes, as a share of forward's."""
+        return self.ours.repeated if self.ours is not None else 0.0
+
     def lines(self) -> Iterator[str]:
         if not self.trained:
             yield "  runs without a backward, and keeps nothing"
@@ -80,9 +84,9 @@ class Graph:
             yield "  comes from the compiler's cache, uncounted; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew"
         else:
             labels = ("kept for backward", "at the peak", "with workspaces")
-            for place, label in enumerate(labels):
-                stock = f"; torch.compile {text_of(self.stock[place])}" if self.stock else ""
-                yield change_text(label, self.eager[place], self.ours[place]) + stock
+            stocks = self.stock[:3] if self.stock else (0, 0, 0)
+            for label, eager, ours, stock in zip(labels, self.eager[:3], self.ours[:3], stocks, strict=True):
+                yield change_text(label, eager, ours) + (f"; torch.compile {text_of(stock)}" if self.stock else "")
             yield "  the peak is        " + ", ".join(f"{text_of(n)} {what}" for what, n in self.at_peak.items() if n)
         if self.recomputed:
             most = sorted(self.recomputed.items(), key=lambda row: -row[1])
@@ -100,9 +104,11 @@ class Graph:
             yield f"                     The next graph keeps what it reads of {text_of(self.returned)} as it is."
 
     def to_dict(self) -> dict[str, Any]:
-        plain = dict(vars(self))
+        plain: dict[str, Any] = {**vars(self), "repeated": self.repeated}
         for name in ("eager", "stock", "ours", "moved"):
             plain[name] = plain[name]._asdict() if plain[name] is not None else None
+        for name in ("eager", "stock", "ours"):
+            (plain[name] or {}).pop("repeated", None)
         for name in ("eager_by", "ours_by"):
             plain[name] = {module.name: nbytes for module, nbytes in plain[name].items()}
             del plain[name.replace("by", "course")]
@@ -141,7 +147,7 @@ class Report:
         """The largest share of forward's arithmetic that the backward of a graph repeats."""
         return max((graph.repeated for graph in self.graphs), default=0.0)
 
-    def steps(self) -> tuple[Bytes, Bytes]:
+    def steps(self) -> tuple[StepBytes, StepBytes]:
         """What a step needs in eager mode, and in the backend, without the inputs of the graphs and the loss.
 
         While a graph runs, what the graphs before it keep is alive, and the gradients from those after it.
@@ -150,10 +156,10 @@ class Report:
         gradients = [graph.gradients for graph in graphs]
         return (
             _in_turn([graph.eager for graph in graphs if graph.eager is not None], gradients),
-            _in_turn([graph.ours for graph in graphs if graph.ours is not None], gradients),
+            _in_turn([graph.ours for graph in graphs if graph.ours is not None], gradients, self.repeated),
         )
 
-    def stock_step(self) -> Bytes | None:
+    def stock_step(self) -> StepBytes | None:
         """What a step needs with the compiler's own partitioner; None if it was not counted."""
         counted = [(graph.stock, graph.gradients) for graph in self.graphs if graph.stock is not None]
         return _in_turn([of for of, _ in counted], [n for _, n in counted]) if counted else None
@@ -221,14 +227,14 @@ class Report:
             yield f"  {name:<{width}}{text_of(row.eager):>13} -> {text_of(row.ours)}"
 
 
-def _in_turn(graphs: Sequence[Bytes], gradients: Sequence[int]) -> Bytes:
+def _in_turn(graphs: Sequence[StepBytes], gradients: Sequence[int], repeated: float = 0.0) -> StepBytes:
     """What a step of several graphs needs."""
     kept = peak = most = 0
     for place, graph in enumerate(graphs):
         held = kept + sum(gradients[place + 1 :])
         peak, most = max(peak, held + graph.peak), max(most, held + graph.with_workspaces)
         kept += graph.kept
-    return Bytes(kept, peak, most)
+    return StepBytes(kept, peak, most, repeated)
 
 
 def _course_in_turn(graphs: Sequence[tuple[int, Course]], gradients: Sequence[int]) -> Course:
@@ -301,7 +307,8 @@ def _kind(module: nn.Module) -> object:
 def counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
     for graph, captured in found:
         if graph.ours is not None and graph.eager is None:
-            graph.eager, graph.eager_by, graph.eager_course = captured.step()
+            step = captured.step
+            graph.eager, graph.eager_by, graph.eager_course = step.needs, step.saved_by, step.course
     return Report(name, [graph for graph, _ in found])
 
 
@@ -345,7 +352,6 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
     graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, fused)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
-    graph.repeated = counting.repeated(parts)
     graph.returned = counting.returned_bytes(parts[0], outputs)
     graph.gradients = counting.gradient_bytes(parts[1])
     if decision is not None:

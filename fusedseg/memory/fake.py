@@ -2,9 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._backend import EstimateMode
 from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
-from .meter import mean_of, measure, tensors_of
+from .meter import Footprint, mean_of, measure, tensors_of
 
 OP = "fusedseg.memory"
 Model = nn.Module | Callable[[], nn.Module]
@@ -52,24 +51,23 @@ def quiet() -> Iterator[None]:
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class EagerStep:
-    """What a training step in eager mode needs.
+def bytes_before(
+    model: nn.Module, inputs: Sequence[Tensor], *, targets: object = None, optimizer: OptimizerFactory | None = None
+) -> dict[str, int]:
+    """The bytes that are there before a step of a model without values, by kind.
 
-    Attributes:
-        before: bytes that are there before the step: parameters, buffers, optimizer state, inputs.
-        saved, peak, with_workspaces: those of ``Footprint``, beside ``before``; inputs are not in ``saved``.
+    Args:
+        model: the model.
+        inputs: its arguments.
+        targets: what the loss is given beside the outputs.
+        optimizer: makes the optimizer, whose state is that after a step.
     """
-
-    before: Mapping[str, int]
-    saved: int
-    peak: int
-    with_workspaces: int
-
-    @property
-    def total(self) -> int:
-        """The most bytes at once, with those that were there before and with the estimated workspaces."""
-        return sum(self.before.values()) + self.with_workspaces
+    return {
+        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "optimizer state": 0 if optimizer is None else state_bytes(model, optimizer),
+        "inputs": sum(tensor.nbytes for tensor in tensors_of((inputs, targets))),
+    }
 
 
 def eager_step(
@@ -78,17 +76,15 @@ def eager_step(
     *,
     loss: Callable[..., Tensor] | None = None,
     targets: object = None,
-    optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
-) -> EagerStep:
-    """Runs a step of a model without values; must be called inside its fake mode.
+) -> Footprint:
+    """Runs a step of a model without values; must be called inside its fake mode.  Inputs are not in ``saved``.
 
     Args:
         model: the model.
         inputs: its arguments.
         loss: a function of the outputs, and of ``targets`` if they are given; by default the mean of all outputs.
         targets: the second argument of ``loss``.
-        optimizer: makes the optimizer whose state is there before the step.
         autocast: the dtype of autocast around forward and loss.
 
     Raises:
@@ -106,12 +102,6 @@ def eager_step(
             return loss(out) if targets is None else loss(out, targets)
 
     own = [*model.parameters(), *model.buffers(), *inputs]
-    before = {
-        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
-        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-        "optimizer state": 0 if optimizer is None else state_bytes(model, optimizer),
-        "inputs": sum(tensor.nbytes for tensor in tensors_of((inputs, targets))),
-    }
     try:
         found = measure(forward, *inputs, loss=scalar, owned=own)
     except DataDependentOutputException as error:
@@ -119,7 +109,7 @@ def eager_step(
         raise RuntimeError(f"{OP}: {name} asks for the value of a tensor ({error}), and there are none here") from error
     for parameter in model.parameters():
         parameter.grad = None
-    return EagerStep(before, found.saved, found.peak, found.with_workspaces)
+    return found
 
 
 def state_bytes(model: nn.Module, optimizer: OptimizerFactory) -> int:

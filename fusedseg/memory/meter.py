@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
+from .step_bytes import StepBytes
 from .workspaces import copies_of
 
 
@@ -42,7 +43,12 @@ class Footprint:
     peak: int
     with_workspaces: int = field(default=0, repr=False)
     course: tuple[list[int], list[int]] = field(default=([], []), repr=False)
-    saved_by: Mapping[object, int] = field(default_factory=dict, repr=False)
+    saved_by: Mapping[Any, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def needs(self) -> StepBytes:
+        """What the step needs, as the figures of a ``Profile``."""
+        return StepBytes(self.saved, self.peak, self.with_workspaces)
 
     def __str__(self) -> str:
         shown = {"saved": self.saved, "held": self.held, "peak": self.peak}
@@ -151,35 +157,35 @@ class LiveBytes(TorchDispatchMode):
         current: bytes alive now.
         peak: the most bytes alive at once so far.
         with_workspaces: the most bytes alive at once so far, with the estimated workspaces of convolutions.
+        places: for each storage that is alive what ``where`` said when it was allocated.
+        course: the bytes after each allocation and each release.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self.current = 0
         self.peak = 0
         self.with_workspaces = 0
-        self._live: set[int] = set()
+        self.places: dict[int, object] = {}
+        self.course: list[int] = []
+        self._where = where
 
     def track(self, tensor: torch.Tensor) -> None:
         """Counts the tensor's storage from now until it is freed."""
         storage, key = tensor.untyped_storage(), key_of(tensor)
-        if key not in self._live:
-            self._live.add(key)
-            self.current += storage.nbytes()
+        if key not in self.places:
+            self.places[key] = self._where()
+            self._count(storage.nbytes())
             self.peak = max(self.peak, self.current)
-            self.allocated(key)
             weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
 
     def _freed(self, key: int, nbytes: int) -> None:
-        self._live.discard(key)
-        self.current -= nbytes
-        self.freed(key)
+        self.places.pop(key, None)
+        self._count(-nbytes)
 
-    def allocated(self, key: int) -> None:
-        """Called with the key of each new storage; subclasses override it."""
-
-    def freed(self, key: int) -> None:
-        """Called with the key of each freed storage; subclasses override it."""
+    def _count(self, nbytes: int) -> None:
+        self.current += nbytes
+        self.course.append(self.current)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -242,7 +248,7 @@ def measure(
     owned = list(owned)
     if isinstance(fn, torch.nn.Module):
         owned += [*fn.parameters(), *fn.buffers()]
-    with without_nan_checks(), _Places(where) as live:
+    with without_nan_checks(), LiveBytes(where) as live:
         with SavedBytes(owned) as saved:
             out = fn(*inputs)
         saved.add_attributes(out)
@@ -256,24 +262,6 @@ def measure(
         if value.requires_grad:
             value.backward()
     return Footprint(saved_bytes, held_bytes, live.peak, live.with_workspaces, (forward, live.course), by)
-
-
-class _Places(LiveBytes):
-    """``LiveBytes`` that knows where each storage that is alive was allocated, and the bytes after each event."""
-
-    def __init__(self, where: Callable[[], object]) -> None:
-        super().__init__()
-        self._where = where
-        self.places: dict[int, object] = {}
-        self.course: list[int] = []
-
-    def allocated(self, key: int) -> None:
-        self.places[key] = self._where()
-        self.course.append(self.current)
-
-    def freed(self, key: int) -> None:
-        self.places.pop(key, None)
-        self.course.append(self.current)
 
 
 def allocator_peak(step: Callable[[], Any], device: torch.device | str = "cpu") -> int:

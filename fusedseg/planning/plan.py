@@ -1,20 +1,20 @@
 """``plan`` finds the batch that fits in a budget, or the cheapest way to make a wanted batch fit."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._sizes import parse_bytes
-from .._torch import FakeTensorMode
 from ..convert import convert as convert_blocks
-from ..memory.fake import Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.fake import Model, OptimizerFactory, bytes_before, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.step_bytes import StepBytes
 from ..memory.tables import gib
 from .answer import Option, Plan
-from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, StepBytes, Way, of_backend
+from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, Way, of_backend
 
 OP = "fusedseg.plan"
 # The budgets of the backend that a plan tries if it looks for the largest batch, and its numbers of bits.
@@ -76,133 +76,69 @@ def plan(
     usable = int(nbytes * (1 - reserve))
     say = progress or (lambda text: None)
     with fake_mode() as mode:
-        models = _Models(model, convert, mode, dtype)
-        counted = _Counted(models, input_shape, optimizer, codegen, say)
-        search = _Search(counted, usable, batch, code)
+        nets = {EAGER: fake_model(model, mode, dtype)}
+        if convert is not None:
+            nets[CONVERT] = convert(fake_model(model, mode, dtype))
+        search = _Search(nets, input_shape, dtype, optimizer, codegen, usable, batch, code=code, say=say)
         for amp in (False, True) if dtype.itemsize > 2 else (False,):
             search.run(amp)
+    name = type(nets[EAGER]).__name__
     options = tuple(search.options)
     if not any(option.fits for option in options):
         least = min(options, key=lambda option: option.total)
         back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {models.name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
+            f"{OP}: {name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
             f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
             "take a smaller batch or input"
         )
-    return Plan(models.name, options, nbytes, usable, batch, search.left_out)
+    return Plan(name, options, nbytes, usable, batch, search.left_out)
 
 
-class _Models:
-    """The model without values, as it is and converted; each is built once."""
-
-    def __init__(self, model: Model, convert: Convert | None, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-        self._model = model
-        self._convert = convert
-        self._mode = mode
-        self.dtype = dtype
-        self._nets: dict[str, nn.Module] = {}
-        self.kinds = [EAGER, CONVERT] if convert is not None else [EAGER]
-
-    @property
-    def name(self) -> str:
-        return type(self._nets[EAGER]).__name__
-
-    def net(self, kind: str) -> nn.Module:
-        if kind not in self._nets:
-            net = fake_model(self._model, self._mode, self.dtype)
-            self._nets[kind] = self._convert(net) if kind == CONVERT and self._convert is not None else net
-        return self._nets[kind]
-
-
-class _Counted:
-    """What each way needs for a batch."""
-
-    def __init__(
-        self,
-        models: _Models,
-        input_shape: Sequence[Any],
-        optimizer: OptimizerFactory | None,
-        codegen: str | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self.models = models
-        self._input_shape = input_shape
-        self._optimizer = optimizer
-        self._codegen = codegen
-        self._say = say
-        # The bytes that are there before a step of the stock model whatever the batch is, by kind.
-        self.before: dict[str, int] = {}
-        # The codegen that the backend has chosen, without autocast and with it.
-        self._chosen: dict[bool, str | None] = {}
-
-    def eager(self, way: Way, batch: int) -> StepBytes:
-        """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
-        self._say(f"{way.label}, batch {batch}")
-        inputs = self._inputs(batch)
-        step = eager_step(self.models.net(way.kind), inputs, optimizer=self._optimizer, autocast=way.autocast)
-        if not self.before:
-            self.before = {kind: nbytes for kind, nbytes in step.before.items() if kind != "inputs"}
-        there = sum(step.before.values())
-        return StepBytes(step.saved, there + step.peak, there + step.with_workspaces)
-
-    def backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
-        """What the backend needs in all, in ways with the same autocast.
-
-        The codegen is chosen once: a choice traces the model twice, and a line needs the same codegen at both batches.
-        """
-        self._say(f"{ways[0].label}, batch {batch}")
-        inputs, amp = self._inputs(batch), ways[0].amp
-        there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
-        chosen = self._codegen or self._chosen.get(amp)
-        asked = [replace(way, options=_options(way, chosen)) for way in ways]
-        found, self._chosen[amp] = of_backend(self.models.net(EAGER), inputs, asked)
-        return [StepBytes(of.kept, there + of.peak, there + of.with_workspaces, of.repeated) for of in found]
-
-    def options(self, way: Way) -> dict[str, Any]:
-        """The options with which a user gets the backend of a way."""
-        return _options(way, self._codegen)
-
-    def _inputs(self, batch: int) -> list[Tensor]:
-        return fake_inputs(batched(self._input_shape, batch), self.models.dtype)
-
-
-def _options(way: Way, codegen: str | None) -> dict[str, Any]:
-    """The options of the backend for a way and a codegen; None is left out."""
-    return {**({} if codegen is None else {"codegen": codegen}), **way.options}
-
-
+@dataclass
 class _Search:
-    """Collects the options of all ways.
+    """Counts all ways, and collects their options.
 
     Attributes:
+        nets: the model without values for each kind of way in eager mode.
+        input_shape, dtype, optimizer, codegen, batch, code: the arguments of ``plan``.
+        usable: the bytes that a step may need.
+        say: is called with a short text before each step.
+        before: the bytes that are there before a step of the stock model whatever the batch is, by kind.
+        chosen: the codegen that the backend has chosen, without autocast and with it.
         options: what each way needs.
         left_out: the label of each way that cannot be counted, and the reason.
     """
 
-    def __init__(self, counted: _Counted, usable: int, batch: int | None, code: str) -> None:
-        self._counted = counted
-        self._usable = usable
-        self._batch = batch
-        self._code = code
-        self.options: list[Option] = []
-        self.left_out: dict[str, str] = {}
+    nets: Mapping[str, nn.Module]
+    input_shape: Sequence[Any]
+    dtype: torch.dtype
+    optimizer: OptimizerFactory | None
+    codegen: str | None
+    usable: int
+    batch: int | None
+    code: str
+    say: Callable[[str], None]
+    before: dict[str, int] = field(default_factory=dict)
+    chosen: dict[bool, str | None] = field(default_factory=dict)
+    options: list[Option] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def run(self, amp: bool) -> None:
         """Counts all ways with autocast, or all without it."""
         from ..compiler.estimate import NotCompiled
 
-        for kind in self._counted.models.kinds:
-            self._try([Way(kind, amp)], lambda ways, batch: [self._counted.eager(ways[0], batch)])
+        for kind in self.nets:
+            self._try([Way(kind, amp)], self._eager)
         exact = Way(BACKEND, amp)
         noisy = [replace(exact, options={"bits": bits}) for bits in BITS]
         try:
-            if self._batch is None:
+            if self.batch is None:
                 shares = [replace(exact, options={"budget": share}) for share in BUDGETS]
-                self._try([exact, *shares, *noisy], self._counted.backend)
+                self._try([exact, *shares, *noisy], self._backend)
             else:
-                self._try([exact, *noisy], self._counted.backend)
-                self._try(self._peak(exact), self._counted.backend)
+                self._try([exact, *noisy], self._backend)
+                self._try(self._peak(exact), self._backend)
         except NotCompiled as error:
             self.left_out[exact.label] = str(error).partition(": ")[2]
 
@@ -220,58 +156,80 @@ class _Search:
             return []
         # The backend's peak has the arguments of the graph, and neither the optimizer's state nor workspaces.
         option = next(option for option in self.options if option.way == exact)
-        room = self._usable - self._counted.before["optimizer state"] - option.workspaces
+        room = self.usable - self.before["optimizer state"] - option.workspaces
         return [replace(exact, options={"budget": peak_text(room)})]
 
     def _try(self, ways: Sequence[Way], needs: Callable[[Sequence[Way], int], Sequence[StepBytes]]) -> None:
         """Adds an option for each way: for the wanted batch, or for the largest one that fits."""
         if not ways:
             return
-        if self._batch is not None:
-            for way, of in zip(ways, needs(ways, self._batch), strict=True):
-                self._add(way, self._batch, self._batch, of)
+        if self.batch is not None:
+            for way, of in zip(ways, needs(ways, self.batch), strict=True):
+                self._add(way, self.batch, self.batch, of)
             return
         low, high = STARTS
         first = needs(ways, low)
         tried = [pair for pair in zip(ways, first, strict=True) if self._asks_for_less(pair[0], first[0])]
         # The bytes of parameters, their gradients and the optimizer do not grow with the batch.
-        before = self._counted.before
+        before = self.before
         fixed = sum(before.values()) + before["parameters"]
-        guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self._usable)
+        guess = Line.through({0: fixed, low: max(first[0].with_workspaces, fixed + 1)}).reach(self.usable)
         high = max(guess, high)
         for (way, small), large in zip(tried, needs([way for way, _ in tried], high), strict=True):
             line = Line.through({low: small.with_workspaces, high: large.with_workspaces})
-            found = max(line.reach(self._usable), 0)
+            found = max(line.reach(self.usable), 0)
             at = found or 1
             kept = Line.through({low: small.kept, high: large.kept}).at(at)
             peak = Line.through({low: small.peak, high: large.peak}).at(at)
             self._add(way, found, at, StepBytes(kept, peak, line.at(at), large.repeated))
 
+    def _eager(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
+        """What a step in eager mode needs in all; ``peak`` and ``with_workspaces`` have what was there before."""
+        (way,) = ways
+        self.say(f"{way.label}, batch {batch}")
+        inputs, net = self._inputs(batch), self.nets[way.kind]
+        before = bytes_before(net, inputs, optimizer=self.optimizer)
+        if not self.before:
+            self.before = {kind: nbytes for kind, nbytes in before.items() if kind != "inputs"}
+        return [eager_step(net, inputs, autocast=way.autocast).needs.beside(sum(before.values()))]
+
+    def _backend(self, ways: Sequence[Way], batch: int) -> list[StepBytes]:
+        """What the backend needs in all, in ways with the same autocast.
+
+        The codegen is chosen once: a choice traces the model twice, and a line needs the same codegen at both batches.
+        """
+        self.say(f"{ways[0].label}, batch {batch}")
+        inputs = self._inputs(batch)
+        there = sum(self.before.values()) + sum(tensor.nbytes for tensor in inputs)
+        amp = ways[0].amp
+        chosen = self.codegen or self.chosen.get(amp)
+        asked = [replace(way, options=_options(way, chosen)) for way in ways]
+        found, self.chosen[amp] = of_backend(self.nets[EAGER], inputs, asked)
+        return [needs.beside(there) for needs in found]
+
+    def _inputs(self, batch: int) -> list[Tensor]:
+        return fake_inputs(batched(self.input_shape, batch), self.dtype)
+
     def _add(self, way: Way, found: int, at: int, needs: StepBytes) -> None:
         """Adds an option: the largest batch that was found, or the wanted one, and what the batch ``at`` needs."""
+        total = needs.with_workspaces
         self.options.append(
             Option(
-                way,
-                batch=found,
-                total=needs.with_workspaces,
-                smallest=at,
-                fits=needs.with_workspaces <= self._usable,
-                kept=needs.kept,
-                workspaces=needs.with_workspaces - needs.peak,
-                repeated=needs.repeated,
-                code=self._lines(way),
+                way, batch=found, total=total, smallest=at, fits=total <= self.usable, kept=needs.kept,
+                workspaces=total - needs.peak, repeated=needs.repeated, code=self._line(way),
             )
-        )
+        )  # fmt: skip
 
-    def _lines(self, way: Way) -> str:
+    def _line(self, way: Way) -> str:
         """The line of Python that makes a model run in this way."""
-        if way.kind == CONVERT:
-            return self._code
-        if way.kind == EAGER:
-            return ""
-        options = self._counted.options(way)
+        options = _options(way, self.codegen)
         text = f", options={options}".replace("'", '"') if options else ""
-        return f'model = torch.compile(model, backend="fusedseg"{text})'
+        return {EAGER: "", CONVERT: self.code}.get(way.kind, f'model = torch.compile(model, backend="fusedseg"{text})')
+
+
+def _options(way: Way, codegen: str | None) -> dict[str, Any]:
+    """The options of the backend for a way and a codegen; None is left out."""
+    return {**({} if codegen is None else {"codegen": codegen}), **way.options}
 
 
 def peak_text(nbytes: int) -> str:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..convert import convert as convert_blocks
-from ..memory.fake import EagerStep, Model, OptimizerFactory, eager_step, fake_inputs, fake_mode, fake_model
+from ..memory.fake import Model, OptimizerFactory, bytes_before, eager_step, fake_inputs, fake_mode, fake_model
 from ..memory.meter import Course
+from ..memory.step_bytes import StepBytes
 from ..memory.tables import mib, table, wrapped
 from .picture import draw
-from .ways import BACKEND, CONVERT, EAGER, Convert, StepBytes
+from .ways import BACKEND, CONVERT, EAGER, Convert
 
 if TYPE_CHECKING:
     from ..compiler.report import KeptByModule
@@ -168,35 +169,31 @@ def profile(
     with fake_mode() as mode:
         net, given = fake_model(model, mode, dtype), fake_inputs(inputs, dtype)
         say(EAGER)
-        step = eager_step(net, given, optimizer=optimizer, autocast=autocast)
-        ways = {EAGER: _needs(step)}
+        before = bytes_before(net, given, optimizer=optimizer)
+        ways = {EAGER: eager_step(net, given, autocast=autocast).needs}
         if convert is not None:
             say(CONVERT)
             converted = convert(fake_model(model, mode, dtype))
-            ways[CONVERT] = _needs(eager_step(converted, given, autocast=autocast))
+            ways[CONVERT] = eager_step(converted, given, autocast=autocast).needs
         say(BACKEND)
         try:
             (report,) = estimate_ways(net, given, [options or {}], autocast)
         except NotCompiled as error:
             report = None
             left_out = {f"{COMPILER} and {BACKEND}": str(error).partition(": ")[2]}
-    found = Profile(type(net).__name__, _count(net), step.before, ways, left_out=left_out)
+    found = Profile(type(net).__name__, _count(net), before, ways, left_out=left_out)
     if report is None:
         return found
     stock, (_, ours) = report.stock_step(), report.steps()
     if stock is not None:
-        ways[COMPILER] = StepBytes(*stock)
-    ways[BACKEND] = StepBytes(*ours, report.repeated)
+        ways[COMPILER] = stock
+    ways[BACKEND] = ours
     return replace(
         found,
         modules=report.modules(),
         bits_unused=any(graph.unpacked for graph in report.graphs),
         courses=dict(zip((EAGER, BACKEND), report.courses(), strict=True)),
     )
-
-
-def _needs(step: EagerStep) -> StepBytes:
-    return StepBytes(step.saved, step.peak, step.with_workspaces)
 
 
 def _count(net: nn.Module) -> int:

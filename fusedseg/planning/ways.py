@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..memory.step_bytes import StepBytes
+
 EAGER, CONVERT, BACKEND = "eager", "convert", "fusedseg"
 # A function that is called with a model of its own, and returns the converted model.
 Convert = Callable[[nn.Module], nn.Module]
@@ -61,21 +63,6 @@ class Way:
         return self.measures < other.measures and kind and options and self.amp <= other.amp
 
 
-class StepBytes(NamedTuple):
-    """What a step needs.
-
-    kept: bytes kept for backward at the end of forward.
-    peak: the most bytes of tensors at once, beside those that were there before the step.
-    with_workspaces: the most bytes with the estimated workspaces of convolutions.
-    repeated: the arithmetic that backward repeats, as a share of forward's.
-    """
-
-    kept: int
-    peak: int
-    with_workspaces: int
-    repeated: float = 0.0
-
-
 def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) -> tuple[list[StepBytes], str | None]:
     """What the backend needs in each of several ways with the same autocast, and the codegen of all trained graphs.
 
@@ -87,7 +74,7 @@ def of_backend(model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Way]) 
     reports = estimate_ways(model, inputs, [way.options for way in ways], ways[0].autocast)
     codegens = {graph.codegen for graph in reports[0].graphs if graph.trained}
     codegen = codegens.pop() if len(codegens) == 1 else None
-    return [StepBytes(*report.steps()[1], report.repeated) for report in reports], codegen
+    return [report.steps()[1] for report in reports], codegen
 
 
 class Line(NamedTuple):

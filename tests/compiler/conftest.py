@@ -31,7 +31,7 @@ def packed(monkeypatch):
     """What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without."""
     from fusedseg.compiler.plan import choose
 
-    monkeypatch.setattr(choose.Cost, "is_within", lambda cost, most: True)
+    monkeypatch.setattr(choose.StepBytes, "is_within", lambda cost, most: True)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fusedseg.compiler.codegen import aten as partition_emit
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.compiler.graph import nbytes_of
 from fusedseg.compiler.plan import choose, keep, recompute
-from fusedseg.compiler.plan.peak import Live
+from fusedseg.compiler.plan.peak import ByteModel
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.norm import reference
@@ -37,7 +37,7 @@ def chosen(monkeypatch):
     def noted(choices, wanted, most=None):
         choice, met = nearest(choices, wanted, most)
         # With bits, the plan without them is made before, and noted too.
-        found.append((choices.eager, choice.cost, choice.cost.flops / max(choices.total, 1)))
+        found.append((choices.eager, choice.cost, choice.cost.repeated))
         return choice, met
 
     monkeypatch.setattr(choose, "nearest", noted)
@@ -245,7 +245,7 @@ def test_peak_with_inductor(name, monkeypatch):
 
     def noted(joint, decided, storage=None):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.kept)
-        counted.append(Live(joint, fused=True).cost(decided).peak)
+        counted.append(ByteModel(joint, fused=True).needs(decided).peak)
         apply(joint, decided, storage)
 
     monkeypatch.setattr(keep, "apply", noted)
@@ -256,19 +256,19 @@ def test_peak_with_inductor(name, monkeypatch):
 
 def test_arithmetic_is_used_up(monkeypatch):
     """A choice that is too dear is tried without one of its products, and then there is one product more each."""
-    found, choosing = [], choose.met_or_nearest
+    found, choosing = [], choose.nearest
 
     def filled(choices, wanted):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
         steps = cut.steps()
-        way = choose.WayDown(choices, choose.Choice(first, choices.cost(first)), most, falling=False)
-        way.recomputed, kept = next(iter(steps)), way.best.cost.kept
-        found.extend(choices._filled(way, cut, dict([list(steps.items())[-1]])))
-        assert all(choice.cost.flops <= most for choice in found)
+        search = choose.Search(choices, choices.counted(first), most, falling=False)
+        search.recomputed, kept = next(iter(steps)), search.best.cost.kept
+        found.extend(choices._filled(search, cut, dict([list(steps.items())[-1]])))
+        assert all(choice.cost.repeated * choices.total <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
         return choosing(choices, wanted)
 
-    monkeypatch.setattr(choose, "met_or_nearest", filled)
+    monkeypatch.setattr(choose, "nearest", filled)
     net, inputs = make("nnU-Net")
     budgeted(net, 0.9)(*inputs)
     assert found
@@ -325,10 +325,10 @@ def least_arithmetic(choices, nbytes):
 def test_beside_the_optimum(name, monkeypatch):
     """Each choice repeats little more than the least arithmetic that its kept bytes need."""
     found = []
-    choosing = choose.met_or_nearest
+    choosing = choose.nearest
 
     def compared(choices, wanted):
-        for choice in choices.on_the_way_down(0.35 * choices.total):
+        for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
             flops = sum(
                 choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.recomputed}
@@ -336,7 +336,7 @@ def test_beside_the_optimum(name, monkeypatch):
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted)
 
-    monkeypatch.setattr(choose, "met_or_nearest", compared)
+    monkeypatch.setattr(choose, "nearest", compared)
     net, inputs = make(name)
     budgeted(net, None, extra_flops=0.35)(*inputs)
     print(name, [round(more, 3) for more in found])

@@ -9,7 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg import _torch
-from fusedseg.compiler.codegen import aten, casts, convolution_backward, room
+from fusedseg.compiler.codegen import aten, casts, convolution_backward
+from fusedseg.compiler.plan.liveness import Liveness
+from fusedseg.compiler.plan.peak import liveness_of
 from fusedseg.ops import together
 from fusedseg.ops.replay import Allocation
 from tests.compiler.fake_step import fake_step
@@ -51,7 +53,7 @@ def calls(source, name):
 
 def one_by_one(monkeypatch):
     """Code as it was before: each tensor is cast where it is read, and each gradient where it is made."""
-    monkeypatch.setattr(room.Room, "takes", lambda self, changes: False)
+    monkeypatch.setattr(Liveness, "takes", lambda self, *changes: False)
     torch._dynamo.reset()
 
 
@@ -204,7 +206,7 @@ def test_no_peak_becomes_higher(name, options, monkeypatch):
         assert max(found.forward, found.backward) <= max(wanted.forward, wanted.backward)
         if name == "weights":
             # Without the count, all weights and all gradients would be there twice.
-            monkeypatch.setattr(room.Room, "takes", lambda self, changes: True)
+            monkeypatch.setattr(Liveness, "takes", lambda self, *changes: True)
             torch._dynamo.reset()
             higher = fake_step(Auto(net()), [torch.empty(shape)], **options)
             assert max(higher.forward, higher.backward) > max(found.forward, found.backward)
@@ -231,9 +233,9 @@ def test_no_cast_waits_that_would_keep_a_larger_tensor(rows, monkeypatch):
         parts = [aten.aten.slice.Tensor(aten.aten.mul.Tensor(x, n), 0, 0, rows) for n in (2, 3)]
         return [aten.aten._to_copy.default(part, dtype=torch.float32) for part in parts]
 
-    monkeypatch.setattr(room.Room, "takes", lambda self, changes: True)
+    monkeypatch.setattr(Liveness, "takes", lambda self, *changes: True)
     module = traced(run, torch.ones(4, 3, dtype=torch.bfloat16))
-    assert casts.rewrite(module.graph, room.Room(module.graph)) == (rows == 4)
+    assert casts.rewrite(module.graph, liveness_of(module.graph)) == (rows == 4)
     module.graph.lint()
 
 

@@ -102,7 +102,7 @@ def test_two_steps(device, name, codegen, monkeypatch):
     way = WAYS[name]
     if "bits" in way.options:
         # By Inductor's count, the step of so small a network peaks lower without bits.
-        monkeypatch.setattr(choose.Cost, "is_within", lambda cost, most: True)
+        monkeypatch.setattr(choose.StepBytes, "is_within", lambda cost, most: True)
     torch.manual_seed(0)
     net, x = Net(), torch.randn(SHAPE)
     exact = copy.deepcopy(net).double()

@@ -199,7 +199,7 @@ def worst_errors(network: nn.Module, shape: tuple[int, ...], bits: int) -> dict[
     x, found = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), {}
     scaled(network)
     # What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without.
-    with mock.patch.object(choose.Cost, "is_within", return_value=True):
+    with mock.patch.object(choose.StepBytes, "is_within", return_value=True):
         run = _compiled(network, bits=bits)
         for name, changed in INPUTS.items():
             out, expected = _step(network, network, changed(x))

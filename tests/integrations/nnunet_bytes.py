@@ -4,7 +4,6 @@ Counted on tensors without values at 2×1×128×128×128 under float16 autocast,
 what the network keeps, and the peak of a training step and of a validation step beyond parameters and the batch.
 """
 
-import functools
 import sys
 from typing import NamedTuple
 
@@ -69,7 +68,6 @@ def stock_counts(logits: torch.Tensor, truth: torch.Tensor) -> None:
 
 def count(name: str, classes: int, way: str) -> Bytes:
     shape = (BATCH, 1, PATCH, PATCH, PATCH)
-    optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.99, nesterov=True)
     with fake_mode() as mode:
         net, loss = fake_model(lambda: network(name, classes), mode, torch.float32), stock_loss()
         if way == FUSED:
@@ -77,7 +75,7 @@ def count(name: str, classes: int, way: str) -> Bytes:
             loss = fused_loss(loss)
         truth = [torch.empty(BATCH, 1, *(PATCH >> i,) * 3, dtype=torch.int16) for i in range(5)]
         inputs = fake_inputs(shape, torch.float32)
-        step = eager_step(net, inputs, optimizer=optimizer, loss=loss, targets=truth, autocast=torch.float16)
+        step = eager_step(net, inputs, loss=loss, targets=truth, autocast=torch.float16)
         x = torch.empty(shape)
         with LiveBytes() as live, torch.no_grad(), torch.autocast("cpu", torch.float16):
             outputs = net.eval()(x)

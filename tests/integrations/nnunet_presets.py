@@ -20,7 +20,7 @@ from nnunetv2.experiment_planning.experiment_planners.residual_unets import resi
 
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.integrations.nnunet.plans import Planned, read
-from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
+from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mode, fake_model
 from tests.integrations.nnunet_plans import NAME, dataset_json, fingerprint
 
 # What nnU-Net's planner finds for Task03_Liver: the median shape and spacing, and the number of images.
@@ -87,16 +87,16 @@ def count(planned: Planned) -> Step:
     size = (planned.batch, *planned.sample)
     with fake_mode() as mode:
         inputs = fake_inputs(size, torch.float32)
-        eager = eager_step(
-            fake_model(planned.build, mode, torch.float32), inputs, optimizer=optimizer, autocast=torch.float16
-        )
+        stock = fake_model(planned.build, mode, torch.float32)
+        before = bytes_before(stock, inputs, optimizer=optimizer)
+        eager = eager_step(stock, inputs, autocast=torch.float16)
         inputs = [image.contiguous(memory_format=torch.channels_last_3d) for image in inputs]
         network = fake_model(laid_out, mode, torch.float32)
         reports = estimate_ways(network, inputs, [OURS, {**OURS, "bits": 4}], torch.float16)
     exact, four = (report.steps()[1] for report in reports)
     return Step(
         size,
-        before=sum(eager.before.values()),
+        before=sum(before.values()),
         eager=Way(eager.saved, eager.with_workspaces),
         exact=Way(exact.kept, exact.with_workspaces),
         four=Way(four.kept, four.with_workspaces),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.memory import measure
-from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
+from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
@@ -47,13 +47,14 @@ def test_fake_and_real_agree(model, autocast, monkeypatch):
 def test_what_is_there_before_a_step():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     weights = sum(parameter.nbytes for parameter in net.parameters())
-    found = step_of(net, (2, 3, 16, 16), optimizer=torch.optim.AdamW)
+    with fake_mode() as mode:
+        inputs = fake_inputs([(2, 3, 16, 16)], torch.float32)
+        found = bytes_before(fake_model(net, mode, torch.float32), inputs, optimizer=torch.optim.AdamW)
     # AdamW counts the steps of each parameter.
-    assert found.before == {
+    assert found == {
         "parameters": weights, "buffers": 2 * 32 + 8, "optimizer state": 2 * weights + 4 * 4,
         "inputs": 2 * 3 * 16 * 16 * 4,
     }  # fmt: skip
-    assert found.total == sum(found.before.values()) + found.with_workspaces
 
 
 def test_a_second_step_needs_what_the_first_one_needs():
@@ -71,8 +72,8 @@ def test_a_loss_and_its_targets():
         x, y = fake_inputs([(1, 3, 16, 16), classes], torch.float32)
         with_loss = eager_step(net, [x], loss=F.cross_entropy, targets=y)
         alone = eager_step(net, [x])
+        assert bytes_before(net, [x], targets=y)["inputs"] == x.nbytes + y.nbytes
     assert with_loss.saved == alone.saved
-    assert with_loss.before["inputs"] == x.nbytes + y.nbytes
 
 
 def test_a_module_is_copied_without_its_values():
@@ -118,15 +119,19 @@ def test_shared_parameters_stay_shared():
     first = nn.Linear(8, 8)
     second = nn.Linear(8, 8)
     second.weight = first.weight
-    assert step_of(nn.Sequential(first, second), (4, 8)).before["parameters"] == (8 * 8 + 8 + 8) * 4
+    with fake_mode() as mode:
+        net = fake_model(nn.Sequential(first, second), mode, torch.float32)
+        assert bytes_before(net, [])["parameters"] == (8 * 8 + 8 + 8) * 4
 
 
 def test_a_model_far_larger_than_the_machine():
     def huge():
         return nn.Sequential(*(nn.Conv2d(4096, 4096, 3, padding=1, bias=False) for _ in range(40)))
 
-    found = step_of(huge, (64, 4096, 128, 128))
-    assert found.before["parameters"] == 40 * 4096 * 4096 * 9 * 4
+    with fake_mode() as mode:
+        net, inputs = fake_model(huge, mode, torch.float32), fake_inputs([(64, 4096, 128, 128)], torch.float32)
+        assert bytes_before(net, inputs)["parameters"] == 40 * 4096 * 4096 * 9 * 4
+        found = eager_step(net, inputs)
     # The first convolution keeps the input, which is there anyway.
     assert found.saved == 39 * 64 * 4096 * 128 * 128 * 4
 
@@ -159,12 +164,12 @@ def test_a_forward_that_reads_values_is_told_so():
         ),
         (lambda: step_of(nn.ReLU(), (2, -4)), TypeError, r"a shape must be a sequence of integers, got \(2, -4\)"),
         (
-            lambda: step_of(nn.ReLU(), (2, 4), optimizer=torch.optim.SGD),
+            lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
             ValueError,
             "no parameter of ReLU requires a gradient, so the optimizer has nothing to train",
         ),
         (
-            lambda: step_of(nn.Linear(2, 2), (2, 2), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+            lambda: bytes_before(nn.Linear(2, 2), [], optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
             TypeError,
             "optimizer must be called with the parameters, as torch.optim.SGD or a function is",
         ),

@@ -12,8 +12,9 @@ from fusedseg import _torch, plan
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import NotCompiled
 from fusedseg.compiler.capture import passes
+from fusedseg.memory.step_bytes import StepBytes
 from fusedseg.planning.answer import Option, Plan
-from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, StepBytes, Way
+from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, Way
 from tests.nnunet import PlainConvUNet
 
 MIB = 2**20

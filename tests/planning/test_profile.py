@@ -46,7 +46,7 @@ def test_the_ways(found):
     assert (eager.kept, eager.peak) == (real.saved, real.peak)
     assert found.ways["convert"].kept < eager.kept
     assert ours.kept < found.ways["torch.compile"].kept < eager.kept
-    assert ours == (*estimate(pyramid, SHAPE, options={"codegen": "inductor"}).steps()[1], 0.0)
+    assert ours == estimate(pyramid, SHAPE, options={"codegen": "inductor"}).steps()[1]
     weights = sum(parameter.nbytes for parameter in pyramid().parameters())
     assert found.before["parameters"] == weights
     assert found.before["optimizer state"] > 2 * weights

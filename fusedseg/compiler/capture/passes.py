@@ -1,7 +1,4 @@
-"""The passes over a captured graph in their order, before AOTAutograd traces it into aten ops.
-
-Here a call of a function is one node still.
-"""
+"""The passes over a captured graph, before AOTAutograd traces it into aten ops: a call of a function is one node."""
 
 from typing import Any
 
@@ -10,9 +7,10 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ... import _torch
+from .. import passes
 from ..graph import captured_value_of, node_at
 from ..settings import Settings
-from . import convolve_first, dead_bias, norms, pools_and_upsampling
+from . import norms
 
 JOINING = (F.interpolate, torch.cat)
 
@@ -48,13 +46,5 @@ def rewrite(module: fx.GraphModule, settings: Settings, for_gpu: bool = False) -
     if any(map(_torch.is_functorch_wrapped_tensor, values)):
         # A transform of torch.func differentiates or maps each call.  The ops that are put in here are no part of that.
         return module
-    # Before other passes replace the norms.
-    dead_bias.rewrite(module, settings)
-    unfold(module)
-    convolve_first.rewrite(module, settings)
-    norms.rewrite(module.graph, norms.wanted_by(settings, for_gpu))
-    if settings.fused_code:
-        pools_and_upsampling.rewrite_for_inductor(module)
-    else:
-        pools_and_upsampling.rewrite_for_aten(module)
+    passes.run(passes.Stage.CAPTURE, passes.CAPTURED, module, settings, norms=norms.wanted_by(settings, for_gpu))
     return module

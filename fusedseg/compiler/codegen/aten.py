@@ -17,11 +17,11 @@ from ...ops import concat
 from ...ops.ahead import compile_kernels
 from ...ops.conv import conv3d
 from ...progress import Progress
+from .. import passes
 from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
-from ..rewrite import residual_norms
+from ..plan.peak import liveness_of
 from ..settings import OP, QUIET_SECONDS, left_out, written
-from . import activations, casts, concatenation, convolution_backward, gradient_sums, in_place, norms, replays, shorter
-from .room import Room
+from . import convolution_backward, replays
 
 aten = torch.ops.aten
 SAME = (
@@ -173,23 +173,10 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
-    if not gradients and norms.divide(module.graph):
-        residual_norms.rewrite(module.graph)
-    activations.rewrite(module.graph)
     launching = _launching(module.graph)
-    room = Room(module.graph)
-    casts.rewrite(module.graph, room)
-    shorter.rewrite(module.graph)
-    shorter.write_zeros(module.graph)
-    norms.write_statistics(module.graph)
-    concatenation.rewrite(module.graph)
-    concatenation.make_dense(module.graph)
-    if gradients:
-        gradient_sums.rewrite(module.graph, room)
-    in_place.rewrite(module.graph)
-    convolution_backward.rewrite(module.graph, room)
-    shorter.write_convolutions(module.graph)
-    replays.rewrite(module.graph)
+    on = passes.BACKWARD if gradients else passes.FORWARD
+    passes.run(passes.Stage.JOINED, on, module)
+    passes.run(passes.Stage.CALLS, on, module, liveness=liveness_of(module.graph))
     source = source_of(module)
     if gradients:
         batched = source.name(_torch.is_legacy_batchedtensor, "batched")

@@ -22,8 +22,8 @@ from ... import _torch
 from ...ops.replay import Allocation
 from ...ops.together import Casts, Zeros
 from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
+from ..plan.liveness import Liveness
 from ..settings import optional
-from .room import More, Room
 
 # The dtypes that PyTorch's kernel for many tensors casts.
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -39,12 +39,12 @@ def is_cast(node: fx.Node) -> bool:
 
 
 @optional("casts")
-def rewrite(graph: fx.Graph, room: Room) -> int:
-    """Writes casts of several tensors, and returns their number.  No pass that writes over arguments has run yet."""
+def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
+    """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.
     end = next((node for node in graph.nodes if writes(node)), graph.output_node())
-    before = room.places[end]
-    found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and room.places[node] < before]
+    before = liveness.place_of[end]
+    found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and liveness.place_of[node] < before]
     of_arguments = [node for node in found if node_at(node, 0).op == "placeholder"]
     roots = roots_of(graph)
     of_results = [node for node in found if _can_wait(node, roots)]
@@ -52,11 +52,11 @@ def rewrite(graph: fx.Graph, room: Room) -> int:
     for nodes in _alike(of_arguments):
         # What does not fit at the first of them may fit at a later one.
         while len(nodes) > 1:
-            taken = [node for node in nodes[1:] if _is_early(node, nodes[0], room)]
+            taken = [node for node in nodes[1:] if _is_early(node, nodes[0], liveness)]
             count += _cast_together(graph, [nodes[0], *taken], nodes[0])
             nodes = [node for node in nodes[1:] if node not in taken]
     for nodes in _alike(of_results):
-        count += _cast_together(graph, [node for node in nodes if _is_late(node, end, room)], end)
+        count += _cast_together(graph, [node for node in nodes if _is_late(node, end, liveness)], end)
     return count
 
 
@@ -89,16 +89,16 @@ def _can_wait(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> bool:
     return whole and set(source.users) == {node} and set(node.users) == {node.graph.output_node()}
 
 
-def _is_early(node: fx.Node, first: fx.Node, room: Room) -> bool:
-    """Whether there is room for the result of a cast from the place of another one on."""
-    return room.takes([More(room.places[first], room.places[node] - 1, nbytes_of(node))])
+def _is_early(node: fx.Node, first: fx.Node, liveness: Liveness) -> bool:
+    """Whether the result of a cast may be alive from the place of another one on."""
+    return liveness.takes((liveness.place_of[first], liveness.place_of[node] - 1, nbytes_of(node)))
 
 
-def _is_late(node: fx.Node, end: fx.Node, room: Room) -> bool:
-    """Whether there is room for the source of a cast until the end of the graph, in place of the result."""
+def _is_late(node: fx.Node, end: fx.Node, liveness: Liveness) -> bool:
+    """Whether the source of a cast may be alive until the end of the graph, in place of the result."""
     source, result = nbytes_of(node_at(node, 0)), nbytes_of(node)
-    last = room.places[end]
-    return room.takes([More(room.places[node] + 1, last - 1, source - result), More(last, last, source)])
+    last = liveness.place_of[end]
+    return liveness.takes((liveness.place_of[node] + 1, last - 1, source - result), (last, last, source))
 
 
 def _cast_together(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> int:

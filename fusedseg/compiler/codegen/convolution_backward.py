@@ -17,7 +17,7 @@ from ...ops.conv import conv3d
 from ...ops.conv.reference import shape_only
 from ..graph import last_readers, nbytes_of
 from ..plan.aliasing import spent_input
-from .room import More, Room
+from ..plan.liveness import Liveness
 
 GRADIENTS = _torch.bare_op(torch.ops.aten.convolution_backward.default)
 
@@ -39,18 +39,18 @@ def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: An
     return dx, dw, dbias
 
 
-def rewrite(graph: fx.Graph, room: Room) -> int:
+def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes such gradients where they are the last reader, and returns their number."""
     last = last_readers(graph)
     found = [(node, x) for node in graph.nodes if (x := spent_input(node)) is not None and last[x] is node]
-    found = [(node, x) for node, x in found if not _fits(node, x, room)]
+    found = [(node, x) for node, x in found if not _fits(node, x, liveness)]
     for node, x in found:
         dy, _, *rest = node.args
         node.target, node.args = convolution_backward, ([x], dy, *rest)
     return len(found)
 
 
-def _fits(node: fx.Node, x: fx.Node, room: Room) -> bool:
-    """Whether there is room for both."""
-    place = room.places.get(node)
-    return place is not None and room.takes([More(place, place, nbytes_of(x))])
+def _fits(node: fx.Node, x: fx.Node, liveness: Liveness) -> bool:
+    """Whether both may be alive at once."""
+    place = liveness.place_of.get(node)
+    return place is not None and liveness.takes((place, place, nbytes_of(x)))

@@ -5,7 +5,7 @@ both launches of the norm's gradient read it.  Instead the kernels read both gra
 one of which may be a slice of the channels of the gradient of a concatenation.
 
 No more memory is alive at once: the gradient of the norm's input is written over one of the two, that of a residual
-over the other one, and what stands between the sum and the norm has room beside both (``room.py``).
+over the other one, and what stands between the sum and the norm fits beside both (``plan/liveness.py``).
 """
 
 import operator
@@ -28,25 +28,25 @@ from ..graph import (
     nodes_from,
     value_of,
 )
+from ..plan.liveness import Liveness
 from ..settings import optional
 from .in_place import Memory
-from .room import More, Room
 
 aten = torch.ops.aten
 
 
 @optional("sums")
-def rewrite(graph: fx.Graph, room: Room) -> int:
+def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
     """Gives such norms both gradients, and returns how many.
 
     It comes right before ``in_place.py``, which writes results over the gradients that are free.
     """
     memory = Memory(graph)
     norms = [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 7]
-    return sum(_join(graph, node, memory, room) for node in norms)
+    return sum(_join(graph, node, memory, liveness) for node in norms)
 
 
-def _join(graph: fx.Graph, node: fx.Node, memory: Memory, room: Room) -> bool:
+def _join(graph: fx.Graph, node: fx.Node, memory: Memory, liveness: Liveness) -> bool:
     total, x = node_at(node, 0), node_at(node, 1)
     roots, last = memory.roots, memory.last
     if not _is_sum(total, node) or has_symbols(value_of(x)) or not _backend.takes_triton(value_of(x).device):
@@ -66,7 +66,9 @@ def _join(graph: fx.Graph, node: fx.Node, memory: Memory, room: Room) -> bool:
         alike = has_same_form(value_of(also), value_of(x))
         spare = function.of_residual and alike and memory.is_free(node, also)
         lives = roots[also].op == "placeholder" or last[roots[also]] > memory.places[node]
-        if (function.of_residual and not spare and not lives) or not _may_live(dz, also, (total, node), memory, room):
+        if (function.of_residual and not spare and not lives) or not _may_live(
+            dz, also, (total, node), memory, liveness
+        ):
             continue
         node.target = replace(function, spare=spare)
         node.args = (dz, *node.args[1:], also)
@@ -85,7 +87,7 @@ def _is_sum(total: fx.Node, reader: fx.Node) -> bool:
     return tensors and reader.args.count(total) == 1
 
 
-def _may_live(dz: fx.Node, also: fx.Node, places: tuple[fx.Node, fx.Node], memory: Memory, room: Room) -> bool:
+def _may_live(dz: fx.Node, also: fx.Node, places: tuple[fx.Node, fx.Node], memory: Memory, liveness: Liveness) -> bool:
     """Whether both gradients may live from the sum to the norm, the ``places``, in place of the sum."""
     total, norm = places
     roots = {memory.roots[dz], memory.roots[also]}
@@ -94,7 +96,7 @@ def _may_live(dz: fx.Node, also: fx.Node, places: tuple[fx.Node, fx.Node], memor
     if any(memory.roots[source] in roots for n in between for source in n.all_input_nodes):
         return False
     longer = sum(nbytes_of(root) for root in roots if memory.last[root] < memory.places[norm]) - nbytes_of(total)
-    return not between or room.takes([More(room.places[total] + 1, room.places[norm] - 1, longer)])
+    return not between or liveness.takes((liveness.place_of[total] + 1, liveness.place_of[norm] - 1, longer))
 
 
 def _is_read(also: fx.Node, x: fx.Node) -> bool:

@@ -6,10 +6,8 @@ from typing import Any
 from torch import fx
 
 from ... import _torch
+from .. import passes
 from ..graph import is_gradient, outputs_of
-from ..plan import eager_mode
-from ..rewrite import channels_last
-from ..rewrite.branches import write_activations
 from ..settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -58,8 +56,8 @@ class BeforeOthers(_Pass):
         return _parts.get_hash_for_files(FILES, self.settings.identity)
 
     def __call__(self, graph: fx.Graph) -> None:
-        eager_mode.note_changeable(graph)
-        if not any(map(is_gradient, graph.find_nodes(op="placeholder"))):
-            channels_last.run(graph, self.settings)
-            if self.settings.bits is not None:
-                write_activations(graph)
+        if any(map(is_gradient, graph.find_nodes(op="placeholder"))):
+            passes.run(passes.Stage.TRACED, passes.JOINT, graph)
+            return
+        for stage in (passes.Stage.LAYOUT, passes.Stage.DIVIDED):
+            passes.run(stage, passes.INFERENCE, graph, self.settings)

@@ -30,7 +30,7 @@ TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
 
 @optional("replays")
 def rewrite(graph: fx.Graph) -> int:
-    """Writes replays, and returns their number.  It is the last pass, because others look for the ops."""
+    """Writes replays, and returns their number."""
     # A number on the CPU may come first among the arguments, such as the seed of a dropout.
     given_to = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
     first = next((node for node in given_to if _backend.takes_triton(value_of(node).device)), None)

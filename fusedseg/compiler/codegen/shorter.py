@@ -53,10 +53,7 @@ def write_zeros(graph: fx.Graph) -> int:
 
 
 def write_convolutions(graph: fx.Graph) -> int:
-    """Writes such convolutions and their gradients, and returns their number.
-
-    It comes after the passes that look for the ops.
-    """
+    """Writes such convolutions and their gradients, and returns their number."""
     found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
     for node in found:
         function = CONVOLUTIONS[node.target].function

@@ -2,22 +2,24 @@
 
 import functools
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ...memory.step_bytes import StepBytes
 from ...ops.low_bit import graph as ops
 from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import FEWEST_OF_TOKENS, SMOOTH_BITS
-from ..graph import Joint, behind, call, form_in, hinted, items_of, nodes_from, size_of, twin_of, value_of
+from .. import passes
+from ..graph import Joint, behind, call, form_in, hinted, items_of, size_of, twin_of, value_of
 from ..plan import keep, nearly_free
-from ..plan.choose import Choices
-from ..plan.keep import KEEP, LABEL, RECOMPUTE, call_node
+from ..plan.choose import Choice, Choices
+from ..plan.keep import KEEP, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
-from ..plan.peak import Cost, Live
+from ..plan.peak import ByteModel
 from ..plan.schedule import LOWEST
-from ..rewrite import residual_norms
 from .choose_bits import Rounded, bits_of, settled
 
 aten = torch.ops.aten
@@ -29,6 +31,7 @@ class Storage:
     def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
         self.graph = graph
         self.packed: dict[fx.Node, tuple[Any, ...]] = {}
+        self.packing: list[fx.Node] = []
         self.made: dict[fx.Node, fx.Node] = {}
         self.rows: dict[fx.Node, tuple[fx.Node, Any]] = {}
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -39,7 +42,7 @@ class Storage:
             size, stride = form_in(graph, node, after)
             if node in rounded.integers:
                 bits = rounded.integers[node]
-                packed = _keep(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
+                packed = self._pack(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
                 unpack = ops.bits_unpack._opoverload
                 self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
@@ -52,21 +55,22 @@ class Storage:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))  # type: ignore[arg-type]
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
-                kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
+                kink = self._pack(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (value, bits, key, place, kink, unit, stride)
-            codes = _keep(call(graph, ops.round_op._opoverload, *given, before=after))
-            results = [_keep(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
+            codes = self._pack(call(graph, ops.round_op._opoverload, *given, before=after))
+            results = [self._pack(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
             self.packed[node] = (unpack_op._opoverload, *results, kink, bits, unit, size, stride)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""
         if node not in self.made:
-            last = before.prev
             unpacked = call(self.graph, *self.packed[node], before=before)
             self.made[node] = self._with_rows(node, unpacked, before) if node in self.rows else unpacked
-            for new in nodes_from(last.next, before):
-                new.meta[LABEL] = RECOMPUTE
         return self.made[node]
+
+    def _pack(self, node: fx.Node) -> fx.Node:
+        self.packing.append(node)
+        return node
 
     def _with_rows(self, node: fx.Node, normed: fx.Node, before: fx.Node) -> fx.Node:
         """The values of rows whose mean is not 0 and whose variance is not 1."""
@@ -90,38 +94,29 @@ def _normed(graph: fx.Graph, node: fx.Node, norm: fx.Node, before: fx.Node) -> t
     return normed, "batch" if hinted(value_of(normed)).shape[0] >= FEWEST_OF_TOKENS else ""
 
 
-def _keep(node: fx.Node) -> fx.Node:
-    node.meta[LABEL] = KEEP
-    return node
-
-
-def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: Cost) -> Cost:
+def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: StepBytes) -> Choice:
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
-        peak is the lowest, whatever time it takes; ``decided.goal`` says so.
+        peak is the lowest, whatever time it takes; the goal of the decision that is returned says so.
     """
-    graph, outputs = of.graph, of.outputs
-    foreign = {node for node in graph.nodes if keep.LABEL in node.meta}
+    graph = of.graph
     keep.apply(of, decided, Storage(graph, found, seed))
     graph.eliminate_dead_code()
-    residual_norms.rewrite(graph)
-    labels = {node: node.meta.pop(keep.LABEL, None) for node in graph.nodes if node not in foreign}
-    joint = Joint(graph, outputs, [node for node, label in labels.items() if label is keep.KEEP])
-    counted = keep.decision_of(joint, {node for node, label in labels.items() if label is keep.RECOMPUTE})
+    passes.run(passes.Stage.PACKED, passes.JOINT, graph)
+    labels = decided.labels
+    joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
+    counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
     counted.goal = decided.goal
-    live = Live(joint, fused)
-    cost = live.cost(counted)
+    model = ByteModel(joint, fused)
+    cost = model.needs(counted)
     if counted.goal is None and not cost.is_within(exact):
         counted.goal = LOWEST
-        lowest = live.cost(counted)
+        lowest = model.needs(counted)
         # The search is greedy, and may end higher.
         if lowest.is_within(exact) or lowest.peak < cost.peak:
-            decided.goal, cost = LOWEST, lowest
-    for node, label in labels.items():
-        if label is not None:
-            node.meta[keep.LABEL] = label
-    return cost
+            return Choice(replace(decided, goal=LOWEST), lowest)
+    return Choice(decided, cost)
 
 
 class RoundedChoices(Choices):
@@ -130,7 +125,7 @@ class RoundedChoices(Choices):
     Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: Cost) -> None:
+    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: StepBytes) -> None:
         super().__init__(joint, eager, fused)
         self._bits, self._exact = bits, exact
 
@@ -150,13 +145,12 @@ class RoundedChoices(Choices):
     def kept(self, decision: keep.Decision) -> int:
         return sum(map(self.nbytes, decision.kept))
 
-    def cost(self, decision: keep.Decision) -> Cost:
+    def counted(self, decision: keep.Decision) -> Choice:
         graph, twins = twin_of(self.joint.graph)
         recomputed: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.recomputed}
         outputs = self.joint.outputs
         of, decided, found = settled(
             graph, outputs, self._bits, keep.Decision(recomputed=recomputed, goal=decision.goal)
         )
-        cost = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
-        decision.goal = decided.goal
-        return cost
+        twin, cost = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
+        return Choice(replace(decision, goal=twin.goal), cost)

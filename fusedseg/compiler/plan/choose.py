@@ -2,9 +2,9 @@
 
 ``min_cut.py`` gives the values that are recomputed, for falling prices of arithmetic.  Each of these choices has a
 price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
-The choices on the way down do not depend on the budget, and one whose peak is above the lowest before it is left out.
-So a smaller budget has no higher peak, but for ``PEAK_SLACK``.  With ``extra_flops`` alone the last choice counts:
-none may peak above the first.
+The choices do not depend on the budget.  Each keeps less than the one before it, and one whose peak is above the lowest
+before it is left out.  So a smaller budget has no higher peak, but for ``PEAK_SLACK``.  With ``extra_flops`` alone the
+last choice counts: none may peak above the first.
 Arithmetic that is left at the end, too little for the next choice, buys single compute-intensive ops.
 They run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
@@ -19,12 +19,13 @@ from typing import NamedTuple
 from torch import fx
 
 from ..._sizes import text_of
+from ...memory.step_bytes import StepBytes
 from ..budget import Budget
-from ..graph import Joint, flops_of, nbytes_of
+from ..graph import Joint, nbytes_of
 from ..settings import OP
 from . import keep
 from .min_cut import Cut
-from .peak import Cost, Live
+from .peak import ByteModel
 from .schedule import Goal
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
@@ -41,7 +42,7 @@ PEAK_SLACK = 1e-3
 
 class Choice(NamedTuple):
     decision: keep.Decision
-    cost: Cost
+    cost: StepBytes
 
 
 class Choices:
@@ -54,9 +55,8 @@ class Choices:
 
     def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
         self.joint, self.eager, self.fused, self.goal = joint, eager, fused, goal
-        self.live = Live(joint, fused)
-        self.flops = {node: flops_of(node) for node in joint.forward}
-        self.total = sum(self.flops.values())
+        self.model = ByteModel(joint, fused)
+        self.flops, self.total = self.model.flops, self.model.total
 
     def _price(self, call: fx.Node) -> int:
         """What a second run of a call costs."""
@@ -76,10 +76,11 @@ class Choices:
 
     def kept(self, decision: keep.Decision) -> int:
         """The bytes that forward keeps, or a few less."""
-        return self.live.kept(decision)
+        return self.model.kept(decision)
 
-    def cost(self, decision: keep.Decision) -> Cost:
-        return self.live.cost(decision)
+    def counted(self, decision: keep.Decision) -> Choice:
+        """A decision with what it costs; one without a goal may get one."""
+        return Choice(decision, self.model.needs(decision))
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
         return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
@@ -88,60 +89,59 @@ class Choices:
         """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
         return self._flops_of(set(decision.recomputed))
 
-    def on_the_way_down(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
+    def frontier(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
 
         With ``falling`` none peaks higher than one before it, otherwise none peaks higher than the first one.
         """
-        first = self.first()
-        way = WayDown(self, Choice(first, self.cost(first)), most_flops, falling)
-        yield way.best
+        search = Search(self, self.counted(self.first()), most_flops, falling)
+        yield search.best
         cut = self.cut()
         steps = cut.steps()
-        way.recomputed = next(iter(steps))
+        search.recomputed = next(iter(steps))
         # The first choices for which there is too little arithmetic, and their prices.
-        dear: dict[frozenset[fx.Node], float] = {}
+        over_flops: dict[frozenset[fx.Node], float] = {}
         for wanted, price in steps.items():
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
-            for part in sorted(cut.parts(wanted - way.recomputed), key=self._flops_of) or [set()]:
-                tried = way.recomputed | small | part
-                verdict = way.walk(tried)
-                if verdict is TrialResult.DEAR and len(dear) < NEAREST:
-                    dear.setdefault(tried, price)
-                if verdict is TrialResult.DEAR or way.is_over:
+            for part in sorted(cut.parts(wanted - search.recomputed), key=self._flops_of) or [set()]:
+                tried = search.recomputed | small | part
+                verdict = search.recompute(tried)
+                if verdict is TrialResult.OVER_FLOPS and len(over_flops) < NEAREST:
+                    over_flops.setdefault(tried, price)
+                if verdict is TrialResult.OVER_FLOPS or search.is_over:
                     break
                 small = small | part if verdict is TrialResult.SMALL else frozenset()
                 if verdict is TrialResult.TAKEN:
-                    yield way.best
-            if way.is_over:
+                    yield search.best
+            if search.is_over:
                 return
-        if dear:
-            way.refused.clear()
-            yield from self._filled(way, cut, dear)
+        if over_flops:
+            search.refused.clear()
+            yield from self._filled(search, cut, over_flops)
 
-    def _filled(self, way: "WayDown", cut: Cut, dear: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
-        """Choices that use up the arithmetic: those of ``dear`` with one op less, and then with one op more."""
-        price = next(iter(dear.values()))
-        for more in dear:
+    def _filled(self, search: "Search", cut: Cut, over_flops: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
+        """Choices that use up the arithmetic: those of ``over_flops`` with one op less, and then with one op more."""
+        price = next(iter(over_flops.values()))
+        for more in over_flops:
             intensive = cut.compute_intensive & {
                 keep.call_node(node) for node in keep.decision_of(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
-                if self._flops_of(intensive - {call}) > way.most_flops:
+                if self._flops_of(intensive - {call}) > search.most_flops:
                     continue
-                if way.walk(cut.with_intensive(intensive - {call}, dear[more])) is TrialResult.TAKEN:
-                    yield way.best
+                if search.recompute(cut.with_intensive(intensive - {call}, over_flops[more])) is TrialResult.TAKEN:
+                    yield search.best
                     break
-                if way.is_over:
+                if search.is_over:
                     return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
-            intensive = cut.compute_intensive & {keep.call_node(node) for node in way.best.decision.recomputed}
-            if call in intensive or self._flops_of(intensive | {call}) > way.most_flops:
+            intensive = cut.compute_intensive & {keep.call_node(node) for node in search.best.decision.recomputed}
+            if call in intensive or self._flops_of(intensive | {call}) > search.most_flops:
                 continue
-            if way.walk(way.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
-                yield way.best
-            if way.is_over:
+            if search.recompute(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
+                yield search.best
+            if search.is_over:
                 return
 
 
@@ -150,15 +150,15 @@ class TrialResult(Enum):
 
     TAKEN = auto()
     SMALL = auto()
-    DEAR = auto()
-    HIGH = auto()
+    OVER_FLOPS = auto()
+    OVER_PEAK = auto()
 
 
-class WayDown:
-    """The last choice on the way down.
+class Search:
+    """A search for choices that keep less and less.
 
     Attributes:
-        best: the choice.
+        best: the last choice.
         recomputed: the values that may be recomputed in it.
         refused: the values that were tried since then, and with which the peak was too high.
     """
@@ -174,7 +174,7 @@ class WayDown:
         """Whether too many choices in a row peaked too high."""
         return len(self.refused) == TRIES
 
-    def walk(self, tried: frozenset[fx.Node]) -> TrialResult:
+    def recompute(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
         decision = keep.decision_of(of.joint, tried)
@@ -183,34 +183,34 @@ class WayDown:
         if kept > enough or tried in self.refused:
             return TrialResult.SMALL
         if flops > self.most_flops:
-            return TrialResult.DEAR
+            return TrialResult.OVER_FLOPS
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
         decision.goal = Goal(self._most * (1 + PEAK_SLACK), self.most_flops, price)
-        cost = of.cost(decision)
-        if cost.kept > enough or cost.peak > decision.goal.peak or cost.flops > self.most_flops:
+        found = of.counted(decision)
+        cost = found.cost
+        if cost.kept > enough or cost.peak > decision.goal.peak or cost.repeated * of.total > self.most_flops:
             self.refused.add(tried)
-            return TrialResult.HIGH
-        self.best, self.recomputed = Choice(decision, cost), tried
+            return TrialResult.OVER_PEAK
+        self.best, self.recomputed = found, tried
         if self._falling:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
         return TrialResult.TAKEN
 
 
-def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -> tuple[Choice, bool]:
+def nearest(choices: Choices, budget: Budget | None, most: StepBytes | None = None) -> tuple[Choice, bool]:
     """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
 
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
     """
     if budget is None:
-        first = choices.first()
-        return Choice(first, choices.cost(first)), True
-    nbytes, arguments = budget.bytes_of(choices.eager), choices.live.arguments
-    # Arithmetic alone asks for the fewest bytes; a budget stops on the way.
+        return choices.counted(choices.first()), True
+    nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
+    # Arithmetic alone asks for the fewest bytes; a budget stops before.
     falling = nbytes is not None or budget.peak is not None
     last = None
-    for found in choices.on_the_way_down(budget.most_flops * choices.total, falling):
+    for found in choices.frontier(budget.most_flops * choices.total, falling):
         if most is not None and not found.cost.is_within(most):
             continue
         last = found
@@ -220,18 +220,12 @@ def nearest(choices: Choices, budget: Budget | None, most: Cost | None = None) -
     return last or found, False
 
 
-def met_or_nearest(choices: Choices, budget: Budget) -> Choice:
-    """The choice for a budget, or the nearest one, with a warning."""
-    found, met = nearest(choices, budget)
-    if not met:
-        warn_of(found.cost, budget, choices)
-    return found
-
-
-def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
+def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
+    assert cost is not None
+    assert budget is not None
     eager = choices.eager
-    most, peak = budget.bytes_of(eager), cost.peak + choices.live.arguments
+    most, peak = budget.bytes_of(eager), cost.peak + choices.model.arguments
     if budget.peak is not None:
         asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
     elif most is not None:
@@ -243,7 +237,7 @@ def warn_of(cost: Cost, budget: Budget, choices: Choices) -> None:
         return
     warnings.warn(
         f"{OP}: {asked} cannot be met without a higher peak or more arithmetic.  The nearest that can is {nearest}; "
-        f"{cost.flops / max(choices.total, 1):.1%} of the forward's arithmetic runs again, and extra_flops, which is "
+        f"{cost.repeated:.1%} of the forward's arithmetic runs again, and extra_flops, which is "
         f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )

@@ -37,9 +37,7 @@ class EagerMode(NamedTuple):
 
 
 def read(graph: fx.Graph, forward_outputs: int, *, counted: bool) -> EagerMode:
-    """What a joint graph says of eager mode before others change it; ``counted`` asks for the bytes."""
-    graph.eliminate_dead_code()
-    note_changeable(graph)
+    """What a joint graph with the notes of ``note_changeable`` says of eager mode; ``counted`` asks for the bytes."""
     changeable = graph.output_node().meta.pop(CHANGEABLE)
     outputs = Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
     return EagerMode(outputs, kept_bytes(Joint(graph, outputs)) if counted else 0)

@@ -8,9 +8,9 @@ calls, and what forward returns, because it lives anyway.  Views cost nothing.
 A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
 value, and where it must be kept, a copy of it is.
 
-``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it labels nodes as a checkpoint
-does, so that the compiler's own partitioner cuts along the labels, and gives backward copies of those nodes that follow
-from such a form (``recompute.py``).
+``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it gives backward copies of those
+nodes that follow from such a form (``recompute.py``).  It notes the labels of nodes, which are those of a checkpoint,
+and ``partition.cut`` writes them, so that the compiler's own partitioner cuts along them.
 """
 
 import functools
@@ -66,6 +66,7 @@ class Decision:
         instead: nodes that backward reads in place of others, with the same value.
         goal: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
             without a budget and bits.
+        labels: what the partitioner is told of each node, once ``apply`` has written the decision.
     """
 
     kept: set[fx.Node] = field(default_factory=set)
@@ -74,6 +75,7 @@ class Decision:
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     goal: Goal | None = None
     reading: list[fx.Node] = field(default_factory=list)
+    labels: dict[fx.Node, CheckpointPolicy] = field(default_factory=dict)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -307,25 +309,26 @@ def _take_along(found: Decision) -> None:
 
 
 class Unpacking(Protocol):
-    """Kept nodes that are packed, and what backward reads in their place."""
+    """Kept nodes that are packed, the nodes that pack them, and what backward reads in their place."""
 
     packed: dict[fx.Node, tuple[Any, ...]]
+    packing: list[fx.Node]
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node: ...
 
 
 def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
-    """Labels the graph, and lets backward read what it recomputes, and what ``storage`` unpacks."""
+    """Lets backward read what it recomputes, and what ``storage`` unpacks; ``decided`` gets its labels."""
+    labels = decided.labels = dict.fromkeys(storage.packing, KEEP) if storage is not None else {}
     copies: dict[fx.Node, fx.Node] = {}
     for node in [node for node in joint.graph.nodes if node in decided.kept]:
         if storage is not None and node in storage.packed:
             continue
         if node in joint.changeable:
             copies[node] = call(joint.graph, torch.ops.aten.clone.default, node, before=behind(node))
-            copies[node].meta[LABEL] = KEEP
+            labels[copies[node]] = KEEP
             continue
-        for one in {node, call_node(node)}:
-            one.meta.setdefault(LABEL, KEEP)
+        labels.update((one, KEEP) for one in (node, call_node(node)) if LABEL not in one.meta)
     writer = _Writer(joint, decided, storage, copies)
     for reader in decided.reading:
         read = functools.partial(writer.read, before=reader)
@@ -344,6 +347,7 @@ class _Writer:
         self, joint: Joint, decided: Decision, storage: Unpacking | None, copies: dict[fx.Node, fx.Node]
     ) -> None:
         self.graph, self.decided, self.storage, self.copies = joint.graph, decided, storage, copies
+        self.labels = decided.labels
         self.changeable = joint.changeable
         self.made: dict[fx.Node, fx.Node] = {}
 
@@ -351,7 +355,11 @@ class _Writer:
         """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
         node = self.decided.instead.get(node, node)
         if self.storage is not None and node in self.storage.packed:
-            return self.storage.read(node, before)
+            last = before.prev
+            made = self.storage.read(node, before)
+            for new in nodes_from(last.next, before):
+                self._labelled(new)
+            return made
         if node not in self.decided.recomputed:
             return self.copies.get(node, node)
         if node not in self.made:
@@ -364,20 +372,18 @@ class _Writer:
             last = before.prev
             made = form.write(self.graph, lambda n: self.read(n, before), before)
             for new in nodes_from(last.next, before):
-                _labelled(new)
+                self._labelled(new)
             return made
         call = call_node(node)
         swapped = {source: self.read(source, before) for source in call.all_input_nodes}
         if node not in self.changeable and all(source is other for source, other in swapped.items()):
-            return _labelled(node, call)
+            return self._labelled(node, call)
         if node is call:
-            return _labelled(copied(self.graph, node, swapped, before))
+            return self._labelled(copied(self.graph, node, swapped, before))
         if call not in self.made:
-            self.made[call] = _labelled(copied(self.graph, call, swapped, before))
-        return _labelled(copied(self.graph, node, {call: self.made[call]}, before))
+            self.made[call] = self._labelled(copied(self.graph, call, swapped, before))
+        return self._labelled(copied(self.graph, node, {call: self.made[call]}, before))
 
-
-def _labelled(node: fx.Node, *others: fx.Node) -> fx.Node:
-    for one in (node, *others):
-        one.meta[LABEL] = RECOMPUTE
-    return node
+    def _labelled(self, node: fx.Node, *others: fx.Node) -> fx.Node:
+        self.labels.update(dict.fromkeys((node, *others), RECOMPUTE))
+        return node

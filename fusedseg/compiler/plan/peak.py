@@ -6,15 +6,18 @@ input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have thos
 """
 
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
+from ...memory.step_bytes import StepBytes
 from ...ops.low_bit import graph as packing
 from ..graph import (
     Joint,
     arguments_of,
+    flops_of,
     hinted,
     is_op,
     is_tensor,
@@ -28,6 +31,7 @@ from ..graph import (
     writes,
 )
 from . import keep, recompute, schedule
+from .liveness import Liveness, Over, ScheduledNode
 
 PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)
 PACKING = (*PACKS, packing.unpack_op._opoverload, packing.bits_unpack._opoverload)
@@ -93,7 +97,7 @@ class PlannedBackward(schedule.BackwardGraph):
     def made(self, node: Any) -> int:
         return node.made
 
-    def over(self, node: Any) -> schedule.Over:
+    def over(self, node: Any) -> Over:
         sources = [(self._made.get(x), nbytes_of(x)) for x in schedule.gives_memory(node.node, self.fused)]
         inputs = node.all_input_nodes
         return [(inputs.index(one), nbytes) for one, nbytes in sources if one in inputs]
@@ -146,27 +150,13 @@ def _is_view(node: fx.Node) -> bool:
     return keep.is_view(node) or may_alias(node)
 
 
-class Cost(NamedTuple):
-    """What a decision costs a training step.
+class ByteModel:
+    """Counts what the decisions about a joint graph need.
 
-    kept: the bytes that forward keeps.
-    flops: the arithmetic that backward repeats.
-    peak: the most bytes at one moment, beyond the arguments.
-    with_workspaces: the most bytes if convolutions and packing need as many bytes beside their results as they may.
+    Attributes:
+        arguments: the bytes of the arguments of the graph.
+        flops: the arithmetic of each node of forward.  total: that of forward.
     """
-
-    kept: int
-    flops: int
-    peak: int
-    with_workspaces: int
-
-    def is_within(self, most: "Cost") -> bool:
-        """Whether neither the kept bytes nor a peak is above ``most``."""
-        return self.kept <= most.kept and self.peak <= most.peak and self.with_workspaces <= most.with_workspaces
-
-
-class Live:
-    """Counts the bytes of the decisions about a joint graph, whose arguments have ``arguments`` bytes."""
 
     def __init__(self, joint: Joint, fused: bool) -> None:
         self._joint, self._fused = joint, fused
@@ -177,6 +167,8 @@ class Live:
         self.arguments = sum(
             self._nbytes[node] for node in nodes if node.op == "placeholder" and node not in joint.backward
         )
+        self.flops = {node: flops_of(node) for node in joint.forward}
+        self.total = sum(self.flops.values())
         self._forward = self._whole.as_it_stands(node for node in nodes if keep.call_node(node) in joint.forward)
 
     def kept(self, decision: keep.Decision) -> int:
@@ -186,28 +178,26 @@ class Live:
     def _kept(self, decision: keep.Decision) -> set[fx.Node]:
         return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
 
-    def cost(self, decision: keep.Decision) -> Cost:
-        """What a decision costs.
+    def needs(self, decision: keep.Decision) -> StepBytes:
+        """What a step needs with a decision.
 
         The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]
-        end = schedule.ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
-        forward = self._whole.alive([*self._forward.values(), end])
+        end = ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
+        forward = self._whole.liveness([*self._forward.values(), end], workspace)
         planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
         steps = planned.least_peak(decision.goal)
-        backward = planned.alive(steps)
+        backward = planned.liveness(steps, workspace)
         copied = {root for root in kept if root in self._joint.changeable}
         copies = sum(self._nbytes[root] for root in copied)
         others = sum(self._nbytes[root] for root in returned - (kept - copied) if root.op == "call_function")
-        in_forward = forward.most_with(lambda node: workspace(node, self._fused))
-        in_backward = backward.most_with(lambda node: workspace(planned.node_of(node), self._fused))
-        return Cost(
+        return StepBytes(
             kept=self.kept(decision),
-            flops=planned.flops(steps),
             peak=max(forward.peak[0] + copies, backward.peak[0] + others),
-            with_workspaces=max(in_forward + copies, in_backward + others),
+            with_workspaces=max(forward.with_workspaces + copies, backward.with_workspaces + others),
+            repeated=planned.flops(steps) / max(self.total, 1),
         )
 
 
@@ -235,3 +225,11 @@ def workspace(node: fx.Node, fused: bool) -> int:
     moved = "unit" in given and packing.is_moved(hinted(value_of(value)), given["unit"])
     copied = nbytes_of(value) if moved else 0
     return copied + packing.workspace_of(op_of(node), value_of(value), size_of(value), given["bits"])
+
+
+def liveness_of(
+    graph: fx.Graph, fused: bool = False, workspace: Callable[[fx.Node, bool], int] = workspace
+) -> Liveness:
+    """What is alive at each node of a graph as it stands."""
+    steps = schedule.BackwardGraph(graph, fused)
+    return steps.liveness([*steps.as_it_stands(graph.nodes).values()], workspace)

@@ -17,6 +17,7 @@ from torch import fx
 from ..graph import flops_of, following, is_op, is_random, nbytes_of, op_of, roots_of, row_of, value_of, writes
 from ..op_table import INSIDE, READS
 from .aliasing import gives_memory
+from .liveness import Liveness, Over, ScheduledNode, memory_read
 
 # How many repetitions are tried for one graph.
 TRIALS = 200
@@ -42,32 +43,6 @@ class Goal(NamedTuple):
 
 # The least peak, whatever is repeated for it.
 LOWEST = Goal(-inf, inf)
-
-
-Over = list[tuple[int, int]]
-
-
-class ScheduledNode:
-    """One node in its turn; a node that is computed twice has two steps.
-
-    reads: the steps of its inputs.  first: the step that has allocated the memory of its result.
-    nbytes: the bytes of that memory, which later steps read.  made: the bytes of all results while the node runs.
-    over: the places of those inputs over which the result may be written, and their bytes.
-    """
-
-    __slots__ = ("first", "made", "nbytes", "node", "over", "reads")
-
-    def __init__(
-        self, node: fx.Node, reads: list["ScheduledNode"], root: fx.Node, nbytes: int, made: int, over: Over
-    ) -> None:
-        self.node, self.reads, self.nbytes, self.made, self.over = node, reads, nbytes, made, over
-        self.first: ScheduledNode = (
-            self if root is node else next(step.first for step in reads if step.first.node is root)
-        )
-
-    def call(self) -> "ScheduledNode":
-        """The step of the call of which this one picks a result, or the step itself."""
-        return self.reads[0] if self.node.target is operator.getitem else self
 
 
 class BackwardGraph:
@@ -160,8 +135,12 @@ class BackwardGraph:
         """The node of a graph for a node of ``graph``; another one in ``peak.PlannedBackward``."""
         return node
 
-    def alive(self, steps: list[ScheduledNode]) -> "Alive":
-        return Alive(steps, self._inlined(steps) if self.fused else {})
+    def liveness(self, steps: list[ScheduledNode], workspace: Callable[[fx.Node, bool], int] | None = None) -> Liveness:
+        """What is alive at each step; ``workspace`` says what a node needs besides, while it runs."""
+        inlined = self._inlined(steps) if self.fused else {}
+        if workspace is None:
+            return Liveness(steps, inlined)
+        return Liveness(steps, inlined, lambda step: workspace(self.node_of(step.node), self.fused))
 
     def _inlined(self, steps: list[ScheduledNode]) -> dict[ScheduledNode, list[ScheduledNode]]:
         """The steps whose result is computed where it is read, and the memory that is read there."""
@@ -203,7 +182,7 @@ class BackwardGraph:
             # What repeats no arithmetic comes first.
             steps = self._parted_often(steps, self.flops(steps), -inf)
         steps = self._parted_often(steps, goal.flops, goal.peak)
-        if not goal.price or self.alive(steps).peak[0] > goal.peak:
+        if not goal.price or self.liveness(steps).peak[0] > goal.peak:
             return steps
         return self._at_price(steps, goal.flops, goal.price, self.flops)
 
@@ -219,7 +198,7 @@ class BackwardGraph:
 
         One alone may lower nothing, where several places peak as high.
         """
-        best, now, least = steps, self.alive(steps), inf
+        best, now, least = steps, self.liveness(steps), inf
         for _ in range(TRIALS):
             sum_of_both = spent(steps) + price * now.peak[0]
             if sum_of_both < least:
@@ -227,13 +206,13 @@ class BackwardGraph:
             found = self.parted(steps, now, most, sharing)
             if found is None:
                 break
-            steps, now = found, self.alive(found)
+            steps, now = found, self.liveness(found)
         return best
 
     def _parted_often(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
         for _ in range(TRIALS):
-            now = self.alive(steps)
+            now = self.liveness(steps)
             found = None if now.peak[0] <= enough else self.parted(steps, now, most)
             if found is None:
                 break
@@ -241,7 +220,7 @@ class BackwardGraph:
         return steps
 
     def parted(
-        self, steps: list[ScheduledNode], now: "Alive", most: float, sharing: bool = False
+        self, steps: list[ScheduledNode], now: Liveness, most: float, sharing: bool = False
     ) -> list[ScheduledNode] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None.
 
@@ -259,7 +238,7 @@ class BackwardGraph:
         for step in sorted(crossing, key=self._price if sharing else self._price_of_arithmetic):
             for shared in (True, False) if sharing else (False,):
                 found = self._twice(steps, step, top, now, shared)
-                if self.flops(found) <= most and self.alive(found).peak < now.peak:
+                if self.flops(found) <= most and self.liveness(found).peak < now.peak:
                     return found
         return None
 
@@ -275,7 +254,7 @@ class BackwardGraph:
         return flops, self._moved(step.call()) / step.nbytes, largest
 
     def _twice(
-        self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: "Alive", shared: bool
+        self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: Liveness, shared: bool
     ) -> list[ScheduledNode]:
         """The steps with ``old`` recomputed for its readers after the place ``top``."""
         found = steps[: top + 1]
@@ -309,7 +288,7 @@ class BackwardGraph:
         read: ScheduledNode,
         old: ScheduledNode,
         place: int,
-        now: "Alive",
+        now: Liveness,
         made: dict[ScheduledNode, ScheduledNode],
         found: list[ScheduledNode],
     ) -> ScheduledNode:
@@ -330,62 +309,6 @@ class BackwardGraph:
         return made[read]
 
 
-class Alive:
-    """The bytes that are alive at each step.
-
-    Attributes:
-        places: the place of each step.  last: for each memory the place of its last reader.
-        bytes_at: the bytes at each place.
-        top: the place of the peak.  peak: its bytes, and the number of places that have them.
-        inlined: the steps without memory of their own, and the memory that is read in place of theirs.
-    """
-
-    def __init__(self, steps: list[ScheduledNode], inlined: dict[ScheduledNode, list[ScheduledNode]]) -> None:
-        self.inlined = inlined
-        self.places = {step: place for place, step in enumerate(steps)}
-        self.last = dict(self.places)
-        for place, step in enumerate(steps):
-            for read in step.reads:
-                self.last[read.first] = place
-            for read in memory_read(step, inlined):
-                self.last[read] = place
-        gone: list[list[ScheduledNode]] = [[] for _ in steps]
-        for step in steps:
-            if step.first is step:
-                gone[self.last[step]].append(step)
-        bytes_at = []
-        alive = sum(step.nbytes for step in steps if step.node.op == "placeholder")
-        for place, step in enumerate(steps):
-            if step not in inlined:
-                alive += step.nbytes * (step.node.op != "placeholder")
-                alive_then = alive - step.nbytes + step.made - self._written_over(step, place)
-            bytes_at.append(alive_then)
-            alive -= sum(one.nbytes for one in gone[place] if one not in inlined)
-        self.bytes_at = bytes_at
-        most = max(bytes_at)
-        self.top = bytes_at.index(most)
-        self.peak = (most, bytes_at.count(most))
-
-    def most_with(self, needed: Callable[[fx.Node], int]) -> int:
-        """The most bytes at once if each node needs as many bytes besides, while it runs, as ``needed`` says."""
-        return max(nbytes + needed(step.node) for step, nbytes in zip(self.places, self.bytes_at, strict=True))
-
-    def _written_over(self, step: ScheduledNode, place: int) -> int:
-        """The bytes of an input that the result is written over."""
-        memory = [read.first for read in step.reads]
-        for at, nbytes in step.over:
-            first = memory[at]
-            whole = first.nbytes == nbytes and first.node.op == "call_function"
-            if whole and self.last[first] == place and memory.count(first) == 1:
-                return first.nbytes
-        return 0
-
-
-def memory_read(step: ScheduledNode, inlined: dict[ScheduledNode, list[ScheduledNode]]) -> list[ScheduledNode]:
-    """The steps whose memory a step reads."""
-    return list(dict.fromkeys(one for read in step.reads for one in inlined.get(read.first, [read.first])))
-
-
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a node inside the kernels that read it."""
     return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or row_of(node).inductor == INSIDE)
@@ -403,7 +326,6 @@ def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = Fals
     if fused:
         steps = sums_after_compute_intensive_ops(steps)
     module.graph = _written(steps)
-    module.recompile()
 
 
 def sums_after_compute_intensive_ops(steps: list[ScheduledNode]) -> list[ScheduledNode]:

@@ -19,10 +19,7 @@ from ..settings import optional
 
 @optional("late_bias")
 def rewrite(graph: fx.Graph) -> int:
-    """Gives concatenations the biases of their sources, and returns the number of these convolutions.
-
-    It comes behind ``split_convolutions.py``: backward may read the result of a convolution there, with its bias.
-    """
+    """Gives concatenations the biases of their sources, and returns the number of these convolutions."""
     biases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if name_of(node) == "convolution" and _is_added_late(node):

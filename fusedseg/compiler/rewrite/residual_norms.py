@@ -4,8 +4,7 @@
 
 Without the option "bits" norms are captured with their residuals (``capture/norms.py``).  With it they are captured
 apart, because what backward asks about the sum must be found in the joint graph.  Once it is decided what is packed,
-the norms that backward recomputes get their residuals here (``low_bit/packing.py``), and after that those of forward
-(``codegen/activations.py``).
+the norms that backward recomputes get their residuals here, and those of forward in its code.
 
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """

@@ -1,0 +1,182 @@
+"""The passes that change a graph, from what Dynamo has captured to the code that runs: one tuple, in their order.
+
+Each stage of a compilation runs its slice of the tuple (``run``).  A row names its function, which is imported when it
+runs, because files on every floor of the compiler run passes.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from .. import _backend
+from ..ops.norm.graph import statistics
+from .graph import is_tensor, value_of
+from .settings import Settings
+
+# What Dynamo captures; what AOTAutograd traces of it, forward and backward in one; the two parts of that; and what it
+# traces where nothing is trained.
+CAPTURED, JOINT, FORWARD, BACKWARD, INFERENCE = "captured", "joint", "forward", "backward", "inference"
+
+
+class Stage(Enum):
+    """A part of a compilation that runs a slice of the passes, and who runs it."""
+
+    CAPTURE = "capture/passes.py: rewrite"
+    TRACED = "partition.py: Partition, or before Inductor's own passes codegen/inductor.py: BeforeOthers"
+    LAYOUT = "partition.py: Partition; on a graph without a backward backend.py: _laying_out, or BeforeOthers"
+    CANDIDATE = "decide.py: decide, for each candidate"
+    PACKED = "low_bit/packing.py: packed"
+    DIVIDED = "partition.py: Partition; on a graph without a backward BeforeOthers"
+    JOINED = "codegen/aten.py: emit"
+    CALLS = "codegen/aten.py: emit, which knows by then how many bytes are alive at each node"
+
+
+def _by_sources(settings: Settings, graph: fx.Graph) -> bool:
+    """Whether backward of a convolution of a concatenation is computed source by source.
+
+    The peak is lower then.  But on a GPU the parts take longer than the concatenation does, which is formed again.
+    """
+    limits, given = settings.limits, filter(is_tensor, graph.find_nodes(op="placeholder"))
+    if settings.bits is not None:
+        return True
+    if any(_backend.on_gpu(value_of(node)) for node in given):
+        return limits is not None and limits.peak is not None
+    return settings.fused_code or limits is not None
+
+
+BY_SOURCES = "bits, Inductor or a budget; on a GPU bits or a budget of the peak"
+# When a pass runs, for a page and for a program.
+WHEN: dict[str, Callable[[Settings, fx.Graph], bool]] = {
+    "": lambda settings, graph: True,
+    "aten": lambda settings, graph: not settings.fused_code,
+    "Inductor": lambda settings, graph: settings.fused_code,
+    "bits": lambda settings, graph: settings.bits is not None,
+    "bits and Inductor": lambda settings, graph: settings.bits is not None and settings.fused_code,
+    "a norm was divided": lambda settings, graph: bool(graph.find_nodes(op="call_function", target=statistics)),
+    BY_SOURCES: _by_sources,
+}
+
+
+class Pass(NamedTuple):
+    """A pass.
+
+    function: its module in ``fusedseg.compiler``, and its name there.
+    stage: who runs it.  on: the graphs on which it runs.
+    takes: what it is given, by the names of ``run``.
+    when: a key of ``WHEN``, which says whether it runs.
+    after: the functions of other passes that must have run before it.
+    """
+
+    function: str
+    stage: Stage
+    on: tuple[str, ...]
+    takes: tuple[str, ...] = ("graph",)
+    when: str = ""
+    after: tuple[str, ...] = ()
+
+    def __call__(self, given: dict[str, Any]) -> None:
+        pkgutil.resolve_name(f"{__package__}.{self.function}")(*map(given.__getitem__, self.takes))
+
+
+LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
+OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
+
+PASSES = (
+    Pass("capture.dead_bias:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
+    Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
+    Pass("capture.convolve_first:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE, after=("capture.passes:unfold",)),
+    Pass(
+        "capture.norms:rewrite", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),
+        after=("capture.dead_bias:rewrite", "capture.convolve_first:rewrite"),
+    ),
+    Pass(
+        "capture.pools_and_upsampling:rewrite_for_inductor", Stage.CAPTURE, (CAPTURED,), ("module",), "Inductor",
+        after=("capture.convolve_first:rewrite",),
+    ),
+    Pass(
+        "capture.pools_and_upsampling:rewrite_for_aten", Stage.CAPTURE, (CAPTURED,), ("module",), "aten",
+        after=("capture.convolve_first:rewrite",),
+    ),
+    Pass("plan.eager_mode:note_changeable", Stage.TRACED, (JOINT,)),
+    Pass(
+        "rewrite.channels_last:run", Stage.LAYOUT, LAID_OUT, ("graph", "settings"),
+        after=("plan.eager_mode:note_changeable",),
+    ),
+    Pass("rewrite.simplify:run", Stage.LAYOUT, (JOINT,), ("module",), after=("plan.eager_mode:note_changeable",)),
+    Pass("rewrite.one_channel:rewrite", Stage.LAYOUT, (JOINT,), after=("rewrite.channels_last:run",)),
+    Pass("rewrite.split_convolutions:rewrite", Stage.CANDIDATE, (JOINT,), when=BY_SOURCES),
+    # Backward of a convolution that was split may read the result of another convolution, with its bias.
+    Pass(
+        "rewrite.late_bias:rewrite", Stage.CANDIDATE, (JOINT,), when="aten",
+        after=("rewrite.split_convolutions:rewrite",),
+    ),
+    Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
+    Pass("rewrite.residual_norms:rewrite", Stage.PACKED, (JOINT,)),
+    Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
+    Pass("plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused")),
+    Pass("codegen.norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
+    Pass(
+        "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
+        after=("codegen.norms:divide",),
+    ),
+    Pass("codegen.activations:rewrite", Stage.JOINED, PARTS, after=("rewrite.residual_norms:rewrite",)),
+    Pass("codegen.casts:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS),
+    Pass(
+        "codegen.shorter:rewrite", Stage.CALLS, PARTS,
+        after=("codegen.activations:rewrite", "codegen.casts:rewrite"),
+    ),
+    Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS),
+    # Behind a write to an argument no cast is moved.
+    Pass(
+        "codegen.norms:write_statistics", Stage.CALLS, PARTS,
+        after=("codegen.casts:rewrite", "codegen.shorter:rewrite"),
+    ),
+    Pass("codegen.concatenation:rewrite", Stage.CALLS, PARTS, after=("rewrite.late_bias:rewrite",)),
+    Pass("codegen.concatenation:make_dense", Stage.CALLS, PARTS),
+    Pass("codegen.gradient_sums:rewrite", Stage.CALLS, (BACKWARD,), WITH_LIVENESS, after=("codegen.shorter:rewrite",)),
+    # It writes results over the gradients that are free, and over the inputs of norms that are no ops any more.
+    Pass(
+        "codegen.in_place:rewrite", Stage.CALLS, PARTS,
+        after=("codegen.casts:rewrite", "codegen.shorter:rewrite", "codegen.gradient_sums:rewrite"),
+    ),
+    Pass(
+        "codegen.convolution_backward:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS,
+        after=("codegen.concatenation:make_dense", "codegen.in_place:rewrite"),
+    ),
+    # From here on convolutions, and then the ops of this package, are no ops any more.
+    Pass(
+        "codegen.shorter:write_convolutions", Stage.CALLS, PARTS,
+        after=("codegen.concatenation:make_dense", "codegen.convolution_backward:rewrite"),
+    ),
+    Pass(
+        "codegen.replays:rewrite", Stage.CALLS, PARTS,
+        after=(
+            "codegen.concatenation:rewrite", "codegen.concatenation:make_dense", "codegen.gradient_sums:rewrite",
+            "codegen.in_place:rewrite",
+        ),
+    ),
+)  # fmt: skip
+
+
+def run(stage: Stage, on: str, of: fx.GraphModule | fx.Graph, settings: Settings | None = None, **more: Any) -> bool:
+    """Runs the passes of a stage on a graph, and returns whether there were any.
+
+    Args:
+        stage: the stage.
+        on: which graph it is: one of CAPTURED, JOINT, FORWARD, BACKWARD and INFERENCE.
+        of: the graph, or its module.
+        settings: the options; None for the stages of ``emit``, which do not depend on them.
+        more: what the passes of this stage are given besides ("takes").
+    """
+    asked = settings or Settings()
+    ran = False
+    for row in PASSES:
+        # A pass may put another graph into the module.
+        graph = of if isinstance(of, fx.Graph) else of.graph
+        if row.stage is stage and on in row.on and WHEN[row.when](asked, graph):
+            row({"module": of, "graph": graph, "settings": asked, "fused": asked.fused_code, **more})
+            ran = True
+    return ran
