@@ -66,9 +66,9 @@ def _join(graph: fx.Graph, node: fx.Node, memory: Memory, liveness: Liveness) ->
         alike = has_same_form(value_of(also), value_of(x))
         spare = function.of_residual and alike and memory.is_free(node, also)
         lives = roots[also].op == "placeholder" or last[roots[also]] > memory.places[node]
-        if (function.of_residual and not spare and not lives) or not _may_live(
-            dz, also, (total, node), memory, liveness
-        ):
+        if function.of_residual and not spare and not lives:
+            continue
+        if not _may_live(dz, also, (total, node), memory, liveness):
             continue
         node.target = replace(function, spare=spare)
         node.args = (dz, *node.args[1:], also)
