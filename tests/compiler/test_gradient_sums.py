@@ -154,6 +154,9 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, backward, monkeyp
     assert peaks[0] <= 1.001 * peaks[1]
     # In planes the slices of a concatenation have gaps that no kernel reads.
     wanted = NETWORKS[name][2] if rows or name == "ResNet-18" or name == "three gradients" else 0
+    if rows and name == "ResNet-18":
+        # In channels_last another op stands between one more sum and its norm, and there is memory for both gradients.
+        wanted += 1
     assert [len(joined(nodes)) for nodes in backward] == [wanted, 0]
 
 

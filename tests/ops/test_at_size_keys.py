@@ -166,7 +166,8 @@ KINDS = {
     "norm": (exact.forward_kind, norm_forward, NORMS | {
         "running": [FULL, HALF], "kept": [1, 2, 4, 5], "out": [True]}),
     "norm again": (exact.recompute_kind, norm_recompute, NORMS | {"out": [True]}),
-    "gradient of a norm": (exact.backward_kind, norm_backward, NORMS | {
+    # It reads rstd, and no eps.
+    "gradient of a norm": (exact.backward_kind, norm_backward, {k: v for k, v in NORMS.items() if k != "eps"} | {
         "kept": [1, 2, 4, 5], "into": [True], "also": [False, True], "spare": [True], "needs": [(False,) * 5],
         "exchange": ["sums"]}),
     "pool": (max_pool._forward_kind, pool_forward, POOLS | {"coded": [False]}),

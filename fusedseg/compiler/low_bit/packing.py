@@ -86,8 +86,9 @@ class Storage:
 
 def _normed(graph: fx.Graph, node: fx.Node, norm: fx.Node, before: fx.Node) -> tuple[fx.Node, str]:
     """Normalised rows, (rows, channels), and the unit of groups: rows of a channel, if there are enough of them."""
+    target: Any = norm.target
     _, shape, *affine, eps = norm.args
-    made = call(graph, norm.target, node, shape, *(None for _ in affine), eps, before=before)
+    made = call(graph, target, node, shape, *(None for _ in affine), eps, before=before)
     normed = call(graph, operator.getitem, made, 0, before=before)
     width = form_in(graph, node, before)[0][-1]
     normed = call(graph, aten.view.default, normed, [-1, width], before=before)

@@ -307,7 +307,8 @@ class KeptChannels:
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
                 self._key, self._steps = key, _optimizer_steps
-        self._take_what_arrived(first.device)
+        if self._pending is not None:
+            self._take_what_arrived(first.device)
         if self.kept is not None and first.is_cuda:
             self._wait_for_slots(self.kept.slots)
         return self.kept
@@ -329,8 +330,9 @@ class KeptChannels:
 
     def _take_what_arrived(self, device: torch.device) -> None:
         # A forward pass that is computed again must keep the same channels as the first one.
-        if self._pending is not None and not recomputing() and self._pending[0].here():
-            arrived, part = self._pending
+        assert self._pending is not None
+        arrived, part = self._pending
+        if not recomputing() and arrived.here():
             self._pending = None
             self._use(arrived.of(part), device)
 
