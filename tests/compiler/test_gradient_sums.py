@@ -145,7 +145,7 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, backward, monkeyp
     net, x = made(name, rows)
     options = {"memory_format": torch.channels_last_3d} if rows and x.dim() == 5 else {}
     peaks = []
-    for rewrite in (gradient_sums.rewrite, lambda graph, room: 0):
+    for rewrite in (gradient_sums.rewrite, lambda graph, liveness: 0):
         torch._dynamo.reset()
         monkeypatch.setattr(gradient_sums, "rewrite", rewrite)
         run = compiled(net, **options)
