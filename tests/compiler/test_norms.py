@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.activation import TABLE, Activation
+from fusedseg.activation import TABLE
 from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
 from fusedseg.compiler.capture.norms import How
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import NormCall, flat, norm_act, norm_act_backward
 from tests.compiler.networks import BOTH, compiled, kept, results, same
 
 
@@ -33,7 +33,8 @@ def found_in(function, *inputs, how=How(everywhere=True, whole=True)):  # noqa: 
     torch.compile(function, backend=compiler)(*inputs)
     nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
     made = [node for node in nodes if node.target is norms.of_stock_op]
-    found = [(Activation(*node.args[6:8]), node.args[5] is not None) for node in made]
+    calls = [NormCall.of_arguments(node.args[: -len(How._fields)]) for node in made]
+    found = [(call.norm.act, call.residual is not None) for call in calls]
     return found, [n.target for n in nodes if n not in made]
 
 

@@ -16,8 +16,8 @@ from torch import fx
 
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
-from ...ops.norm.graph import Backward
-from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, node_at, nodes_from, value_of
+from ...ops.norm.graph import Backward, GradientCall
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, nodes_from, value_of
 from ..settings import optional
 from .in_place import Memory
 
@@ -31,12 +31,12 @@ def rewrite(graph: fx.Graph) -> int:
     It comes right before ``in_place.py``, which writes results over the gradients that are free.
     """
     memory = Memory(graph)
-    norms = [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 7]
-    return sum(_join(graph, node, memory) for node in norms)
+    norms = [(node, GradientCall.of(node)) for node in graph.nodes if isinstance(node.target, Backward)]
+    return sum(_join(graph, node, norm, memory) for node, norm in norms if norm is not None and norm.also is None)
 
 
-def _join(graph: fx.Graph, node: fx.Node, memory: Memory) -> bool:
-    total, x = node_at(node, 0), node_at(node, 1)
+def _join(graph: fx.Graph, node: fx.Node, norm: GradientCall, memory: Memory) -> bool:
+    total, x = norm.dz, norm.x
     roots, last = memory.roots, memory.last
     if not _is_sum(total, node) or has_symbols(value_of(x)) or not _backend.takes_triton(value_of(x).device):
         return False
@@ -58,7 +58,7 @@ def _join(graph: fx.Graph, node: fx.Node, memory: Memory) -> bool:
         if function.of_residual and not spare and not lives:
             continue
         node.target = replace(function, spare=spare)
-        node.args = (dz, *node.args[1:], also)
+        node.args = norm._replace(dz=dz, also=also).tensors
         graph.erase_node(total)
         end = max(last[roots[also]], memory.places[node])
         last[roots[dz]] = last[roots[also]] = end

@@ -44,7 +44,7 @@ class Storage:
             bits, unit, kink = rounded.bits[node], rounded.units.get(node, ""), None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
-                after = behind(call_node(norm.mean))  # type: ignore[arg-type]
+                after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = _keep(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (node, bits, key, place, kink, unit, stride)

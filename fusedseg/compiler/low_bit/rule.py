@@ -189,7 +189,7 @@ class Rule:
             return set()
         if isinstance(form, recompute.BatchNorm) or (isinstance(form, recompute.NormActForm) and form.rstd is None):
             # It would find the statistics of rounded values.
-            return set() if isinstance(form, recompute.NormActForm) and not form.own else {node}
+            return set() if isinstance(form, recompute.NormActForm) and not form.norm.own else {node}
         return self._norm(call_node(node), self._read(form.x))
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:

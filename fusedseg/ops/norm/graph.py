@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...activation import TABLE, Activation
 from ..layout import dense, like
@@ -24,20 +24,12 @@ from . import passes
 from .call import Norm, Operands, OutputGradient, Statistics, cast, statistics_count, stats_dtype
 
 # The arguments of ``flat`` in a schema.
-SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
-
-
-class Given(NamedTuple):
-    """The arguments of the op that are tensors."""
-
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
+_SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
+# The arguments of ``norm_act``.
+ARGUMENTS = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
+    f"Tensor? mean, Tensor? rstd, {_SPEC}"
+)
 
 
 def flat(norm: Norm) -> tuple[Any, ...]:
@@ -50,8 +42,108 @@ def norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kin
     return Norm("input", Activation(name, param), eps, momentum, own, kind, groups)
 
 
-def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
-    return Given(*call[:8]), norm_of(*call[8:])
+class NormCall(NamedTuple):
+    """The arguments of ``norm_act`` by their names: tensors, or in a graph the nodes of tensors; None for no tensor."""
+
+    norm: Norm
+    x: Any
+    weight: Any = None
+    bias: Any = None
+    residual: Any = None
+    running_mean: Any = None
+    running_var: Any = None
+    mean: Any = None
+    rstd: Any = None
+
+    @classmethod
+    def of(cls, node: object) -> "NormCall | None":
+        """The call of a node of a graph, as the op or prepared (``Forward``); None for other nodes."""
+        if not isinstance(node, fx.Node):
+            return None
+        if isinstance(node.target, Forward):
+            return cls(node.target.norm, *node.args)
+        return cls.of_arguments(node.args) if node.target is norm_act else None
+
+    @classmethod
+    def of_arguments(cls, call: Sequence[Any]) -> "NormCall":
+        return cls(norm_of(*call[8:]), *call[:8])
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether each sample has statistics of its own."""
+        return self.norm.kind != "batch"
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What ``Forward`` is called with."""
+        return self[1:]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        return *self.tensors, *flat(self.norm)
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What z is computed from where the statistics are known: x, weight, bias, residual, and two vectors."""
+        known = (self.mean, self.rstd) if self.norm.own else (self.running_mean, self.running_var)
+        return self.x, self.weight, self.bias, self.residual, *known
+
+    def with_act(self, act: Activation) -> "NormCall":
+        return self._replace(norm=self.norm._replace(act=act))
+
+
+class GradientCall(NamedTuple):
+    """The arguments of ``norm_act_backward`` by their names, as ``NormCall`` has those of ``norm_act``.
+
+    second: the rstd; in eval mode the running variance, and ``mean`` is the running mean.
+    also: a second gradient of z, which only a prepared call (``Backward``) has.
+    """
+
+    norm: Norm
+    affine: bool
+    of_residual: bool
+    dz: Any
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    mean: Any
+    second: Any
+    also: Any = None
+
+    @classmethod
+    def of(cls, node: object) -> "GradientCall | None":
+        """The call of a node of a graph, as the op or prepared; None for other nodes."""
+        if not isinstance(node, fx.Node):
+            return None
+        if isinstance(node.target, Backward):
+            of = node.target
+            return cls(of.norm, of.affine, of.of_residual, *node.args)
+        return cls.of_arguments(node.args) if node.target is norm_act_backward else None
+
+    @classmethod
+    def of_arguments(cls, call: Sequence[Any]) -> "GradientCall":
+        *spec, affine, of_residual = call[7:]
+        return cls(norm_of(*spec), affine, of_residual, *call[:7])
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What ``Backward`` is called with."""
+        return self[3:] if self.also is not None else self[3:-1]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        return *self[3:-1], *flat(self.norm), self.affine, self.of_residual
+
+    def with_act(self, act: Activation) -> "GradientCall":
+        return self._replace(norm=self.norm._replace(act=act))
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What z was computed from."""
+        return self.x, self.weight, self.bias, self.residual, self.mean, self.second
 
 
 @dataclass(frozen=True)
@@ -186,16 +278,17 @@ def _whole(results: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> t
 
 
 def _norm_act(*call: Any) -> tuple[Tensor, ...]:
-    given, norm = _split(call)
-    z, mean, rstd, *moved = Forward(norm)(*given)
+    given = NormCall.of_arguments(call)
+    z, mean, rstd, *moved = Forward(given.norm)(*given.tensors)
     # Results of an op must not share memory.
     rstd = None if rstd is None else rstd.clone()
     return _whole((z, mean, rstd, *moved), given.x, stats_dtype(given.x))
 
 
 def _norm_act_backward(*call: Any) -> tuple[Tensor, ...]:
-    *tensors, affine, of_residual = (*call[:7], *call[-2:])
-    return _whole(Backward(norm_of(*call[7:-2]), affine, of_residual)(*tensors), call[0], call[0].dtype)
+    given = GradientCall.of_arguments(call)
+    grads = Backward(given.norm, given.affine, given.of_residual)(*given.tensors)
+    return _whole(grads, given.dz, given.dz.dtype)
 
 
 def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -206,14 +299,13 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
 
 _define(
     "fusedseg::norm_act",
-    "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
-    f"Tensor? mean, Tensor? rstd, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_act,
 )
 _define(
     "fusedseg::norm_act_backward",
-    "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
-    f"{SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dz, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
+    f"{_SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
     _norm_act_backward,
 )
 norm_act = torch.ops.fusedseg.norm_act.default
@@ -223,17 +315,18 @@ norm_act_backward = torch.ops.fusedseg.norm_act_backward.default
 def prepared(op: Any, call: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
     """What generated code calls for a call of one of the two ops, and with which arguments; None for other ops."""
     if op is norm_act:
-        return Forward(norm_of(*call[8:])), call[:8]
+        forward = NormCall.of_arguments(call)
+        return Forward(forward.norm), forward.tensors
     if op is norm_act_backward:
-        *spec, affine, of_residual = call[7:]
-        return Backward(norm_of(*spec), affine, of_residual), call[:7]
+        backward = GradientCall.of_arguments(call)
+        return Backward(backward.norm, backward.affine, backward.of_residual), backward.tensors
     return None
 
 
 @torch.library.register_fake("fusedseg::norm_act")
 def _(*call):
-    given, norm = _split(call)
-    x, _ = dense(given.x)
+    given = NormCall.of_arguments(call)
+    norm, (x, _) = given.norm, dense(given.x)
     finds = norm.own and given.mean is None
     count = statistics_count(x, norm) if finds else 0
     running = (given.running_mean, given.running_var) if finds else (None, None)
@@ -243,17 +336,17 @@ def _(*call):
 
 
 @torch.library.register_fake("fusedseg::norm_act_backward")
-def _(dz, x, weight, bias, residual, *call):
-    x, _ = dense(x)
-    affine, of_residual = call[-2:]
-    asked = (weight, affine), (bias, affine), (x, of_residual)
-    rest = (torch.empty_like(v) if ask and v is not None else dz.new_empty(0) for v, ask in asked)
+def _(*call):
+    given = GradientCall.of_arguments(call)
+    x, _ = dense(given.x)
+    asked = (given.weight, given.affine), (given.bias, given.affine), (x, given.of_residual)
+    rest = (torch.empty_like(v) if ask and v is not None else given.dz.new_empty(0) for v, ask in asked)
     return torch.empty_like(x), *rest
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    given, ctx.norm = _split(inputs)
-    _, *found = output
+    given, (_, *found) = NormCall.of_arguments(inputs), output
+    ctx.norm = given.norm
     ctx.mark_non_differentiable(*found)
     ctx.passed_on = given.residual is not None and TABLE[ctx.norm.act.name].identity
     residual = None if ctx.passed_on else given.residual
