@@ -74,7 +74,7 @@ def test_norms_equal_those_of_planes(groups, affine):
     given = [x.contiguous(memory_format=ROWS).requires_grad_()]
     given += [p if p is None else p.clone().requires_grad_() for p in parameters]
     spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
-    z, *_ = norm_ops.norm_act(*given, None, None, None, None, None, *norm_ops.flat(spec))
+    z, *_ = norm_ops.norm_op(*norm_ops.NormCall(spec, *given).arguments)
     z.backward(g.contiguous(memory_format=ROWS))
     assert z.is_contiguous(memory_format=ROWS)
     torch.testing.assert_close(z, y)

@@ -15,7 +15,7 @@ from fusedseg.compiler.capture.norms import How
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import NormCall, flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
 from tests.compiler.networks import BOTH, compiled, kept, results, same
 
 
@@ -435,14 +435,17 @@ def test_opcheck(kind, fmt):
     spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
     given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
     running = (None, None) if kind == "group" else (mean, var)
-    torch.library.opcheck(norm_act, (*given, *running, None, None, *flat(spec)))
-    z, mean, rstd, *_ = norm_act(*given, *running, None, None, *flat(spec))
+    call = NormCall(spec, *given, *running)
+    torch.library.opcheck(norm_op, call.arguments)
+    z, mean, rstd, *_ = norm_op(*call.arguments)
     # With its statistics it gives the same; PyTorch 2.14 adds group norms in channels_last in another order.
-    torch.library.opcheck(norm_act, (*(t.detach() for t in given), None, None, mean, rstd, *flat(spec)))
-    again, *_ = norm_act(*given, None, None, mean, rstd, *flat(spec))
+    x, weight, bias, residual = (t.detach() for t in given)
+    known = NormCall(spec, x, weight, bias, residual, mean=mean, rstd=rstd)
+    torch.library.opcheck(norm_op, known.arguments)
+    again, *_ = norm_op(*known.arguments)
     assert torch.equal(again, z) or (kind == "group" and torch.allclose(again, z, rtol=1e-6, atol=1e-6))
-    detached = (t.detach() for t in (g, *given, mean, rstd))
-    torch.library.opcheck(norm_act_backward, (*detached, *flat(spec), True, True))
+    tensors = g, x, weight, bias, residual, mean, rstd
+    torch.library.opcheck(norm_backward_op, GradientCall(spec, True, True, *tensors).arguments)
 
 
 @pytest.mark.parametrize("act", sorted({row.name for row in norms.ACTIVATIONS.values()}))
@@ -453,4 +456,4 @@ def test_gradcheck(act):
     parameter = TABLE[act].parameter
     param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
     spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
-    assert torch.autograd.gradcheck(lambda *t: norm_act(*t, None, None, None, None, *flat(spec))[0], given)
+    assert torch.autograd.gradcheck(lambda *t: norm_op(*NormCall(spec, *t).arguments)[0], given)

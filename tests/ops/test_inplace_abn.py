@@ -8,8 +8,8 @@ from torch import nn
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn
-from fusedseg.ops.norm import op
 from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import NormCall, norm_op
 from tests import reference
 from tests.reference import GRADIENT_TOLERANCE, relative_error, stock_activation
 from tests.tools.tensors import channels_last
@@ -96,7 +96,7 @@ def test_empty_batch(backend, device):
 
 def test_double_backward(backend, device):
     x = torch.randn(2, 3, 4, 5, device=device, requires_grad=True)
-    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.fields_of(Norm("output", ACT)))[0]  # noqa: E731
+    functional_op = lambda x: norm_op(*NormCall(Norm("output", ACT), x).arguments)[0]  # noqa: E731
     for f in (lambda x: inplace_abn(x * 1, None, None, training=True), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
         assert torch.isfinite(dx).all()

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
-from fusedseg.ops.norm import op
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import NormCall, norm_op
 from fusedseg.ops.norm.kept import KAPPA, find, kept_mask
 from tests.reference import Rounded, amplification, from_output
 from tests.tools.compiling import opcheck
@@ -342,11 +342,12 @@ def test_opcheck(backend, device, groups, fmt, kept):
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
     spec = Norm("output", LEAKY, kind=kind, groups=groups or 0)
-    opcheck(op.norm_op, (x, weight, bias, r, None, None, None, slots, int(kept), *op.fields_of(spec)), backend)
+    opcheck(norm_op, NormCall(spec, x, weight, bias, r, slots=slots, kept_count=int(kept)).arguments, backend)
     if kind == "batch":
         given = torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)
         spec = spec._replace(own=False)
-        opcheck(op.norm_op, (x, weight, bias, None, None, *given, slots, int(kept), *op.fields_of(spec)), backend)
+        call = NormCall(spec, x, weight, bias, None, *given, slots=slots, kept_count=int(kept))
+        opcheck(norm_op, call.arguments, backend)
 
 
 def tensor(*shape, **options):

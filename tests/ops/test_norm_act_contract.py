@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from fusedseg.activation import Activation
 from fusedseg.functional import norm_act
 from fusedseg.memory.meter import LiveBytes, measure
-from fusedseg.ops.norm import op
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import NormCall, norm_op
 from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, fused, inputs, slope_of
 from tests.tools.tensors import channels_last
 
@@ -144,16 +144,16 @@ def test_opcheck(norm, fmt):
     slope = torch.full((3,), 0.2, dtype=x.dtype, requires_grad=True)
     running = (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
     spec = Norm("input", Activation("prelu", 0.25), kind=norm, groups=1 if norm == "group" else 0)
-    check = lambda *args: torch.library.opcheck(op.norm_op, (*args[:-1], None, 0, *op.fields_of(args[-1])))  # noqa: E731
-    check(x, weight, bias, residual, slope, None, None, spec)
+    torch.library.opcheck(norm_op, NormCall(spec, x, weight, bias, residual, slope=slope).arguments)
     if norm == "batch":
-        check(x, None, None, residual, None, *running, spec._replace(act=Activation("identity", 0.0), own=False))
+        spec = spec._replace(act=Activation("identity", 0.0), own=False)
+        torch.library.opcheck(norm_op, NormCall(spec, x, None, None, residual, *running).arguments)
 
 
 def test_double_backward():
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     spec = Norm("input", Activation("silu", 0.0))
-    functional_op = lambda x: op.norm_op(x, *(None,) * 7, 0, *op.fields_of(spec))[0]  # noqa: E731
+    functional_op = lambda x: norm_op(*NormCall(spec, x).arguments)[0]  # noqa: E731
     for f in (lambda x: norm_act(x, None, None, training=True, activation="silu"), functional_op):
         (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
         assert torch.isfinite(dx).all()

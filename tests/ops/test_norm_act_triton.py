@@ -7,10 +7,11 @@ import torch
 
 import fusedseg
 from fusedseg.activation import Activation
-from fusedseg.ops.norm import op, passes
+from fusedseg.ops.norm import passes
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
+from fusedseg.ops.norm.graph import NormCall, norm_op
 from tests import reference
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, fused, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -85,4 +86,4 @@ def test_rebuilt_on_triton(norm, device):
 def test_opcheck_on_triton(device):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
     spec = Norm("input", Activation("relu", 0.0), kind="instance")
-    torch.library.opcheck(op.norm_op, (x, weight, bias, residual, *(None,) * 4, 0, *op.fields_of(spec)))
+    torch.library.opcheck(norm_op, NormCall(spec, x, weight, bias, residual).arguments)

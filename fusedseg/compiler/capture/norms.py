@@ -21,10 +21,9 @@ from ... import _backend, _torch
 from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
-from ...ops.norm import op as module_norms
 from ...ops.norm import stock
-from ...ops.norm.call import Norm, stats_dtype
-from ...ops.norm.graph import ARGUMENTS, NormCall, norm_act
+from ...ops.norm.call import Norm, Operands
+from ...ops.norm.graph import ARGUMENTS, NormCall, norm_op
 from .. import op_table
 from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
@@ -166,25 +165,30 @@ def _stock(call: NormCall) -> Tensor:
     return function(x, call.running_mean, call.running_var, weight, bias, norm.own, norm.momentum, norm.eps)
 
 
-def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``fusedseg::norm``, which modules of this package call, but it keeps the input; ``How`` comes last.
-
-    What is kept is decided by the backend.
-    """
-    call, how = _split(call)
-    given, slots, spec = module_norms.parts_of(call)
-    x, weight, bias, residual, _, mean, var, _ = given
-    whole = NormCall(spec._replace(keep="input"), x, weight, bias, residual, mean, var)
-    if not stock.serves(x, spec, slots) or not is_served(whole, how):
-        return module_norms.as_stock(*call)
+def of_module(*arguments: Any) -> tuple[Tensor, ...]:
+    """The op as modules of this package call it, for which the backend decides what is kept; ``How`` comes last."""
+    arguments, how = _split(arguments)
+    call = NormCall.of_arguments(arguments)
+    if call.norm.keep == "input" or call.norm.process_group is not None or call.slots is not None or not call.x.numel():
+        return norm_op(*arguments)
+    call = call._replace(norm=call.norm._replace(keep="input"))
+    if not is_served(call, how):
+        return _by_stock(call)
     if how.whole:
-        z, *found = normalised(whole)
-    else:
-        y, *found = normalised(whole.with_act(IDENTITY)._replace(residual=None))
-        z = stock.activate(y if residual is None else y + residual, spec.act)
-    if mean is not None and var is not None and not spec.own:
-        found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
-    return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
+        return norm_op(*call.arguments)
+    y, *others = norm_op(*call.with_act(IDENTITY)._replace(residual=None).arguments)
+    return stock.activate(y if call.residual is None else y + call.residual, call.norm.act), *others
+
+
+def _by_stock(call: NormCall) -> tuple[Tensor, ...]:
+    """The results of the op by stock functions with their own backward; there are no statistics among them."""
+    x, running = call.x, (call.running_mean, call.running_var)
+    if call.norm.own:
+        # They move to those of x, whatever they were.
+        running = tuple(None if v is None else torch.zeros_like(v) for v in running)
+    z = stock.norm_act(Operands(x, call.weight, call.bias, call.residual, None, *running), call.norm)
+    z = z.contiguous(memory_format=_torch.suggest_memory_format(x))
+    return z, *(x.new_empty(0) if v is None else v for v in (None, None, *running, None, None))
 
 
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
@@ -199,7 +203,7 @@ of_stock_op = _torch.composite_op(
 )
 of_module_op = _torch.composite_op(
     "fusedseg::norm_of_module",
-    f"({module_norms.ARGUMENTS}, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"({ARGUMENTS}, {_HOW}) -> ({', '.join(['Tensor'] * 7)})",
     of_module,
 )
 
@@ -232,7 +236,7 @@ def is_in_a_dense_format(x: Tensor) -> bool:
 
 def normalised(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
     """z, mean and rstd of the op; the running statistics move."""
-    z, mean, rstd, *moved = norm_act(*call.arguments)
+    z, mean, rstd, *moved, _, _ = norm_op(*call.arguments)
     if call.norm.own:
         for buffer, value in zip((call.running_mean, call.running_var), moved, strict=True):
             if buffer is not None:
@@ -263,7 +267,7 @@ class _Found(NamedTuple):
 def rewrite(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
-        if node.target is module_norms.norm_op._opoverload:
+        if node.target is norm_op:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]

@@ -18,7 +18,7 @@ from torch import fx
 from ... import _backend
 from ...activation import TABLE, Activation
 from ...ops.low_bit.graph import unpack_op
-from ...ops.norm.graph import GradientCall, NormCall, norm_act, norm_act_backward
+from ...ops.norm.graph import GradientCall, NormCall
 from .. import op_table
 from ..graph import arguments_of, has_same_form, items_of, name_of, node_at, value_of
 
@@ -31,11 +31,11 @@ GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
 def rewrite(graph: fx.Graph) -> int:
     """Joins these pairs, and returns their number."""
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
-    backward = [_join_gradient(graph, node) for node in graph.nodes if node.target is norm_act_backward]
+    backward = [_join_gradient(graph, node, norm) for node in graph.nodes if (norm := GradientCall.of(node))]
     if any(backward):
         # Without their gates, some norms that backward recomputes have no reader left.
         graph.eliminate_dead_code()
-    forward = [_join(graph, node) for node in graph.nodes if node.target is norm_act]
+    forward = [_join(graph, node, norm) for node in graph.nodes if (norm := NormCall.of(node))]
     return sum(backward) + sum(forward)
 
 
@@ -64,9 +64,9 @@ def _may_join(norm: NormCall | GradientCall) -> bool:
     return TABLE[norm.norm.act.name].identity and _backend.takes_triton(value_of(norm.x).device)
 
 
-def _join(graph: fx.Graph, norm: fx.Node) -> bool:
-    y, given = items_of(norm).get(0), NormCall.of(norm)
-    if y is None or given is None or not _may_join(given):
+def _join(graph: fx.Graph, norm: fx.Node, given: NormCall) -> bool:
+    y = items_of(norm).get(0)
+    if y is None or not _may_join(given):
         return False
     # The result of such an activation has the sign of its argument.
     others = [user for user in y.users if not asks_for_sign(user)]
@@ -80,9 +80,7 @@ def _join(graph: fx.Graph, norm: fx.Node) -> bool:
     return True
 
 
-def _join_gradient(graph: fx.Graph, norm: fx.Node) -> bool:
-    given = GradientCall.of(norm)
-    assert given is not None
+def _join_gradient(graph: fx.Graph, norm: fx.Node, given: GradientCall) -> bool:
     g = given.dz
     act = _activation_of(g, GRADIENTS)
     if act is None or len(g.users) != 1 or not _may_join(given):

@@ -149,7 +149,7 @@ def _divide(graph: fx.Graph, node: fx.Node, norm: norms.NormCall) -> None:
     order = {one: place for place, one in enumerate(graph.nodes)}
     with graph.inserting_before(min(items[0].users, key=order.__getitem__)):
         known = norm._replace(running_mean=None, running_var=None, mean=items[1], rstd=items[2])
-        recomputed = graph.call_function(norms.norm_act, known.arguments)
+        recomputed = graph.call_function(norms.norm_op, known.arguments)
         recomputed.meta["val"] = value_of(node)
         z = graph.call_function(operator.getitem, (recomputed, 0))
         z.meta = dict(items[0].meta)

@@ -24,7 +24,7 @@ from torch import fx
 from ... import _torch
 from ...ops.check import wide_dtype
 from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
-from ...ops.norm.graph import NormCall, norm_act
+from ...ops.norm.graph import NormCall, norm_op
 from ..graph import arguments_of, call, form_in, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class NormActForm(NormCall):
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that recomputes the output."""
         again = NormCall(self.norm, *map(read, self.tensors))
-        recomputed = call(graph, norm_act, *again.arguments, before=before)
+        recomputed = call(graph, norm_op, *again.arguments, before=before)
         return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
@@ -189,7 +189,7 @@ def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) ->
     return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
 
 
-def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm:
+def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm:
     form = NormActForm(*NormCall.of_arguments(made.args))
     if form.norm.own:
         form = form._replace(running_mean=None, running_var=None)
@@ -210,7 +210,7 @@ def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node])
 FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
     "native_dropout": _dropout,
     "native_layer_norm": _layer_norm,
-    "norm_act": _norm_act,
+    "norm": _norm,
     "_native_batch_norm_legit_functional": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "native_batch_norm": _batch_norm,

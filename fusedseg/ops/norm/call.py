@@ -63,6 +63,10 @@ class Norm(NamedTuple):
         # The compiler before PyTorch 2.10 cannot follow ``_replace``.
         return Norm(self.keep, self.act, self.eps, self.momentum, self.own, "batch", 0, self.process_group)
 
+    def at_once(self) -> "Norm":
+        """The norm with a momentum of 1, which moves running statistics to those of x."""
+        return Norm(self.keep, self.act, self.eps, 1.0, self.own, self.kind, self.groups, self.process_group)
+
     @property
     def name(self) -> str:
         """The name of the op in errors."""
@@ -102,15 +106,13 @@ class Statistics(NamedTuple):
     ``mean`` and ``rstd``, which is 1 / sqrt(variance + eps), have one value for every statistic: (C,), (N C,) or
     (N groups,).  They are copies, because buffers may change before backward runs.  ``mean`` is None if nothing needs
     it.  ``xhat`` is the normalised input of the kept channels, flat, or None.  For statistics of all processes,
-    ``share``, (C,), is the fraction of all values that this process has, and ``total``, (C,), counts all values;
-    backward does not need ``total``.
+    ``share``, (C,), is the fraction of all values that this process has.
     """
 
     mean: Tensor | None
     rstd: Tensor
     xhat: Tensor | None = None
     share: Tensor | None = None
-    total: Tensor | None = None
 
 
 class OutputGradient(NamedTuple):

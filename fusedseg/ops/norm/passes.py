@@ -102,13 +102,13 @@ def _forward_of_all_processes(
     # The collective runs before anything is written, so that a failure changes no tensor.
     mean, var, total, share = sync.joint_moments(_moments(given.x), group)
     alone = given._replace(running_mean=mean, running_var=var, batches=None)
-    z, (_, rstd, xhat, *_) = forward(alone, norm._replace(own=False, process_group=None), kept, out)
+    z, (_, rstd, xhat, _) = forward(alone, norm._replace(own=False, process_group=None), kept, out)
     if not given.x.numel():
         rstd = torch.rsqrt(var + norm.eps)
     move_running(given, norm, mean, var, total)
     if given.batches is not None:
         given.batches.add_(1)
-    return z, Statistics(mean, rstd, xhat, share, total)
+    return z, Statistics(mean, rstd, xhat, share)
 
 
 def _moments(x: Tensor) -> Tensor:
