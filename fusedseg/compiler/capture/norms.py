@@ -23,7 +23,7 @@ from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, Operands
-from ...ops.norm.graph import ARGUMENTS, NormCall, norm_op
+from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
 from .. import op_table
 from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
@@ -182,13 +182,14 @@ def of_module(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _by_stock(call: NormCall) -> tuple[Tensor, ...]:
     """The results of the op by stock functions with their own backward; there are no statistics among them."""
-    x, running = call.x, (call.running_mean, call.running_var)
+    x, running = call.x, [call.running_mean, call.running_var]
     if call.norm.own:
         # They move to those of x, whatever they were.
-        running = tuple(None if v is None else torch.zeros_like(v) for v in running)
+        running = [None if v is None else torch.zeros_like(v) for v in running]
     z = stock.norm_act(Operands(x, call.weight, call.bias, call.residual, None, *running), call.norm)
     z = z.contiguous(memory_format=_torch.suggest_memory_format(x))
-    return z, *(x.new_empty(0) if v is None else v for v in (None, None, *running, None, None))
+    results = (None, None, *(running if call.norm.own else (None, None)), None, None)
+    return z, *(x.new_empty(0) if v is None else v for v in results)
 
 
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
@@ -203,7 +204,7 @@ of_stock_op = _torch.composite_op(
 )
 of_module_op = _torch.composite_op(
     "fusedseg::norm_of_module",
-    f"({ARGUMENTS}, {_HOW}) -> ({', '.join(['Tensor'] * 7)})",
+    f"({ARGUMENTS}, {_HOW}) -> {RESULTS}",
     of_module,
 )
 

@@ -189,8 +189,11 @@ def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) ->
     return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
 
 
-def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm:
-    form = NormActForm(*NormCall.of_arguments(made.args))
+def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm | None:
+    norm = NormCall.of(made)
+    if norm is None:
+        return None
+    form = NormActForm(*norm)
     if form.norm.own:
         form = form._replace(running_mean=None, running_var=None)
     return form._replace(mean=items[1], rstd=items[2]) if {1, 2} <= set(items) else form

@@ -330,15 +330,17 @@ def _norm_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _whole(_backward(call), call.dz, call.dz.dtype)
 
 
-def _define(name: str, schema: str, run: Callable[..., Any]) -> Any:
+def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
     # The op takes tensors in any memory format, so a compiler need not copy them to that of the trace.
-    torch.library.define(f"fusedseg::{name}", schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    torch.library.impl(f"fusedseg::{name}", "default", run)
-    return getattr(torch.ops.fusedseg, name).default
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    torch.library.impl(name, "default", run)
 
 
-norm_op = _define("norm", f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 7)})", _norm)
-norm_backward_op = _define("norm_backward", f"({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})", _norm_backward)
+RESULTS = f"({', '.join(['Tensor'] * 7)})"
+_define("fusedseg::norm", f"({ARGUMENTS}) -> {RESULTS}", _norm)
+_define("fusedseg::norm_backward", f"({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})", _norm_backward)
+norm_op = torch.ops.fusedseg.norm.default
+norm_backward_op = torch.ops.fusedseg.norm_backward.default
 
 
 def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -407,7 +409,7 @@ def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     dresidual = dz if ctx.passed_on else dresidual
     found = needs._replace(x=dx, weight=dweight, bias=dbias, residual=dresidual, slope=dslope)
     grads = [grad if need else None for grad, need in zip(found[1:11], needs[1:11], strict=True)]
-    return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
+    return *grads, *(None for _ in flat(ctx.norm)), None
 
 
 def _gradient_context(ctx, inputs, output) -> None:

@@ -24,7 +24,7 @@ from ..double_backward import differentiated_once
 from ..layout import dense, laid_out, like
 from . import stock
 from .call import Norm, Operands, OutputGradient, Statistics
-from .graph import flat, norm_op
+from .graph import RUNNING_MEAN, flat, norm_op
 from .kept import Kept
 from .passes import backward, fits, forward
 
@@ -146,9 +146,9 @@ def _functional(given: Operands, norm: Norm, kept: Kept | None) -> Tensor:
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
     tensors = (x, weight, bias, residual, mean, var, None, None, slope, slots)
     # The momentum may be a symbol, which is no argument of an op.
-    z, _, _, *moved, _, _ = norm_op(*tensors, *flat(norm.at_once()), count)
+    results = norm_op(*tensors, *flat(norm.at_once()), count)
     if norm.own and mean is not None and var is not None:
         with torch.no_grad():
-            mean.lerp_(moved[0], norm.momentum)
-            var.lerp_(moved[1], norm.momentum)
-    return z
+            mean.lerp_(results[RUNNING_MEAN], norm.momentum)
+            var.lerp_(results[RUNNING_MEAN + 1], norm.momentum)
+    return results[0]
