@@ -16,6 +16,7 @@ from fusedseg.ops import avg_pool
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
 from fusedseg.ops.norm import graph as norm_ops
 from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.statistic import Statistic
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
 from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
 from tests.compiler.networks import BOTH, compiled, in_both
@@ -73,7 +74,7 @@ def test_norms_equal_those_of_planes(groups, affine):
     y.backward(g)
     given = [x.contiguous(memory_format=ROWS).requires_grad_()]
     given += [p if p is None else p.clone().requires_grad_() for p in parameters]
-    spec = Norm("input", norms.IDENTITY, kind="instance" if groups == 4 else "group", groups=groups)
+    spec = Norm("input", norms.IDENTITY, over=Statistic("instance" if groups == 4 else "group", groups))
     z, *_ = norm_ops.norm_op(*norm_ops.NormCall(spec, *given).arguments)
     z.backward(g.contiguous(memory_format=ROWS))
     assert z.is_contiguous(memory_format=ROWS)

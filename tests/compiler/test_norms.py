@@ -16,6 +16,7 @@ from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
+from fusedseg.ops.norm.statistic import Statistic
 from tests.compiler.networks import BOTH, compiled, kept, results, same
 
 
@@ -432,7 +433,7 @@ def test_statistics_that_autograd_has_saved():
 def test_opcheck(kind, fmt):
     x, residual, g = (t.contiguous(memory_format=fmt) for t in torch.randn(3, 2, 4, 3, 4))
     weight, bias, mean, var = torch.rand(4, 4) + 0.5
-    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=Statistic(kind, 2))
     given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
     running = (None, None) if kind == "group" else (mean, var)
     call = NormCall(spec, *given, *running)
@@ -455,5 +456,5 @@ def test_gradcheck(act):
     given = [t.clone().requires_grad_() for t in (x, torch.rand(4).double() + 0.5, torch.rand(4).double(), residual)]
     parameter = TABLE[act].parameter
     param = parameter.default if parameter is not None and isinstance(parameter.default, float) else 0.0
-    spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), kind="group", groups=2)
+    spec = Norm("input", norms.IDENTITY._replace(name=act, param=param), over=Statistic("group", 2))
     assert torch.autograd.gradcheck(lambda *t: norm_op(*NormCall(spec, *t).arguments)[0], given)

@@ -11,6 +11,7 @@ from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import NormCall, norm_op
 from fusedseg.ops.norm.kept import KAPPA, find, kept_mask
+from fusedseg.ops.norm.statistic import Statistic
 from tests.reference import Rounded, amplification, from_output
 from tests.tools.compiling import opcheck
 from tests.tools.tensors import channels_last
@@ -341,7 +342,7 @@ def test_opcheck(backend, device, groups, fmt, kept):
         weight.data.fill_(0.5)
     slots = torch.tensor([-1, -1, 0, -1], dtype=torch.int32, device=device) if kept else None
     kind = {None: "batch", x.shape[1]: "instance"}.get(groups, "group")
-    spec = Norm("output", LEAKY, kind=kind, groups=groups or 0)
+    spec = Norm("output", LEAKY, over=Statistic(kind, groups or 0))
     opcheck(norm_op, NormCall(spec, x, weight, bias, r, slots=slots, kept_count=int(kept)).arguments, backend)
     if kind == "batch":
         given = torch.zeros(4, dtype=x.dtype, device=device), torch.ones(4, dtype=x.dtype, device=device)

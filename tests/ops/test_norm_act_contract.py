@@ -15,6 +15,7 @@ from fusedseg.memory.meter import LiveBytes, measure
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import NormCall, norm_op
+from fusedseg.ops.norm.statistic import Statistic
 from tests.ops.norm_act_cases import ACTIVATIONS, NORMS, fused, inputs, slope_of
 from tests.tools.tensors import channels_last
 
@@ -143,7 +144,7 @@ def test_opcheck(norm, fmt):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, fmt))
     slope = torch.full((3,), 0.2, dtype=x.dtype, requires_grad=True)
     running = (torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype))
-    spec = Norm("input", Activation("prelu", 0.25), kind=norm, groups=1 if norm == "group" else 0)
+    spec = Norm("input", Activation("prelu", 0.25), over=Statistic(norm, 1 if norm == "group" else 0))
     torch.library.opcheck(norm_op, NormCall(spec, x, weight, bias, residual, slope=slope).arguments)
     if norm == "batch":
         spec = spec._replace(act=Activation("identity", 0.0), own=False)

@@ -12,6 +12,7 @@ from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.graph import NormCall, norm_op
+from fusedseg.ops.norm.statistic import INSTANCE, Statistic
 from tests import reference
 from tests.ops.norm_act_cases import ACTIVATIONS, GROUPS, NORMS, both, fused, inputs
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -75,7 +76,9 @@ def test_rebuilt_on_triton(norm, device):
             continue
         x, weight, bias, residual = inputs((2, 6, 9, 7), torch.float32, device=device)
         buffers = (None, None) if norm == "group" else (bias.clone(), bias + 1)
-        spec = Norm("input", Activation("silu", 0.0), 1e-5, 0.1, training, norm if training else "batch", GROUPS)
+        spec = Norm(
+            "input", Activation("silu", 0.0), 1e-5, 0.1, training, Statistic(norm if training else "batch", GROUPS)
+        )
         passed = Operands(x, weight, bias, residual, None, *buffers)
         z, stats = passes.forward(passed, spec, None, None)
         again = passes.recompute(passed, stats, spec)
@@ -85,5 +88,5 @@ def test_rebuilt_on_triton(norm, device):
 @pytest.mark.usefixtures("triton")
 def test_opcheck_on_triton(device):
     x, weight, bias, residual = (t.requires_grad_() for t in inputs((2, 3, 4, 5), torch.float64, device=device))
-    spec = Norm("input", Activation("relu", 0.0), kind="instance")
+    spec = Norm("input", Activation("relu", 0.0), over=INSTANCE)
     torch.library.opcheck(norm_op, NormCall(spec, x, weight, bias, residual).arguments)

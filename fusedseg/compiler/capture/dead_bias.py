@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
+from ...ops.norm.statistic import Statistic
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import NORMS, OF_NAME
 from ..settings import Settings
@@ -48,7 +49,7 @@ def _given(node: fx.Node) -> _Given | None:
         call = NormCall.of_arguments(node.args)
         norm = call.norm
         # The graph moves the running mean towards the one that this op returns.
-        return _Given(call.x) if norm.own and norm.kind != "group" and norm.process_group is None else None
+        return _Given(call.x) if norm.own and not norm.over.is_grouped and norm.process_group is None else None
     function: Any = node.target
     stock = NORMS.get(function)
     if stock is None:
@@ -57,7 +58,8 @@ def _given(node: fx.Node) -> _Given | None:
     x = captured_value_of(given["input"])
     if x is None or (stock.own and given[stock.own] is not True):
         return None
-    if stock.kind == "group" and not _torch.known(x.shape[1] == given["num_groups"]):
+    C = x.shape[1]
+    if not _torch.known(Statistic(stock.kind, given.get("num_groups", 0)).groups_of(C) == C):
         return None
     return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
 

@@ -24,6 +24,7 @@ from ...ops.layout import FORMATS, is_rows
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, Operands
 from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
+from ...ops.norm.statistic import Statistic
 from .. import op_table
 from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
@@ -61,7 +62,8 @@ def call_of(function: Any, given: dict[str, Any]) -> NormCall:
     """A call of a norm of PyTorch with these arguments, as one of the op."""
     kind, argument = op_table.NORMS[function]
     own = not argument or bool(given[argument])
-    norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, kind, given.get("num_groups", 0))
+    over = Statistic(kind, given.get("num_groups", 0))
+    norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
     named = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
     return NormCall(norm, given["input"], **named)
 
@@ -159,9 +161,9 @@ def of_stock(*arguments: Any) -> Tensor:
 def _stock(call: NormCall) -> Tensor:
     """The norm as PyTorch's function computes it."""
     x, weight, bias, norm = call.x, call.weight, call.bias, call.norm
-    if norm.kind == "group":
-        return F.group_norm(x, norm.groups, weight, bias, norm.eps)
-    function: Any = F.batch_norm if norm.kind == "batch" else F.instance_norm
+    if norm.over.is_grouped:
+        return F.group_norm(x, norm.over.groups, weight, bias, norm.eps)
+    function: Any = F.instance_norm if norm.over.of_samples else F.batch_norm
     return function(x, call.running_mean, call.running_var, weight, bias, norm.own, norm.momentum, norm.eps)
 
 
@@ -214,7 +216,7 @@ def _laid_out(x: Tensor, spec: Norm) -> Tensor:
 
     ``rewrite/channels_last.py`` leaves the copy out where the op computes in channels_last.
     """
-    copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
+    copies = spec.over.of_samples and not (spec.over.is_grouped and x.is_cpu)
     return x.contiguous() if copies and is_rows(x) else x
 
 

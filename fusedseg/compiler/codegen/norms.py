@@ -133,7 +133,7 @@ def _is_packed(node: fx.Node, norm: norms.NormCall) -> bool:
     x = norm.x
     while calls_view(x):
         x = node_at(x, 0)
-    finds = norm.norm.own and norm.norm.kind == "batch" and norm.mean is None
+    finds = norm.norm.own and not norm.of_samples and norm.mean is None
     packs = any(user.target is round_op._opoverload for user in x.users)
     return finds and packs and {0, 1, 2} <= set(items_of(node)) and _backend.takes_triton(value_of(x).device)
 

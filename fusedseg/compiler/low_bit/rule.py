@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
+from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import (
     SMALL,
     Joint,
@@ -108,7 +109,9 @@ def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
         return "plane" if lines.C == 1 and math.prod(x.shape[-len(shape) :]) % lines.S == 0 else None
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
-    return "batch" if "batch" in name_of(norm) or "batch" in norm.args else "plane"
+    call = NormCall.of(norm) or GradientCall.of(norm)
+    of_batch = "batch" in name_of(norm) if call is None else not call.norm.over.of_samples
+    return "batch" if of_batch else "plane"
 
 
 class Rule:

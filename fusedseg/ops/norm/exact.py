@@ -14,7 +14,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, near, wide
 from . import reference, sync
-from .call import Gradients, Norm, Operands, OutputGradient, Statistics, statistics_count
+from .call import Gradients, Norm, Operands, OutputGradient, Statistics
 from .kept import Kept, finite_inverse
 
 OF_BATCH = Norm("input", Activation("identity", 0.0))
@@ -64,7 +64,7 @@ class Channels:
         self.residual = None if given.residual is None else exactly(wide(given.residual, a, b))
         self.row, self.p, self.steep = TABLE[norm.act.name], norm.act.param, max(1.0, abs(norm.act.param))
         # Channels and values that share a statistic.
-        self.together, self.values = _together(given, norm), given.x.numel() // statistics_count(given.x, norm)
+        self.together, self.values = _together(given, norm), given.x.numel() // norm.over.count(given.x)
 
     def _vector(self, v: Tensor | None, absent: float) -> Rounded:
         if v is None:
@@ -75,7 +75,7 @@ class Channels:
         """The mean over the values of each statistic, for each channel."""
 
         def mean_of(v: Tensor) -> Tensor:
-            if self.norm.kind == "batch":
+            if not self.norm.over.of_samples:
                 return v.mean((0, 2), keepdim=True)
             means = v.mean(2).view(len(v), -1, self.together).mean(2)
             return means.repeat_interleave(self.together, 1).unsqueeze(2)
@@ -84,7 +84,7 @@ class Channels:
 
     def statistics(self, v: Tensor) -> Tensor:
         """The statistics of these channels in a flat vector, (N or 1, statistics)."""
-        samples = 1 if self.norm.kind == "batch" else len(self.given.x)
+        samples = len(self.given.x) if self.norm.over.of_samples else 1
         return v.view(samples, -1)[:, self.a // self.together : self.b // self.together]
 
     def each(self, v: Tensor) -> Rounded:
@@ -119,7 +119,7 @@ class Channels:
         """The kept ones of these channels, and their xhat, which is a view of the side buffer."""
         assert stats.xhat is not None
         index, slots = kept.within(slice(self.a, self.b))
-        side = reference._kept_view(stats.xhat, reference._view(self.given.x, self.norm), kept.count)[:, slots]
+        side = reference._kept_view(stats.xhat, self.norm.over.view(self.given.x), kept.count)[:, slots]
         # Samples may be positions there.
         side = side.unflatten(2, (len(self.given.x) // len(side), -1)).transpose(1, 2).flatten(0, 1)
         return index.to(side.device), side
@@ -155,7 +155,8 @@ class Channels:
 
 
 def _together(given: Operands, norm: Norm) -> int:
-    return given.x.shape[1] // norm.groups if norm.kind == "group" else 1
+    C = given.x.shape[1]
+    return C // norm.over.groups_of(C)
 
 
 def _parts(given: Operands, norm: Norm) -> Iterator[Channels]:

@@ -24,8 +24,9 @@ from ...activation import TABLE, Activation
 from .. import double_backward
 from ..layout import dense, like
 from . import passes
-from .call import Norm, Operands, OutputGradient, Statistics, cast, statistics_count, stats_dtype
+from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
 from .kept import Kept
+from .statistic import Statistic
 
 # The arguments of ``flat`` in a schema.
 _SPEC = (
@@ -49,13 +50,14 @@ _TENSORS, _OF_BACKWARD = 8, 7
 
 def flat(norm: Norm) -> tuple[Any, ...]:
     """What the op computes, as arguments after the tensors."""
-    keep, act, *others = norm
-    return keep, *act, *others
+    keep, act, eps, momentum, own, over, process_group = norm
+    return keep, *act, eps, momentum, own, *over, process_group
 
 
 def norm_of(keep: str, name: str, param: float, *others: Any) -> Norm:
     """The norm of the arguments of ``flat``."""
-    return Norm(keep, Activation(name, param), *others)
+    eps, momentum, own, kind, groups, process_group = others
+    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(kind, groups), process_group)
 
 
 def is_plain(norm: Norm) -> bool:
@@ -101,7 +103,7 @@ class NormCall(NamedTuple):
     @property
     def of_samples(self) -> bool:
         """Whether each sample has statistics of its own."""
-        return self.norm.kind != "batch"
+        return self.norm.over.of_samples
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -362,7 +364,7 @@ def _(*arguments):
     call = NormCall.of_arguments(arguments)
     norm, (x, _), wide = call.norm, dense(call.x), stats_dtype(call.x)
     keeps_input, finds = norm.keep == "input", norm.own and call.mean is None
-    count = statistics_count(x, norm)
+    count = norm.over.count(x)
     counts = (count if finds and keeps_input else 0), (count if finds or not keeps_input else 0)
     mean, rstd = (x.new_empty(n, dtype=wide) for n in counts)
     running = (call.running_mean, call.running_var) if finds else (None, None)

@@ -23,7 +23,6 @@ from .call import (
     adjacent,
     move_running,
     on_adjacent,
-    statistics_count,
     stats_dtype,
 )
 from .kept import Kept
@@ -88,7 +87,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     if x.numel() == 0:
         if given.batches is not None:
             given.batches.add_(1)
-        zeros = torch.zeros(2, statistics_count(x, norm), dtype=stats_dtype(x), device=x.device)
+        zeros = torch.zeros(2, norm.over.count(x), dtype=stats_dtype(x), device=x.device)
         return torch.empty_like(x) if out is None else out, Statistics(zeros[0], zeros[1])
     run = implementation_of(x, norm.act).forward
     if adjacent(given.weight, given.bias, given.running_mean, given.running_var):

@@ -25,11 +25,11 @@ def norm_act(given: Operands, norm: Norm) -> Tensor:
     """The norm op of these arguments, as stock functions."""
     x, weight, bias, residual, slope, running_mean, running_var, _ = given
     weight = _weight_of(weight, bias)
-    if norm.kind == "group":
+    if norm.over.is_grouped:
         # Not all devices take parameters of another dtype than x here; autocast returns fp32.
         wide = x if weight is None else x.to(weight.dtype)
-        y = F.group_norm(wide, norm.groups, weight, bias, norm.eps).to(x.dtype)
-    elif norm.kind == "instance" and norm.own:
+        y = F.group_norm(wide, norm.over.groups, weight, bias, norm.eps).to(x.dtype)
+    elif norm.over.of_samples and norm.own:
         y = F.instance_norm(x, running_mean, running_var, weight, bias, True, norm.momentum, norm.eps)
     else:
         y = F.batch_norm(x, running_mean, running_var, weight, bias, norm.own, norm.momentum, norm.eps)
