@@ -23,9 +23,9 @@ OF_BATCH = Norm("input", Activation("identity", 0.0))
 def forward_kind(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
     """A dense x has one of two formats.  Kernels read eps and the momentum, and no code depends on them."""
     x, weight, _, residual, _, mean, _, _ = given
-    keep, act, _, _, own, kind, groups, _ = norm
+    keep, act, _, _, own, over, _ = norm
     return (
-        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, kind, groups,
+        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, over,
         None if weight is None else weight.dtype, residual is None, mean is None, kept is None, out is None,
     )  # fmt: skip
 
@@ -35,10 +35,10 @@ def backward_kind(
 ) -> tuple[Any, ...]:
     x, weight, _, residual, *_ = given
     _, into, also, spare = incoming
-    keep, act, _, _, own, kind, groups, _ = norm
+    keep, act, _, _, own, over, _ = norm
     needs, exchange = rest
     return (
-        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, kind, groups,
+        x.shape, x.stride(1), x.dtype, x.get_device(), keep, act, own, over,
         None if weight is None else weight.dtype, residual is None, kept is None, needs, exchange is None,
         into is None, None if also is None else also.stride(), spare,
     )  # fmt: skip

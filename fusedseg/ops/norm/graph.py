@@ -244,7 +244,9 @@ def _kept(call: NormCall | GradientCall) -> Kept | None:
 
 def _found(x: Tensor, mean: Tensor | None, rstd: Tensor, *more: Tensor | None) -> Statistics:
     wide = stats_dtype(x)
-    return Statistics(cast(mean, wide), cast(rstd, wide), *more)
+    # The running mean of eval mode may be a column of a matrix, and kernels read adjacent elements.
+    mean = None if mean is None else cast(mean, wide).contiguous()
+    return Statistics(mean, cast(rstd, wide), *more)
 
 
 def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[Tensor | None, ...]:

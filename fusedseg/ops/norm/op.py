@@ -49,7 +49,7 @@ class NormFunction(torch.autograd.Function):
             z, stats = forward(given, norm, kept, source if in_place else None)
         else:
             z, stats = source, done
-        mean, *more, _ = stats
+        mean, *more = stats
         passed_on = residual is not None and TABLE[norm.act.name].identity
         if in_place:
             if source is x:
