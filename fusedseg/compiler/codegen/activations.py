@@ -35,7 +35,7 @@ def rewrite(graph: fx.Graph) -> int:
     if any(backward):
         # Without their gates, some norms that backward recomputes have no reader left.
         graph.eliminate_dead_code()
-    forward = [_join(graph, node, norm) for node in graph.nodes if (norm := NormCall.of(node))]
+    forward = [_join(graph, node, call) for node in graph.nodes if (call := NormCall.of(node))]
     return sum(backward) + sum(forward)
 
 

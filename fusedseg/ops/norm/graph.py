@@ -83,7 +83,7 @@ class NormCall(NamedTuple):
     rstd: Any = None
     slope: Any = None
     slots: Any = None
-    kept_count: int = 0
+    kept_count: Any = 0
 
     @classmethod
     def of(cls, node: object) -> "NormCall | None":
@@ -98,7 +98,7 @@ class NormCall(NamedTuple):
     @classmethod
     def of_arguments(cls, call: Sequence[Any]) -> "NormCall":
         *others, kept_count = call
-        return cls(norm_of(*others[10:]), *others[:10], kept_count)
+        return cls._make([norm_of(*others[10:]), *others[:10], kept_count])
 
     @property
     def of_samples(self) -> bool:
@@ -150,7 +150,7 @@ class GradientCall(NamedTuple):
     slots: Any = None
     xhat: Any = None
     share: Any = None
-    kept_count: int = 0
+    kept_count: Any = 0
 
     @classmethod
     def of(cls, node: object) -> "GradientCall | None":
@@ -168,7 +168,7 @@ class GradientCall(NamedTuple):
         *others, kept_count, affine, of_residual = call
         norm = norm_of(*others[_OF_BACKWARD + 4 :])
         more = others[_OF_BACKWARD : _OF_BACKWARD + 4]
-        return cls(norm, affine, of_residual, *others[:_OF_BACKWARD], None, *more, kept_count)
+        return cls._make([norm, affine, of_residual, *others[:_OF_BACKWARD], None, *more, kept_count])
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -267,16 +267,14 @@ def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[
         # An op that keeps its input would copy the running mean for autograd, and nobody reads the copy here.
         norm = norm._replace(keep="output")
     operands = Operands(x, call.weight, call.bias, residual, call.slope, *running)
-    z, (mean, rstd, xhat, share) = passes.forward(operands, norm, _kept(call), out)
+    z, stats = passes.forward(operands, norm, _kept(call), out)
     if out is None and z._is_view():
         # A program may change what a graph returns in place, and PyTorch refuses that for a view.
         z = z.data
-    if not keeps_input:
-        mean = None
-    elif not norm.own:
-        mean = rstd = None
+    mean = stats.mean if norm.own and keeps_input else None
+    rstd = stats.rstd if norm.own or not keeps_input else None
     moved = running if norm.own and not moving else (None, None)
-    return z, mean, rstd, *moved, xhat, share
+    return z, mean, rstd, *moved, stats.xhat, stats.share
 
 
 def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tuple[Tensor | None, ...]:
@@ -407,8 +405,8 @@ def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     needs = NormCall(ctx.norm, *ctx.needs_input_grad[:10])
     affine, of_residual = needs.weight or needs.bias, needs.residual and not ctx.passed_on
     *tensors, slope, slots, xhat, share = ctx.saved_tensors
-    more = None, slope, slots, xhat, share, ctx.kept_count
-    call = GradientCall(ctx.norm, affine, of_residual, dz, *tensors, *more)
+    of = ctx.norm, affine, of_residual
+    call = GradientCall._make([*of, dz, *tensors, None, slope, slots, xhat, share, ctx.kept_count])
     dx, dweight, dbias, dresidual, dslope = norm_backward_op(*call.arguments)
     dresidual = dz if ctx.passed_on else dresidual
     found = needs._replace(x=dx, weight=dweight, bias=dbias, residual=dresidual, slope=dslope)
