@@ -34,6 +34,7 @@ from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
 from .ops.norm.kept import KeptChannels
 from .ops.norm.op import normalise_eagerly
+from .ops.norm.statistic import INSTANCE, Statistic
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
@@ -206,10 +207,11 @@ def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
     """
     weight, bias = module.weight, module.bias
     if isinstance(module, nn.GroupNorm):
-        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, kind="group", groups=module.num_groups)
+        over = Statistic("group", module.num_groups)
+        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, over=over)
     mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
     if isinstance(module, _InstanceNorm):
-        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, "instance")
+        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, INSTANCE)
         return Operands(x, weight, bias, None, None, mean, var), norm
     batches = module.num_batches_tracked if training and tracked else None
     momentum = module.momentum

@@ -24,8 +24,9 @@ from fusedseg.functional import (
 from fusedseg.ops import avg_pool, concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import op as pool
-from fusedseg.ops.norm import op as norm
 from fusedseg.ops.norm.call import Norm
+from fusedseg.ops.norm.graph import NormCall, norm_op
+from fusedseg.ops.norm.statistic import Statistic
 from fusedseg.ops.segmentation import op as sums
 from fusedseg.ops.segmentation import positions
 from tests.tools.tensors import channels_last
@@ -122,12 +123,15 @@ def _samples(kind: str) -> list[tuple]:
         weight, bias = (torch.linspace(*ends, C, dtype=x.dtype) for ends in ((0.5, 1.5), (-0.5, 0.5)))
         slope = torch.full((C,), 0.2, dtype=x.dtype) if keep == "input" else None
         slots = torch.tensor([-1, 0, -1], dtype=torch.int32) if keep == "output" else None
-        spec = Norm(keep, act, kind=kind, groups=1 if kind == "group" else 0)
+        spec = Norm(keep, act, over=Statistic(kind, 1 if kind == "group" else 0))
         leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual, slope)]
-        found.append((*leaves, None, None, slots, int(keep == "output"), *norm.fields_of(spec)))
+        x, weight, bias, residual, slope = leaves
+        call = NormCall(spec, x, weight, bias, residual, slope=slope, slots=slots, kept_count=int(keep == "output"))
+        found.append(call.arguments)
         if kind == "batch":
             running = torch.zeros(C, dtype=x.dtype), torch.ones(C, dtype=x.dtype)
-            found.append((*leaves, *running, slots, int(keep == "output"), *norm.fields_of(spec._replace(own=False))))
+            call = call._replace(norm=spec._replace(own=False), running_mean=running[0], running_var=running[1])
+            found.append(call.arguments)
     return found
 
 
@@ -143,9 +147,7 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
     ones, half = torch.ones(C), ([2] * 3, [], [0] * 3, False, True, None)
     packed = low_bit.pack(rows, None, 8, "", 1)
     cubes = volume.contiguous(memory_format=torch.channels_last_3d)
-    found = {
-        f"norm of a {kind}": [(norm.norm_op, of) for of in _samples(kind)] for kind in ("batch", "instance", "group")
-    }
+    found = {f"norm of a {kind}": [(norm_op, of) for of in _samples(kind)] for kind in ("batch", "instance", "group")}
     return found | {
         "max_pool": [(pool.max_pool_op, (of.requires_grad_(), *window, True)) for of in (x, rows)],
         "max_pool without codes": [(pool.max_pool_op, (x.detach(), *window, False))],

@@ -82,15 +82,15 @@ def nbytes(*values: object) -> int:
     return total
 
 
-def _norm(function: Any, args: tuple[Any, ...]) -> Moved | None:
-    """What a norm in generated code moves; None for other functions."""
-    passes = norm_passes(function, args)
+def _norm(node: fx.Node) -> Moved | None:
+    """What a norm in generated code moves; None for other nodes."""
+    passes, forward = norm_passes(node), norms.NormCall.of(node)
     if passes is None:
         return None
     read, written = passes
-    again = isinstance(function, norms.Forward) and args[6] is not None
-    launches = 2 if isinstance(function, norms.Backward) else read.count(args[0])
-    return Moved("norm, once more" if again else "norm", nbytes(*read), written * nbytes(args[0]), launches)
+    again = forward is not None and forward.mean is not None
+    launches = read.count(node.args[0]) if norms.GradientCall.of(node) is None else 2
+    return Moved("norm, once more" if again else "norm", nbytes(*read), written * nbytes(node.args[0]), launches)
 
 
 def _convolution_backward(node: fx.Node) -> Iterator[Moved]:
@@ -116,7 +116,7 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     name = name_of(node) or str(getattr(target, "__name__", target)).rpartition("::")[2].partition(".")[0]
     if calls_view(node) or name in NOTHING:
         return
-    norm = _norm(*(norms.prepared(target, node.args) or (target, node.args)))
+    norm = _norm(node)
     if norm is not None:
         yield norm
     elif name == "convolution_backward" or target is BARE_CONVOLUTION_BACKWARD:

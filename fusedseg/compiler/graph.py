@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .. import _torch
+from ..ops.norm.graph import GradientCall, NormCall
 from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
 # Keep a result if recomputing it needs a recomputed input at least this many times its size.
@@ -130,12 +131,16 @@ def is_random(node: fx.Node) -> bool:
 
 
 # The norms of this package that stand in graphs for PyTorch's.
-_NORMS = ("fusedseg::norm_act", "fusedseg::norm_act_backward")
+_NORMS = ("fusedseg::norm", "fusedseg::norm_backward")
 
 
 def _name_in_the_table(node: object) -> str:
-    """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims."""
-    return op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
+    """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims.
+
+    A norm of this package that is not plain has no row.
+    """
+    name = op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
+    return "" if name in _NORMS and NormCall.of(node) is GradientCall.of(node) is None else name
 
 
 def name_of(node: object) -> str:

@@ -260,7 +260,7 @@ _PRODUCTS = (
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
     *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
-    *_each(NORM, "fusedseg::norm_act_backward", cheap=False, dense=True, layout=PASSES),
+    *_each(NORM, "fusedseg::norm_backward", cheap=False, dense=True, layout=PASSES),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 
@@ -340,9 +340,8 @@ _LINEAR = (
     *_each(FOLLOWS, "fusedseg::interpolate_backward", cheap=False, layout=PASSES),
     *_each(FOLLOWS, "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
     *_each(FOLLOWS, "fusedseg::max_pool_backward", cheap=False, dense=True, layout=PASSES),
-    # It is recomputed in a form of its own (``plan/recompute.py``).  ``fusedseg::norm`` never is: one that keeps its
-    # output has nothing to recompute, and a synchronised one must not communicate again.
-    *_each(EXACT, "fusedseg::norm_act", cheap=False, statistics=1, layout=PASSES),
+    # It is recomputed in a form of its own (``plan/recompute.py``).  Only plain norms have this row.
+    *_each(EXACT, "fusedseg::norm", cheap=False, statistics=1, layout=PASSES),
 )  # fmt: skip
 
 _EXACT = (

@@ -68,24 +68,23 @@ def moved_by(graph: fx.Graph) -> Moved:
     return Moved(sum(_alone(node, roots) for node in calls), _Fused(calls, roots).nbytes(results))
 
 
-def norm_passes(function: Any, args: Sequence[Any]) -> tuple[list[Any], int] | None:
+def norm_passes(node: fx.Node) -> tuple[list[Any], int] | None:
     """The large tensors that a norm in a graph reads, each as often as it does, and how many of x's size it writes.
 
-    None for other functions.
+    None for other nodes.
     """
-    if isinstance(function, norms.Forward):
+    norm, gradient = norms.NormCall.of(node), norms.GradientCall.of(node)
+    if norm is not None:
         # Statistics read x once, and the output is a second pass.
-        x, residual, mean = args[0], args[3], args[6]
-        return [x] * (2 if function.norm.own and mean is None else 1) + [residual], 1
-    if isinstance(function, norms.Backward):
+        return [norm.x] * (2 if norm.norm.own and norm.mean is None else 1) + [norm.residual], 1
+    if gradient is not None:
         # Sums over the gradient and x are the first pass.  With a residual it writes the sum of two gradients, which
         # the second pass reads.
-        dz, x, residual, more = args[0], args[1], args[4], args[7:]
-        if function.of_residual:
-            return [*more, *[dz, x, residual] * 2], 2
-        return [*more, dz, x, residual] * 2, 1
-    if function in (norms.statistics, norms.statistics_moving):
-        return [args[0]], 0
+        read = [gradient.dz, gradient.x, gradient.residual]
+        more = [] if gradient.also is None else [gradient.also]
+        return ([*more, *read * 2], 2) if gradient.of_residual else ([*more, *read] * 2, 1)
+    if node.target in (norms.statistics, norms.statistics_moving):
+        return [node.args[0]], 0
     return None
 
 
@@ -96,8 +95,7 @@ def _computes(node: fx.Node) -> bool:
 
 def _alone(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> int:
     """What a kernel of one op reads and writes."""
-    prepared = norms.prepared(node.target, node.args)
-    norm = norm_passes(*prepared) if prepared is not None else None
+    norm = norm_passes(node)
     if norm is not None:
         read, written = norm
         return sum(nbytes_of(x) for x in read if x is not None) + written * nbytes_of(read[0])

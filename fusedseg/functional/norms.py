@@ -10,6 +10,8 @@ from ..ops.norm.call import NAMES, Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.kept import find
 from ..ops.norm.op import normalise
+from ..ops.norm.statistic import INSTANCE, Statistic
+from ..ops.norm.statistic import NAMES as STATISTICS
 
 
 def inplace_abn(
@@ -117,7 +119,7 @@ def inplace_instance_norm_act(
     op = "fusedseg.inplace_instance_norm_act"
     act = parse_invertible(op, activation, activation_param, "InstanceNormAct")
     given = Operands(x, weight=weight, bias=bias, residual=residual, running_mean=running_mean, running_var=running_var)
-    norm = Norm("output", act, eps=eps, momentum=momentum, own=use_input_stats, kind="instance")
+    norm = Norm("output", act, eps=eps, momentum=momentum, own=use_input_stats, over=INSTANCE)
     return normalised(op, given, norm)
 
 
@@ -145,7 +147,7 @@ def inplace_group_norm_act(
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
     given = Operands(x, weight=weight, bias=bias, residual=residual)
-    return normalised(op, given, Norm("output", act, eps=eps, kind="group", groups=num_groups))
+    return normalised(op, given, Norm("output", act, eps=eps, over=Statistic("group", num_groups)))
 
 
 def norm_act(
@@ -189,13 +191,13 @@ def norm_act(
     """
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
-    check_choice(op, "norm", norm, ("batch", "instance", "group"))
+    check_choice(op, "norm", norm, STATISTICS)
     if (norm == "group") != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
-    own, groups = training or norm == "group", num_groups or 0
-    of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, kind=norm, groups=groups)
+    own, over = training or norm == "group", Statistic(norm, num_groups or 0)
+    of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, over=over)
     given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip
     return normalised(op, given, of_call)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..activation import Activation
 from ..ops.norm.call import Norm, Operands
 from ..ops.norm.kept import recomputing
+from ..ops.norm.statistic import BATCH, INSTANCE, Statistic
 
 COUNTED = "running_mean", "running_var", "num_batches_tracked"
 
@@ -77,7 +78,7 @@ class BatchStatistics(_OfFeatures):
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
         own = training or running_mean is None
         given = Operands(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var, batches)
-        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, "batch", 0, self._others())
+        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, BATCH, self._others())
 
     @property
     def qconfig(self) -> Any:
@@ -128,7 +129,7 @@ class InstanceStatistics(_OfFeatures):
         if self.training and recomputing():
             running_mean = running_var = None
         given = Operands(x, self.weight, self.bias, residual, self._slope(), running_mean, running_var)
-        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, "instance", 0, self._others())
+        return given, Norm(self.KEEP, self._act, self.eps, momentum, own, INSTANCE, self._others())
 
 
 class GroupStatistics(_AnyNorm):
@@ -148,4 +149,5 @@ class GroupStatistics(_AnyNorm):
 
     def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
         given = Operands(x, self.weight, self.bias, residual, self._slope())
-        return given, Norm(self.KEEP, self._act, self.eps, 0.0, True, "group", self.num_groups, self._others())
+        over = Statistic("group", self.num_groups)
+        return given, Norm(self.KEEP, self._act, self.eps, 0.0, True, over, self._others())

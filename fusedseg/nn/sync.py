@@ -66,7 +66,7 @@ class InPlaceABNSync(Synchronised, InPlaceABN):
         process_group: a group of ``torch.distributed``; None means the group of all processes.
 
     Kept for backward: the tensors that ``InPlaceABN`` keeps, and for each channel the fraction of the values of all
-    processes that this process has.  Compiled code keeps the number of values of all processes too.
+    processes that this process has.
 
     Falls back to ``InPlaceABN`` in eval mode, in a group of one process, and, with a warning, if ``torch.distributed``
     is not initialised.  The gradients of weight and bias are sums over the process's own values, as
@@ -118,8 +118,7 @@ class BatchNormActSync(Synchronised, BatchNormAct):
     All other arguments are those of ``BatchNormAct``.
 
     Kept for backward: the tensors that ``BatchNormAct`` keeps, and for each channel the fraction of the values of all
-    processes that this process has.  Compiled code keeps the number of values of all processes too.  On aten, backward
-    holds g = dz phi'(y) beside dx, each in one piece.
+    processes that this process has.  On aten, backward holds g = dz phi'(y) beside dx, each in one piece.
 
     Raises:
         ValueError: ``BatchNormAct`` does not take the arguments.  One value per channel is enough here, if other

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fusedseg import _backend
 from fusedseg.memory.fake import fake_mode
 from fusedseg.ops.norm import passes
-from fusedseg.ops.norm.call import Gradients, Statistics, statistics_count, stats_dtype
+from fusedseg.ops.norm.call import Gradients, Statistics, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import relu, relu3d
@@ -97,7 +97,7 @@ def test_bytes(name, bits):
 
 
 def _statistics(x, norm, *_):
-    return torch.empty(2, statistics_count(x, norm), dtype=stats_dtype(x)).unbind()
+    return torch.empty(2, norm.over.count(x), dtype=stats_dtype(x)).unbind()
 
 
 def _forward(given, norm, kept, out):

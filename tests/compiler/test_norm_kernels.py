@@ -81,8 +81,8 @@ def sources(monkeypatch):
     return seen
 
 
-FORWARD = ("norm_act", "norm_act_moving", "norm_act_over", "norm_act_moving_over")
-BACKWARD = ("norm_act_backward", "norm_act_backward_over")
+FORWARD = ("norm", "norm_moving", "norm_over", "norm_moving_over")
+BACKWARD = ("norm_backward", "norm_backward_over")
 
 
 def calls(sources):
@@ -131,7 +131,7 @@ def test_eval_mode(name, sources):
     with torch.no_grad():
         close([compiled(net)(x)], [twin(x.double())])
     assert calls(sources).count("forward") == 2
-    assert "norm_act_over" in "".join(sources)
+    assert "norm_over" in "".join(sources)
 
 
 def test_keeps_what_aten_keeps(monkeypatch):
@@ -148,7 +148,7 @@ def test_statistics_are_kept(sources):
     net, _ = pair("running instance")
     results(net, compiled(net), [torch.randn(2, 2, 14, 13)], 1)
     _, backward = sources
-    given = re.findall(r"_of_norm_act_\d+\(direct_stream, (.*?)\)", backward)
+    given = re.findall(r"_of_norm_\d+\(direct_stream, (.*?)\)", backward)
     assert given
     for call in given:
         *_, running_mean, running_var, mean, rstd = call.split(", ")[:8]
@@ -185,7 +185,7 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), act, nn.Conv2d(4, 4, 3), norm(), act, nn.Conv2d(4, 2, 1)).to(dtype)
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 36, 36, dtype=dtype)
     found, wanted = results(net, compiled(net, bits=8), [x]), results(twin, twin, [x.double()])
-    assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_norm_act_over") == 2
+    assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_norm_over") == 2
     assert calls(sources).count("backward") == 2
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.activation import Activation
 from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
 from fusedseg.compiler.capture.norms import How
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import flat, norm_act, norm_act_backward
+from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
+from fusedseg.ops.norm.statistic import Statistic
 from tests.compiler.networks import BOTH, compiled, kept, results, same
 
 
@@ -34,7 +34,8 @@ def found_in(function, *inputs, how=How(everywhere=True, whole=True)):  # noqa: 
     torch.compile(function, backend=compiler)(*inputs)
     nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
     made = [node for node in nodes if node.target is norms.of_stock_op]
-    found = [(Activation(*node.args[6:8]), node.args[5] is not None) for node in made]
+    calls = [NormCall.of_arguments(node.args[: -len(How._fields)]) for node in made]
+    found = [(call.norm.act, call.residual is not None) for call in calls]
     return found, [n.target for n in nodes if n not in made]
 
 
@@ -433,14 +434,17 @@ def test_statistics_that_autograd_has_saved():
 def test_opcheck(kind, fmt):
     x, residual, g = (t.contiguous(memory_format=fmt) for t in torch.randn(3, 2, 4, 3, 4))
     weight, bias, mean, var = torch.rand(4, 4) + 0.5
-    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, kind=kind, groups=2)
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=Statistic(kind, 2))
     given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
     running = (None, None) if kind == "group" else (mean, var)
-    torch.library.opcheck(norm_act, (*given, *running, None, None, *flat(spec)))
-    z, mean, rstd, *_ = norm_act(*given, *running, None, None, *flat(spec))
+    call = NormCall(spec, *given, *running)
+    torch.library.opcheck(norm_op, call.arguments)
+    z, mean, rstd, *_ = norm_op(*call.arguments)
     # With its statistics it gives the same; PyTorch 2.14 adds group norms in channels_last in another order.
-    torch.library.opcheck(norm_act, (*(t.detach() for t in given), None, None, mean, rstd, *flat(spec)))
-    again, *_ = norm_act(*given, None, None, mean, rstd, *flat(spec))
+    x, weight, bias, residual = (t.detach() for t in given)
+    known = NormCall(spec, x, weight, bias, residual, mean=mean, rstd=rstd)
+    torch.library.opcheck(norm_op, known.arguments)
+    again, *_ = norm_op(*known.arguments)
     assert torch.equal(again, z) or (kind == "group" and torch.allclose(again, z, rtol=1e-6, atol=1e-6))
-    detached = (t.detach() for t in (g, *given, mean, rstd))
-    torch.library.opcheck(norm_act_backward, (*detached, *flat(spec), True, True))
+    tensors = g, x, weight, bias, residual, mean, rstd
+    torch.library.opcheck(norm_backward_op, GradientCall(spec, True, True, *tensors).arguments)

@@ -230,7 +230,7 @@ def norms_in_backward(monkeypatch):
 
     def rewriting(module, *given):
         original(module, *given)
-        found.append(names(module.graph).count("norm_act"))
+        found.append(names(module.graph).count("norm"))
 
     monkeypatch.setattr(schedule, "rewrite", rewriting)
     return found

@@ -14,6 +14,7 @@ from fusedseg.ops.max_pool import op as max_pool
 from fusedseg.ops.max_pool.windows import Pool
 from fusedseg.ops.norm import exact
 from fusedseg.ops.norm.call import Norm, Operands, OutputGradient, Statistics
+from fusedseg.ops.norm.statistic import Statistic
 from fusedseg.ops.segmentation import launches as sums
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 
@@ -39,7 +40,7 @@ def operands(of, weight=FULL, bias=FULL, residual=False, running=None):
 
 
 def norm_of(keep="input", act=RELU, eps=1e-5, momentum=0.1, own=True, kind="batch", groups=0):
-    return Norm(keep, act, eps, momentum, own, kind, groups)
+    return Norm(keep, act, eps, momentum, own, Statistic(kind, groups))
 
 
 def split(options, *names):

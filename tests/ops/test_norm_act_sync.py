@@ -7,6 +7,7 @@ from fusedseg.activation import Activation
 from fusedseg.ops.norm import op, sync
 from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.checks import check
+from fusedseg.ops.norm.graph import NormCall, norm_op
 from fusedseg.ops.norm.kept import find
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
@@ -97,10 +98,10 @@ def test_opcheck(shape, keep, name, with_residual):
     weight, bias, slope = (torch.tensor([1.0, 0.0, -0.7], dtype=torch.float64).requires_grad_() for _ in range(3))
     act = Activation(name, 0.25)
     kept = find(weight, bias, act, torch.float64) if keep == "output" else None
-    given = x, weight, bias, residual if with_residual else None, slope if name == "prelu" else None
-    slots = (None, 0) if kept is None else (kept.slots, kept.count)
+    more = {} if kept is None else {"slots": kept.slots, "kept_count": kept.count}
+    more |= {"residual": residual if with_residual else None, "slope": slope if name == "prelu" else None}
     spec = Norm(keep, act, EPS, process_group="group")
-    torch.library.opcheck(op.norm_op, (*given, None, None, *slots, *op.fields_of(spec)))
+    torch.library.opcheck(norm_op, NormCall(spec, x, weight, bias, **more).arguments)
 
 
 @BY_KEPT

@@ -20,6 +20,7 @@ from fusedseg.ops.norm import graph, passes
 from fusedseg.ops.norm import reference as norm_reference
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
+from fusedseg.ops.norm.statistic import Statistic
 from tests.norms import ACTIVATIONS, INVERTIBLE, KINDS, SLOPES, Leaves, drawn, exact, functional, leaves, stock
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, PARAMS, relative_error, stock_activation
 from tests.tools.cuda_rules import CudaRules
@@ -133,7 +134,7 @@ def test_the_op_of_compiled_graphs(kind, backend):
         given, running = leaves(case)
         name, param = ACTIVATIONS[activation]
         groups = case.groups if case.norm == "group" else 0
-        norm = Norm("input", Activation(name, param), momentum=0.3, own=case.own, kind=case.norm, groups=groups)
+        norm = Norm("input", Activation(name, param), momentum=0.3, own=case.own, over=Statistic(case.norm, groups))
         dz, added = torch.randn(case.shape, dtype=torch.float64).to(case.dtype), given.residual is not None
         tensors = [None if t is None else t.detach() for t in (given.x, given.weight, given.bias, given.residual)]
         with rules:

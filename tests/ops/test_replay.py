@@ -126,10 +126,12 @@ def calls_in(direct, action):
 
 def test_the_op_is_called_for_other_tensors(direct, compiled_afresh):
     """A replay would read an address that is no multiple of 16 by vectors of 16 bytes, and other strides wrongly."""
-    from fusedseg.ops.norm.graph import Forward, norm_of
+    from fusedseg.activation import Activation
+    from fusedseg.ops.norm.call import Norm
+    from fusedseg.ops.norm.graph import Forward
     from fusedseg.ops.replay import Replay
 
-    forward = Forward(norm_of("relu", 0.0, 1e-5, 0.1, True, "batch", 0))
+    forward = Forward(Norm("input", Activation("relu", 0.0), momentum=0.1))
     replay = Replay(forward, torch.device("cpu"))
     x = torch.randn(2, 8, 6, 6)
     given = torch.rand(8), torch.rand(8), *[None] * 5
@@ -187,8 +189,10 @@ def test_modes_and_hooks_see_the_ops(direct, compiled_afresh, monkeypatch):
 
 def test_a_profilers_hooks_use_up_no_tries(direct, compiled_afresh, monkeypatch):
     """After eight calls that a hook had to see, an op was never replayed again."""
+    from fusedseg.activation import Activation
     from fusedseg.kernels import launcher
-    from fusedseg.ops.norm.graph import Forward, norm_of
+    from fusedseg.ops.norm.call import Norm
+    from fusedseg.ops.norm.graph import Forward
     from fusedseg.ops.replay import MOST_TRIES, Replay
 
     kernels, launch = [], launcher.Launcher._launch
@@ -198,7 +202,7 @@ def test_a_profilers_hooks_use_up_no_tries(direct, compiled_afresh, monkeypatch)
         return launch(self, *given)
 
     monkeypatch.setattr(launcher.Launcher, "_launch", launched)
-    replay = Replay(Forward(norm_of("relu", 0.0, 1e-5, 0.1, True, "batch", 0)), torch.device("cpu"))
+    replay = Replay(Forward(Norm("input", Activation("relu", 0.0), momentum=0.1)), torch.device("cpu"))
     x, given = torch.randn(2, 8, 6, 6), (torch.rand(8), torch.rand(8), *[None] * 5)
     wanted = replay(0, x, *given)[0]
     (row,) = direct

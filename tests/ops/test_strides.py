@@ -15,6 +15,7 @@ from fusedseg.ops.conv.sources import Convolution
 from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm import op as norm
 from fusedseg.ops.norm.call import Norm, Operands
+from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
 
 SHAPE, DTYPE = (2, 4, 5, 6), torch.float64
 ACT = Activation("leaky_relu", 0.01)
@@ -41,14 +42,14 @@ def with_strides(t: torch.Tensor, how: str) -> torch.Tensor:
 WAYS = ("permuted", "sliced", "padded", "expanded")
 
 
-def norm_arguments(keep, device, way=None):
-    """Arguments of ``fusedseg::norm``; ``way`` gives x and the residual other strides."""
+def norm_call(keep, device, way):
+    """A call of ``fusedseg::norm``; ``way`` gives x and the residual other strides."""
     x, r = (torch.randn(SHAPE, dtype=DTYPE, device=device) for _ in range(2))
     vectors = [torch.rand(SHAPE[1], dtype=DTYPE, device=device) + 0.5 for _ in range(4)]
     if way is not None:
         x, r = with_strides(x, way), with_strides(r, way)
         vectors = [with_strides(v, "expanded" if way == "expanded" else "sliced") for v in vectors]
-    return x, *vectors[:2], r, None, *vectors[2:], None, 0, *norm.fields_of(Norm(keep, ACT, own=False))
+    return NormCall(Norm(keep, ACT, own=False), x, *vectors[:2], r, *vectors[2:])
 
 
 def dense(arguments):
@@ -71,15 +72,15 @@ def check(op, arguments):
 @pytest.mark.parametrize("keep", ["output", "input"])
 @pytest.mark.parametrize("way", WAYS)
 def test_norm(backend, device, way, keep, own):
-    arguments = norm_arguments(keep, device, way)
+    call = norm_call(keep, device, way)
     if own:
-        arguments = (*arguments[:5], None, None, *arguments[7:9], *norm.fields_of(Norm(keep, ACT)))
-    z, stats, _ = check(norm.norm_op, arguments)
+        call = call._replace(norm=Norm(keep, ACT), running_mean=None, running_var=None)
+    z, mean, rstd, *_ = check(norm_op, call.arguments)
     dz = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
-    x, weight, bias, r, *_ = arguments
-    source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else x
-    spec = norm.fields_of(Norm(keep, ACT, own=own))
-    check(norm.norm_backward_op, (dz, source, weight, bias, r, None, stats, None, None, 0, True, True, *spec))
+    source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else call.x
+    statistics = (None, rstd) if keep == "output" else (mean, rstd) if own else (call.running_mean, call.running_var)
+    given = dz, source, call.weight, call.bias, call.residual, *statistics
+    check(norm_backward_op, GradientCall(call.norm, True, True, *given).arguments)
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
@@ -162,7 +163,7 @@ def test_the_compiler_keeps_the_strides_of_every_op():
     """Inductor must hand over the strides that it has traced, because fakes announce strides of results by them."""
     from torch._library.utils import get_layout_constraint_tag
 
-    for name in ("norm", "norm_backward", "max_pool", "max_pool_backward", "max_pool_pick"):
+    for name in ("max_pool", "max_pool_backward", "max_pool_pick"):
         op = getattr(torch.ops.fusedseg, name).default
         assert get_layout_constraint_tag(op) == torch.Tag.needs_exact_strides, name
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, fx
 
 from ... import _torch
-from ...ops.norm import op as norms
+from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
+from ...ops.norm.statistic import Statistic
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import NORMS, OF_NAME
 from ..settings import Settings
@@ -44,10 +45,11 @@ class _Given(NamedTuple):
 
 def _given(node: fx.Node) -> _Given | None:
     """What a norm is given, if it removes a constant that is added to a channel; None for all other calls."""
-    if node.target is norms.norm_op._opoverload:
-        norm = norms.norm_of_call(node.args)
-        # The graph moves the running mean by the statistics that this op returns.
-        return _Given(node.args[0]) if norm.own and norm.kind != "group" and norm.process_group is None else None
+    if node.target is norm_op:
+        call = NormCall.of_arguments(node.args)
+        norm = call.norm
+        # The graph moves the running mean towards the one that this op returns.
+        return _Given(call.x) if norm.own and not norm.over.is_grouped and norm.process_group is None else None
     function: Any = node.target
     stock = NORMS.get(function)
     if stock is None:
@@ -56,7 +58,8 @@ def _given(node: fx.Node) -> _Given | None:
     x = captured_value_of(given["input"])
     if x is None or (stock.own and given[stock.own] is not True):
         return None
-    if stock.kind == "group" and not _torch.known(x.shape[1] == given["num_groups"]):
+    C = x.shape[1]
+    if not _torch.known(Statistic(stock.kind, given.get("num_groups", 0)).groups_of(C) == C):
         return None
     return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
 
@@ -88,11 +91,9 @@ def move_mean(running_mean: Tensor, bias: Tensor, momentum: float) -> None:
         running_mean.add_(bias.detach().to(running_mean.dtype), alpha=momentum)
 
 
-def with_bias(stats: Tensor, bias: Tensor) -> Tensor:
-    """The statistics that a norm of this package returns, as if its input had the bias: the mean is the first row."""
-    mean, *others = stats.unbind()
-    shift = bias.detach().to(stats.dtype).repeat(mean.shape[0] // bias.shape[0])
-    return torch.stack([mean + shift, *others])
+def with_bias(mean: Tensor, bias: Tensor) -> Tensor:
+    """The mean that a norm of this package returns, as if its input had the bias."""
+    return mean + bias.detach().to(mean.dtype)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -122,7 +123,7 @@ without_gradient_op = _torch.composite_op(
 move_op = _torch.composite_op(
     "fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean
 )
-with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor stats, Tensor bias) -> Tensor", with_bias)
+with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor mean, Tensor bias) -> Tensor", with_bias)
 
 
 class _Dead(NamedTuple):
@@ -204,8 +205,8 @@ def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
     if isinstance(given.running_mean, fx.Node):
         with graph.inserting_after(norm):
             graph.call_function(move_op, (given.running_mean, bias, float(given.momentum)))  # type: ignore[arg-type]
-    if norm.target is norms.norm_op._opoverload and 1 in items_of(norm):
-        stats = items_of(norm)[1]
-        with graph.inserting_after(stats):
-            whole = graph.call_function(with_bias_op, (stats, bias))
-        stats.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+    if norm.target is norm_op and RUNNING_MEAN in items_of(norm):
+        mean = items_of(norm)[RUNNING_MEAN]
+        with graph.inserting_after(mean):
+            whole = graph.call_function(with_bias_op, (mean, bias))
+        mean.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)

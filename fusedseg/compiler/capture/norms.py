@@ -21,10 +21,10 @@ from ... import _backend, _torch
 from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
 from ...ops.layout import FORMATS, is_rows
-from ...ops.norm import op as module_norms
 from ...ops.norm import stock
-from ...ops.norm.call import Norm, stats_dtype
-from ...ops.norm.graph import SPEC, flat, norm_act, norm_of
+from ...ops.norm.call import Norm, Operands
+from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
+from ...ops.norm.statistic import Statistic
 from .. import op_table
 from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
@@ -58,21 +58,14 @@ def wanted_by(settings: Settings, for_gpu: bool) -> How:
     return How(not whole or (for_gpu and not settings.fused_code), whole)
 
 
-class Tensors(NamedTuple):
-    """The tensors that a norm is called with."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    running_mean: Any
-    running_var: Any
-
-
-def norm_with(function: Any, given: dict[str, Any]) -> Norm:
-    """What a norm of PyTorch computes with these arguments."""
+def call_of(function: Any, given: dict[str, Any]) -> NormCall:
+    """A call of a norm of PyTorch with these arguments, as one of the op."""
     kind, argument = op_table.NORMS[function]
     own = not argument or bool(given[argument])
-    return Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, kind, given.get("num_groups", 0))
+    over = Statistic(kind, given.get("num_groups", 0))
+    norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
+    named = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
+    return NormCall(norm, given["input"], **named)
 
 
 # The arguments of norms that are numbers.
@@ -147,66 +140,75 @@ def kept_by_eager(node: fx.Node) -> str:
     return KEEPING.get(name, "result") if isinstance(name, str) else "result"
 
 
-def of_stock(*call: Any) -> Tensor:
-    """act(norm(x) [+ residual]) in place of a norm of PyTorch: the tensors, what is computed, and ``How``."""
-    tensors, residual, given, how = Tensors(*call[:5]), call[5], norm_of(*call[6:13]), How(*call[13:])
-    spec = given.of_given()
-    tensors = tensors._replace(x=_laid_out(tensors.x, spec))
-    if is_served(tensors, spec, how):
-        return normalised(tensors, spec, residual)[0]
-    y = _stock(Tensors(*call[:5]), given)
-    return stock.activate(y if residual is None else y + residual, given.act)
+def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], How]:
+    """The arguments of a norm, and ``How``, which comes last."""
+    count = len(call) - len(How._fields)
+    return call[:count], How(*call[count:])
 
 
-def _stock(tensors: Tensors, norm: Norm) -> Tensor:
+def of_stock(*arguments: Any) -> Tensor:
+    """act(norm(x) [+ residual]) in place of a norm of PyTorch: the arguments of the op, and ``How``."""
+    arguments, how = _split(arguments)
+    given = NormCall.of_arguments(arguments)
+    norm = given.norm.of_given()
+    call = given._replace(x=_laid_out(given.x, norm), norm=norm)
+    if is_served(call, how):
+        return normalised(call)[0]
+    y = _stock(given)
+    return stock.activate(y if given.residual is None else y + given.residual, norm.act)
+
+
+def _stock(call: NormCall) -> Tensor:
     """The norm as PyTorch's function computes it."""
-    x, weight, bias, *running = tensors
-    if norm.kind == "group":
-        return F.group_norm(x, norm.groups, weight, bias, norm.eps)
-    function: Any = F.batch_norm if norm.kind == "batch" else F.instance_norm
-    return function(x, *running, weight, bias, norm.own, norm.momentum, norm.eps)
+    x, weight, bias, norm = call.x, call.weight, call.bias, call.norm
+    if norm.over.is_grouped:
+        return F.group_norm(x, norm.over.groups, weight, bias, norm.eps)
+    function: Any = F.instance_norm if norm.over.of_samples else F.batch_norm
+    return function(x, call.running_mean, call.running_var, weight, bias, norm.own, norm.momentum, norm.eps)
 
 
-def of_module(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``fusedseg::norm``, which modules of this package call, but it keeps the input; ``How`` comes last.
-
-    What is kept is decided by the backend.
-    """
-    places = len(call) - len(How._fields)
-    call, how = call[:places], How(*call[places:])
-    given, slots, spec = module_norms.parts_of(call)
-    x, weight, bias, residual, _, mean, var, _ = given
-    tensors = Tensors(x, weight, bias, mean, var)
-    if not stock.serves(x, spec, slots) or not is_served(tensors, spec, how):
-        return module_norms.as_stock(*call)
-    spec = spec._replace(keep="input")
+def of_module(*arguments: Any) -> tuple[Tensor, ...]:
+    """The op as modules of this package call it, for which the backend decides what is kept; ``How`` comes last."""
+    arguments, how = _split(arguments)
+    call = NormCall.of_arguments(arguments)
+    if call.norm.keep == "input" or call.norm.process_group is not None or call.slots is not None or not call.x.numel():
+        return norm_op(*arguments)
+    call = call._replace(norm=call.norm._replace(keep="input"))
+    if not is_served(call, how):
+        return _by_stock(call)
     if how.whole:
-        z, *found = normalised(tensors, spec, residual)
-    else:
-        y, *found = normalised(tensors, spec._replace(act=IDENTITY), None)
-        z = stock.activate(y if residual is None else y + residual, spec.act)
-    if mean is not None and var is not None and not spec.own:
-        found = [mean.to(stats_dtype(x)), torch.rsqrt(var.to(stats_dtype(x)) + spec.eps)]
-    return z, torch.stack([v.flatten() for v in found]).detach(), z.new_empty(0)
+        return norm_op(*call.arguments)
+    y, *others = norm_op(*call.with_act(IDENTITY)._replace(residual=None).arguments)
+    return stock.activate(y if call.residual is None else y + call.residual, call.norm.act), *others
+
+
+def _by_stock(call: NormCall) -> tuple[Tensor, ...]:
+    """The results of the op by stock functions with their own backward; there are no statistics among them."""
+    x, running = call.x, [call.running_mean, call.running_var]
+    if call.norm.own:
+        # They move to those of x, whatever they were.
+        running = [None if v is None else torch.zeros_like(v) for v in running]
+    z = stock.norm_act(Operands(x, call.weight, call.bias, call.residual, None, *running), call.norm)
+    z = z.contiguous(memory_format=_torch.suggest_memory_format(x))
+    results = (None, None, *(running if call.norm.own else (None, None)), None, None)
+    return z, *(x.new_empty(0) if v is None else v for v in results)
 
 
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
+_MOVING = ARGUMENTS.replace("Tensor? running_mean", "Tensor(a!)? running_mean").replace(
+    "Tensor? running_var", "Tensor(b!)? running_var"
+)
 _HOW = ", ".join(f"bool {name}" for name in How._fields)
 of_stock_op = _torch.composite_op(
     "fusedseg::norm_of_stock",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
-    f"{SPEC}, {_HOW}) -> Tensor",
+    f"({_MOVING}, {_HOW}) -> Tensor",
     of_stock,
 )
 of_module_op = _torch.composite_op(
     "fusedseg::norm_of_module",
-    f"({module_norms.ARGUMENTS}, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"({ARGUMENTS}, {_HOW}) -> {RESULTS}",
     of_module,
 )
-
-
-def _tensors_of(norm: dict[str, Any]) -> Tensors:
-    return Tensors(norm["input"], *(norm.get(name) for name in ("weight", "bias", "running_mean", "running_var")))
 
 
 def _laid_out(x: Tensor, spec: Norm) -> Tensor:
@@ -214,13 +216,13 @@ def _laid_out(x: Tensor, spec: Norm) -> Tensor:
 
     ``rewrite/channels_last.py`` leaves the copy out where the op computes in channels_last.
     """
-    copies = spec.kind == "instance" or (spec.kind == "group" and not x.is_cpu)
+    copies = spec.over.of_samples and not (spec.over.is_grouped and x.is_cpu)
     return x.contiguous() if copies and is_rows(x) else x
 
 
-def is_served(tensors: Tensors, spec: Norm, how: How) -> bool:
+def is_served(call: NormCall, how: How) -> bool:
     """Whether the op computes the norm."""
-    x, *vectors = tensors
+    x, vectors = call.x, (call.weight, call.bias, call.running_mean, call.running_var)
     if not how.is_for(x):
         return False
     if x.dtype not in ACTIVATION_DTYPES or x.dim() < 2 or _torch.depends_on_data(x) or not is_in_a_dense_format(x):
@@ -235,12 +237,11 @@ def is_in_a_dense_format(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
 
 
-def normalised(tensors: Tensors, spec: Norm, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """z, mean and rstd of the op, which moves the running statistics."""
-    x, weight, bias, *running = tensors
-    z, mean, rstd, *moved = norm_act(x, weight, bias, residual, *running, None, None, *flat(spec))
-    if spec.own:
-        for buffer, value in zip(running, moved, strict=True):
+def normalised(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
+    """z, mean and rstd of the op; the running statistics move."""
+    z, mean, rstd, *moved, _, _ = norm_op(*call.arguments)
+    if call.norm.own:
+        for buffer, value in zip((call.running_mean, call.running_var), moved, strict=True):
             if buffer is not None:
                 # PyTorch's norms move it without a new version, and autograd may have saved it before.
                 with torch.no_grad(), _torch.preserve_version_counter(buffer):
@@ -269,7 +270,7 @@ class _Found(NamedTuple):
 def rewrite(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
-        if node.target is module_norms.norm_op._opoverload:
+        if node.target is norm_op:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
     norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
@@ -291,7 +292,7 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
         given = getcallargs(stock, *node.args, **node.kwargs)
         buffers = [given.get(name) for name in ("running_mean", "running_var")]
         found = [buffer for buffer in buffers if isinstance(buffer, fx.Node)]
-        if norm_with(stock, given).own:
+        if call_of(stock, given).norm.own:
             moving.update(found)
         else:
             reading += [(node, buffer) for buffer in found]
@@ -310,18 +311,19 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     numbers = (norm[name] for name in NUMBERS if name in norm)
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
-    found = _after(node, norm) if how.whole else _Found(node)
+    call = call_of(stock, norm)
+    found = _after(node, call) if how.whole else _Found(node)
     act = IDENTITY if found.act is None else activation_of(found.act)
     assert act is not None
     with graph.inserting_before(found.place):
         if value.dtype != x.dtype:
             # Autocast runs this norm in another dtype.
-            norm["input"] = graph.call_method("to", (norm["input"], value.dtype))
-        spec = norm_with(stock, norm)._replace(act=act)
-        made = graph.call_function(of_stock_op, (*_tensors_of(norm), found.residual, *flat(spec), *how))
+            call = call._replace(x=graph.call_method("to", (call.x, value.dtype)))
+        call = call._replace(residual=found.residual).with_act(act)
+        made = graph.call_function(of_stock_op, (*call.arguments, *how))
     # Reports speak of the module of the norm.
     made.meta = dict(node.meta)
-    if found.sum is not None and node.next in _moves(norm.get("running_mean")):
+    if found.sum is not None and node.next in _moves(call.running_mean):
         # The norm moves its mean first.
         made.append(node.next)
     name = _name_of(act, found.act is not None and _is_in_place(found.act))
@@ -333,10 +335,10 @@ def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     return True
 
 
-def _after(node: fx.Node, norm: dict[str, Any]) -> _Found:
+def _after(node: fx.Node, norm: NormCall) -> _Found:
     """What follows a norm, as far as nobody else reads the results between."""
     y, residual = _only_reader(node), None
-    if y is not None and _is_undisturbed(node, y, _tensors_of(norm)):
+    if y is not None and _is_undisturbed(node, y, norm):
         residual = _residual_of(y, node)
     last = node if residual is None else y
     assert last is not None
@@ -378,7 +380,7 @@ def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
     return other if is_alike(captured_value_of(node), captured_value_of(other)) else None
 
 
-def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
+def _is_undisturbed(start: fx.Node, end: fx.Node, norm: NormCall) -> bool:
     """Whether a norm gives the same where ``end`` stands as at ``start``.
 
     Nothing between may write to a tensor that the norm reads; a function of PyTorch that writes over a tensor returns
@@ -386,7 +388,7 @@ def _is_undisturbed(start: fx.Node, end: fx.Node, norm: Tensors) -> bool:
     And nothing else may read the running statistics, which the norm moves.
     """
     running = _memory(captured_value_of(norm.running_mean), captured_value_of(norm.running_var))
-    memory = _memory(*map(captured_value_of, norm))
+    memory = _memory(*map(captured_value_of, norm.tensors))
     node = start.next
     if node in _moves(norm.running_mean):
         # It goes where the norm goes.

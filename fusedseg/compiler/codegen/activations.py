@@ -18,13 +18,11 @@ from torch import fx
 from ... import _backend
 from ...activation import TABLE, Activation
 from ...ops.low_bit.graph import unpack_op
-from ...ops.norm.graph import norm_act, norm_act_backward
+from ...ops.norm.graph import GradientCall, NormCall
 from .. import op_table
 from ..graph import arguments_of, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
-# Where the name and the parameter of the activation stand among the arguments of the two ops.
-FORWARD, BACKWARD = slice(8, 10), slice(7, 9)
 # The activations whose result has the sign of its argument, by the name of the op, and of the op of the gradient.
 ACTIVATIONS = {row.name: row for row in op_table.ROWS if row.keeps_sign}
 GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
@@ -33,11 +31,11 @@ GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
 def rewrite(graph: fx.Graph) -> int:
     """Joins these pairs, and returns their number."""
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
-    backward = [_join_gradient(graph, node) for node in graph.nodes if node.target is norm_act_backward]
+    backward = [_join_gradient(graph, node, norm) for node in graph.nodes if (norm := GradientCall.of(node))]
     if any(backward):
         # Without their gates, some norms that backward recomputes have no reader left.
         graph.eliminate_dead_code()
-    forward = [_join(graph, node) for node in graph.nodes if node.target is norm_act]
+    forward = [_join(graph, node, call) for node in graph.nodes if (call := NormCall.of(node))]
     return sum(backward) + sum(forward)
 
 
@@ -61,18 +59,14 @@ def asks_for_sign(node: fx.Node) -> bool:
     return node.target in (aten.le.Scalar, aten.gt.Scalar) and bool(node.args[1] == 0)
 
 
-def _may_join(norm: fx.Node, x: fx.Node, act: slice) -> bool:
-    """Whether a norm with the input ``x`` has no activation, and a kernel."""
-    return TABLE[str(norm.args[act.start])].identity and _backend.takes_triton(value_of(x).device)
+def _may_join(norm: NormCall | GradientCall) -> bool:
+    """Whether a norm has no activation, and a kernel."""
+    return TABLE[norm.norm.act.name].identity and _backend.takes_triton(value_of(norm.x).device)
 
 
-def _put(norm: fx.Node, act: Activation, place: slice) -> None:
-    norm.args = (*norm.args[: place.start], *act, *norm.args[place.stop :])
-
-
-def _join(graph: fx.Graph, norm: fx.Node) -> bool:
+def _join(graph: fx.Graph, norm: fx.Node, given: NormCall) -> bool:
     y = items_of(norm).get(0)
-    if y is None or not _may_join(norm, node_at(norm, 0), FORWARD):
+    if y is None or not _may_join(given):
         return False
     # The result of such an activation has the sign of its argument.
     others = [user for user in y.users if not asks_for_sign(user)]
@@ -80,21 +74,21 @@ def _join(graph: fx.Graph, norm: fx.Node) -> bool:
     act = _activation_of(node, ACTIVATIONS)
     if act is None or not has_same_form(value_of(y), value_of(node)):
         return False
-    _put(norm, act, FORWARD)
+    norm.args = given.with_act(act).arguments
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return True
 
 
-def _join_gradient(graph: fx.Graph, norm: fx.Node) -> bool:
-    g: Any = norm.args[0]
+def _join_gradient(graph: fx.Graph, norm: fx.Node, given: GradientCall) -> bool:
+    g = given.dz
     act = _activation_of(g, GRADIENTS)
-    if act is None or len(g.users) != 1 or not _may_join(norm, node_at(norm, 1), BACKWARD):
+    if act is None or len(g.users) != 1 or not _may_join(given):
         return False
     dz = node_at(g, 0)
-    if value_of(dz).dtype != value_of(g).dtype or not _computes_again(_argument_of(node_at(g, 1), act), norm):
+    if value_of(dz).dtype != value_of(g).dtype or not _computes_again(_argument_of(node_at(g, 1), act), given):
         return False
-    _put(norm, act, BACKWARD)
+    norm.args = given.with_act(act).arguments
     norm.replace_input_with(g, dz)
     graph.erase_node(g)
     return True
@@ -105,16 +99,13 @@ def _argument_of(node: fx.Node, act: Activation) -> fx.Node:
     return node_at(node, 0) if _activation_of(node, ACTIVATIONS) == act else node
 
 
-def _computes_again(y: fx.Node, backward: fx.Node) -> bool:
+def _computes_again(y: fx.Node, backward: GradientCall) -> bool:
     """Whether a node is the result of the norm of which ``backward`` is the gradient."""
-    forward = y.args[0] if y.args else None
-    if not isinstance(forward, fx.Node) or forward.target is not norm_act or items_of(forward).get(0) is not y:
+    source: Any = y.args[0] if y.args else None
+    forward = NormCall.of(source)
+    if forward is None or items_of(source).get(0) is not y or forward.norm != backward.norm:
         return False
-    x, weight, bias, residual, *others = forward.args[:8]
-    given = arguments_of(forward)
-    statistics = others[2:] if given["own"] else others[:2]
-    mine, theirs = (x, weight, bias, residual, *statistics), backward.args[1:7]
-    return forward.args[8:] == backward.args[7:-2] and all(map(_are_equal, mine, theirs))
+    return all(map(_are_equal, forward.reads, backward.reads))
 
 
 def _are_equal(a: Any, b: Any) -> bool:

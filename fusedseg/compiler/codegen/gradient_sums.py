@@ -16,7 +16,7 @@ from torch import fx
 
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
-from ...ops.norm.graph import Backward
+from ...ops.norm.graph import Backward, GradientCall
 from ..graph import (
     calls_view,
     has_same_form,
@@ -24,7 +24,6 @@ from ..graph import (
     is_tensor,
     items_of,
     nbytes_of,
-    node_at,
     nodes_from,
     value_of,
 )
@@ -42,12 +41,13 @@ def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
     It comes right before ``in_place.py``, which writes results over the gradients that are free.
     """
     memory = Memory(graph)
-    norms = [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 7]
-    return sum(_join(graph, node, memory, liveness) for node in norms)
+    norms = [(node, GradientCall.of(node)) for node in graph.nodes if isinstance(node.target, Backward)]
+    found = [(node, norm) for node, norm in norms if norm is not None and norm.also is None]
+    return sum(_join(graph, node, norm, memory, liveness) for node, norm in found)
 
 
-def _join(graph: fx.Graph, node: fx.Node, memory: Memory, liveness: Liveness) -> bool:
-    total, x = node_at(node, 0), node_at(node, 1)
+def _join(graph: fx.Graph, node: fx.Node, norm: GradientCall, memory: Memory, liveness: Liveness) -> bool:
+    total, x = norm.dz, norm.x
     roots, last = memory.roots, memory.last
     if not _is_sum(total, node) or has_symbols(value_of(x)) or not _backend.takes_triton(value_of(x).device):
         return False
@@ -71,7 +71,7 @@ def _join(graph: fx.Graph, node: fx.Node, memory: Memory, liveness: Liveness) ->
         if not _may_live(dz, also, (total, node), memory, liveness):
             continue
         node.target = replace(function, spare=spare)
-        node.args = (dz, *node.args[1:], also)
+        node.args = norm._replace(dz=dz, also=also).tensors
         graph.erase_node(total)
         end = max(last[roots[also]], memory.places[node])
         last[roots[dz]] = last[roots[also]] = end

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ... import _backend, _torch
 from ...ops.low_bit.graph import round_op
 from ...ops.norm import graph as norms
-from ..graph import arguments_of, calls_view, has_same_form, items_of, node_at, outputs_of, roots_of, value_of
+from ..graph import calls_view, has_same_form, items_of, node_at, outputs_of, roots_of, value_of
 
 aten = torch.ops.aten
 # Norms that return their running statistics, moved, as the results 3 and 4: the place of the first among the arguments,
@@ -28,12 +28,17 @@ MOVING: dict[Any, tuple[int, Any]] = {
 }
 
 
-def _moving(node: fx.Node) -> tuple[int, Any] | None:
-    """The row of ``MOVING`` for a node that calls a norm; None for other nodes."""
+def _moving(node: fx.Node) -> tuple[tuple[Any, Any], Any] | None:
+    """The running statistics of a node that calls a norm, and the form that moves them; None for other nodes."""
     function = node.target
     if isinstance(function, norms.Forward):
-        return 4, replace(function, moving=True)
-    return MOVING.get(function)
+        norm = norms.NormCall.of(node)
+        assert norm is not None
+        return (norm.running_mean, norm.running_var), replace(function, moving=True)
+    if function not in MOVING:
+        return None
+    first, form = MOVING[function]
+    return (node.args[first], node.args[first + 1]), form
 
 
 def write_statistics(graph: fx.Graph) -> int:
@@ -95,19 +100,19 @@ def _is_counter(buffer: object, more: Tensor) -> bool:
 
 
 def _norm(
-    graph: fx.Graph, node: fx.Node, form: tuple[int, Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
+    graph: fx.Graph, node: fx.Node, form: tuple[tuple[Any, Any], Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
 ) -> bool:
     """The norm itself writes its running statistics, if their new values are copied there and not read otherwise.
 
-    ``form`` is its row of ``MOVING``.
+    ``form``: its running statistics, and what moves them.
     """
-    items, (first, moving) = items_of(node), form
-    pairs = [(node.args[first], 3), (node.args[first + 1], 4)]
+    items, ((mean, var), moving) = items_of(node), form
+    pairs = [(mean, 3), (var, 4)]
     for buffer, place in pairs:
         new, copy = items.get(place), copies.get(buffer)
         if new is None or copy is None or copy.args[1] is not new or set(new.users) != {copy} or new in outputs:
             return False
-        if buffer.op != "placeholder" or set(buffer.users) != {node, copy}:  # type: ignore[union-attr]
+        if buffer.op != "placeholder" or set(buffer.users) != {node, copy}:
             return False
     for buffer, place in pairs:
         graph.erase_node(copies[buffer])
@@ -118,33 +123,33 @@ def _norm(
 
 def divide(graph: fx.Graph) -> int:
     """Divides these norms of a forward graph, and returns their number."""
-    found = [node for node in graph.nodes if node.target is norms.norm_act and _is_packed(node)]
-    for node in found:
-        _divide(graph, node)
+    found = [(node, norm) for node in graph.nodes if (norm := norms.NormCall.of(node)) and _is_packed(node, norm)]
+    for node, norm in found:
+        _divide(graph, node, norm)
     return len(found)
 
 
-def _is_packed(node: fx.Node) -> bool:
-    given, x = arguments_of(node), node_at(node, 0)
+def _is_packed(node: fx.Node, norm: norms.NormCall) -> bool:
+    x = norm.x
     while calls_view(x):
         x = node_at(x, 0)
-    finds = given["own"] and given["kind"] == "batch" and given["mean"] is None
+    finds = norm.norm.own and not norm.of_samples and norm.mean is None
     packs = any(user.target is round_op._opoverload for user in x.users)
     return finds and packs and {0, 1, 2} <= set(items_of(node)) and _backend.takes_triton(value_of(x).device)
 
 
-def _divide(graph: fx.Graph, node: fx.Node) -> None:
-    x, weight, bias, residual, *running = node.args[:6]
-    spec, items = node.args[8:], items_of(node)
+def _divide(graph: fx.Graph, node: fx.Node, norm: norms.NormCall) -> None:
+    items = items_of(node)
     with graph.inserting_before(node):
-        statistics = graph.call_function(norms.statistics, (x, *running, *spec))
+        given = (norm.x, norm.running_mean, norm.running_var, *norms.flat(norm.norm))
+        statistics = graph.call_function(norms.statistics, given)
         statistics.meta["val"] = value_of(node)
     for place in set(items) - {0}:
         items[place].args = (statistics, place)
     order = {one: place for place, one in enumerate(graph.nodes)}
     with graph.inserting_before(min(items[0].users, key=order.__getitem__)):
-        given = (x, weight, bias, residual, None, None, items[1], items[2], *spec)
-        recomputed = graph.call_function(norms.norm_act, given)
+        known = norm._replace(running_mean=None, running_var=None, mean=items[1], rstd=items[2])
+        recomputed = graph.call_function(norms.norm_op, known.arguments)
         recomputed.meta["val"] = value_of(node)
         z = graph.call_function(operator.getitem, (recomputed, 0))
         z.meta = dict(items[0].meta)

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def rewrite(graph: fx.Graph) -> None:
     """Writes calls of norms and casts."""
     for node in graph.nodes:
-        made = norms.prepared(node.target, node.args)
+        made = norms.prepared(node)
         if made is not None:
             node.target, node.args = made
         elif is_cast(node):

@@ -53,7 +53,7 @@ class Storage:
                 size, stride = form_in(graph, value, after)
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
-                after = behind(call_node(norm.mean))  # type: ignore[arg-type]
+                after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = self._pack(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
             given = (value, bits, key, place, kink, unit, stride)

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
+from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import (
     SMALL,
     Joint,
@@ -105,7 +106,9 @@ def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
     """The unit of groups of a root in which the statistics of a norm of x are constant; None without one."""
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
-    return "batch" if "batch" in name_of(norm) or "batch" in norm.args else "plane"
+    call = NormCall.of(norm) or GradientCall.of(norm)
+    of_batch = "batch" in name_of(norm) if call is None else not call.norm.over.of_samples
+    return "batch" if of_batch else "plane"
 
 
 class Rule:
@@ -186,7 +189,7 @@ class Rule:
             return set()
         if isinstance(form, recompute.BatchNorm) or (isinstance(form, recompute.NormActForm) and form.rstd is None):
             # It would find the statistics of rounded values.
-            return set() if isinstance(form, recompute.NormActForm) and not form.own else {node}
+            return set() if isinstance(form, recompute.NormActForm) and not form.norm.own else {node}
         return self._norm(call_node(node), self._read(form.x))
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:

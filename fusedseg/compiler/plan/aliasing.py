@@ -58,7 +58,7 @@ def overwriting(node: fx.Node) -> Any:
 
     Before ``codegen/shorter.py`` has run, a norm is still an op, and its form takes other arguments than the op.
     """
-    prepared = norms.prepared(node.target, node.args)
+    prepared = norms.prepared(node)
     function = node.target if prepared is None else prepared[0]
     if isinstance(function, norms.Backward):
         return replace(function, over=True)

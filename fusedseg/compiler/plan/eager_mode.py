@@ -9,13 +9,13 @@ from typing import NamedTuple
 from torch import fx
 
 from ... import _torch
+from ...ops.norm.graph import GradientCall, NormCall
 from ..capture.norms import kept_by_eager
 from ..graph import (
     Joint,
     Outputs,
     following,
     items_of,
-    name_of,
     nbytes_of,
     node_at,
     outputs_of,
@@ -45,18 +45,18 @@ def read(graph: fx.Graph, forward_outputs: int, *, counted: bool) -> EagerMode:
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """What a node of backward reads of what eager mode keeps: a sum with a residual keeps neither of them."""
-    sources = node.all_input_nodes
-    if name_of(node) == "norm_act_backward":
-        residual = node.args[4]
-        return [source for source in sources if source is not residual or residual is node.args[1]]
-    return sources
+    sources, norm = node.all_input_nodes, GradientCall.of(node)
+    if norm is None or norm.residual is norm.x:
+        return sources
+    return [source for source in sources if source is not norm.residual]
 
 
 def _activated(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
     """The results of norms with an activation, and what eager mode keeps for it (``KEEPING``)."""
-    trained = {node_at(node, 1) for node in graph.nodes if name_of(node) == "norm_act_backward"}
+    trained = {gradient.x for node in graph.nodes if (gradient := GradientCall.of(node))}
     for node in graph.nodes:
-        if name_of(node) == "norm_act" and node.args[0] in trained and 0 in items_of(node):
+        norm = NormCall.of(node)
+        if norm is not None and norm.x in trained and 0 in items_of(node):
             yield kept_by_eager(node), items_of(node)[0]
 
 

@@ -24,7 +24,7 @@ from torch import fx
 from ... import _torch
 from ...ops.check import wide_dtype
 from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
-from ...ops.norm.graph import norm_act
+from ...ops.norm.graph import NormCall, norm_op
 from ..graph import arguments_of, call, form_in, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
@@ -57,30 +57,17 @@ class BatchNorm(NamedTuple):
         return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
-class NormActForm(NamedTuple):
+class NormActForm(NormCall):
     """The output of a norm of this package, from its statistics.
 
-    mean, rstd: None if the norm uses running statistics, or if the graph has no nodes of its own statistics, which are
-        recomputed then.
-    spec: the other arguments of the op.
-    of_samples: whether the statistics are those of samples.
+    Its mean and rstd are None if the norm uses running statistics, or if the graph has no nodes of its own statistics,
+    which are recomputed then.
     """
-
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    residual: fx.Node | None
-    running_mean: fx.Node | None
-    running_var: fx.Node | None
-    mean: fx.Node | None
-    rstd: fx.Node | None
-    spec: tuple[Any, ...]
-    own: bool
-    of_samples: bool
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
         """A node that recomputes the output."""
-        recomputed = call(graph, norm_act, *map(read, self[:8]), *self.spec, before=before)
+        again = NormCall(self.norm, *map(read, self.tensors))
+        recomputed = call(graph, norm_op, *again.arguments, before=before)
         return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
@@ -202,12 +189,14 @@ def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) ->
     return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
 
 
-def _norm_act(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm:
-    running_mean, running_var = (None, None) if given["own"] else (given["running_mean"], given["running_var"])
-    mean, rstd = (items[1], items[2]) if {1, 2} <= set(items) else (given["mean"], given["rstd"])
-    x, weight, bias, residual = (given[name] for name in ("input", "weight", "bias", "residual"))
-    tensors = x, weight, bias, residual, running_mean, running_var, mean, rstd
-    return NormActForm(*tensors, spec=made.args[8:], own=given["own"], of_samples=given["kind"] != "batch")
+def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm | None:
+    norm = NormCall.of(made)
+    if norm is None:
+        return None
+    form = NormActForm(*norm)
+    if form.norm.own:
+        form = form._replace(running_mean=None, running_var=None)
+    return form._replace(mean=items[1], rstd=items[2]) if {1, 2} <= set(items) else form
 
 
 def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> LayerNorm | None:
@@ -224,7 +213,7 @@ def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node])
 FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
     "native_dropout": _dropout,
     "native_layer_norm": _layer_norm,
-    "norm_act": _norm_act,
+    "norm": _norm,
     "_native_batch_norm_legit_functional": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
     "native_batch_norm": _batch_norm,

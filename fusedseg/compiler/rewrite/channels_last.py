@@ -44,7 +44,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: avg_pool.avg_pool3d_backward_op._opoverload,
 }
 # Ops that would copy an image with gaps between its positions to contiguous memory.
-NEED_DENSE = (norms.norm_act, pools.max_pool_op._opoverload, *INSTEAD.values())
+NEED_DENSE = (norms.norm_op, pools.max_pool_op._opoverload, *INSTEAD.values())
 
 
 @optional("channels_last")

@@ -9,14 +9,12 @@ the norms that backward recomputes get their residuals here, and those of forwar
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from ... import _backend
 from ...activation import TABLE
-from ...ops.norm.graph import norm_act
+from ...ops.norm.graph import NormCall
 from ..graph import arguments_of, has_same_form, is_tensor, items_of, node_at, value_of
 
 aten = torch.ops.aten
@@ -34,10 +32,11 @@ def _join(graph: fx.Graph, added: fx.Node) -> bool:
     if given["alpha"] != 1 or not all(is_tensor(term) for term in terms):
         return False
     for y, residual in (terms, terms[::-1]):
-        if _may_join(y, residual, added):
-            norm = node_at(y, 0)
-            norm.update_arg(3, residual)
-            added.prepend(norm)
+        norm = _norm_that_may_join(y, residual, added)
+        if norm is not None:
+            made = node_at(y, 0)
+            made.args = norm._replace(residual=residual).arguments
+            added.prepend(made)
             added.prepend(y)
             added.replace_all_uses_with(y)
             graph.erase_node(added)
@@ -45,18 +44,15 @@ def _join(graph: fx.Graph, added: fx.Node) -> bool:
     return False
 
 
-def _may_join(y: fx.Node, residual: fx.Node, added: fx.Node) -> bool:
-    """Whether a norm without an activation makes ``y`` for the sum alone, and the residual has the form of both."""
-    norm: Any = y.args[0] if y.args else None
-    if residual is y:
-        # A sum of a result with itself, or with its detached form.
-        return False
-    if not isinstance(norm, fx.Node) or norm.target is not norm_act or items_of(norm) != {0: y}:
-        return False
-    norm_given = arguments_of(norm)
-    free = norm_given["residual"] is None and norm_given["mean"] is not None
-    if not free or not TABLE[norm_given["activation"]].identity or set(y.users) != {added}:
-        return False
+def _norm_that_may_join(y: fx.Node, residual: fx.Node, added: fx.Node) -> NormCall | None:
+    """The norm without an activation that makes ``y`` for the sum alone, if the residual has the form of both."""
+    norm = NormCall.of(y.args[0]) if y.args else None
+    if residual is y or norm is None or items_of(node_at(y, 0)) != {0: y}:
+        # A sum of a result with itself, or with its detached form; or no norm whose output alone is read.
+        return None
+    free = norm.residual is None and norm.mean is not None
+    if not free or not TABLE[norm.norm.act.name].identity or set(y.users) != {added}:
+        return None
     value = value_of(y)
     alike = has_same_form(value, value_of(residual)) and has_same_form(value, value_of(added))
-    return alike and _backend.takes_triton(value.device)
+    return norm if alike and _backend.takes_triton(value.device) else None

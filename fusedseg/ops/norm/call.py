@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...activation import Activation
+from .statistic import BATCH, Statistic
 
 # The names of the ops in errors.
 NAMES = {"output": "fusedseg.inplace_abn", "input": "fusedseg.norm_act"}
@@ -40,11 +41,9 @@ class Norm(NamedTuple):
     """The description of what a norm op computes and keeps.
 
     ``keep`` is "output" or "input".  The output is written over x and inverted in backward; from the input, the output
-    is computed again.  ``kind`` says which values share a mean and a variance: the values of a channel ("batch"), of a
-    channel of one sample ("instance"), or of one of ``groups`` equal groups of a sample's channels ("group").  If
-    ``own`` is True, the statistics are those of x, and the running statistics, if given, move towards them by
-    ``momentum``; otherwise the running statistics are used.  ``process_group`` is the name of the group whose processes
-    share their statistics, or None.
+    is computed again.  ``over`` says which values share a mean and a variance.  If ``own`` is True, the statistics are
+    those of x, and the running statistics, if given, move towards them by ``momentum``; otherwise the running
+    statistics are used.  ``process_group`` is the name of the group whose processes share their statistics, or None.
     """
 
     keep: str
@@ -52,16 +51,19 @@ class Norm(NamedTuple):
     eps: float = 1e-5
     momentum: float = 0.0
     own: bool = True
-    kind: str = "batch"
-    groups: int = 0
+    over: Statistic = BATCH
     process_group: str | None = None
 
     def of_given(self) -> "Norm":
         """The norm as one of the batch if statistics are passed in, because they are the same for every sample."""
-        if self.own or self.kind == "batch":
+        if self.own or not self.over.of_samples:
             return self
         # The compiler before PyTorch 2.10 cannot follow ``_replace``.
-        return Norm(self.keep, self.act, self.eps, self.momentum, self.own, "batch", 0, self.process_group)
+        return Norm(self.keep, self.act, self.eps, self.momentum, self.own, BATCH, self.process_group)
+
+    def at_once(self) -> "Norm":
+        """The norm with a momentum of 1, which moves running statistics to those of x."""
+        return Norm(self.keep, self.act, self.eps, 1.0, self.own, self.over, self.process_group)
 
     @property
     def name(self) -> str:
@@ -102,15 +104,13 @@ class Statistics(NamedTuple):
     ``mean`` and ``rstd``, which is 1 / sqrt(variance + eps), have one value for every statistic: (C,), (N C,) or
     (N groups,).  They are copies, because buffers may change before backward runs.  ``mean`` is None if nothing needs
     it.  ``xhat`` is the normalised input of the kept channels, flat, or None.  For statistics of all processes,
-    ``share``, (C,), is the fraction of all values that this process has, and ``total``, (C,), counts all values;
-    backward does not need ``total``.
+    ``share``, (C,), is the fraction of all values that this process has.
     """
 
     mean: Tensor | None
     rstd: Tensor
     xhat: Tensor | None = None
     share: Tensor | None = None
-    total: Tensor | None = None
 
 
 class OutputGradient(NamedTuple):
@@ -189,13 +189,6 @@ def stats_dtype(x: Tensor) -> torch.dtype:
 def cast(v: Tensor | None, dtype: torch.dtype) -> Any:
     """``v.to(dtype)``, or None for None; the call is saved if the dtype is right already, as in nearly all cases."""
     return v if v is None or v.dtype == dtype else v.to(dtype)
-
-
-def statistics_count(x: Tensor, norm: Norm) -> int:
-    """The number of means of ``x``."""
-    if norm.kind == "batch":
-        return x.shape[1]
-    return x.shape[0] * (x.shape[1] if norm.kind == "instance" else norm.groups)
 
 
 def variance_of(rstd: Tensor, norm: Norm) -> Tensor:

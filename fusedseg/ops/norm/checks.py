@@ -51,17 +51,17 @@ def _check_values(op: str, norm: Norm, shape: torch.Size) -> None:
 
     An empty batch passes, as in the stock norms.
     """
-    if norm.kind == "batch":
+    if not norm.over.of_samples:
         # ``own`` comes first, because an exported program in eval mode must not depend on the number of samples that it
         # was traced with.  ``shape.numel()`` would make constants of symbolic sizes.
         if not (norm.own and shape[1] and math.prod(shape) == shape[1]):
             return
         raise ValueError(f"{op}: expected more than 1 value per channel when training, got input size {tuple(shape)}")
-    if norm.kind == "instance":
+    if not norm.over.is_grouped:
         if norm.own and math.prod(shape[2:]) == 1:
             raise ValueError(f"{op}: expected more than 1 spatial element when training, got input size {tuple(shape)}")
         return
-    groups = norm.groups
+    groups = norm.over.groups
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[1] % groups:
         raise ValueError(f"{op}: num_groups must divide the number of channels, {shape[1]}, got {groups!r}")
     # As nn.GroupNorm does, this accepts several samples whose groups have one value each.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, wide
 from . import reference, sync
-from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, statistics_count
+from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics
 from .kept import Kept, finite_inverse
 
 OF_BATCH = Norm("input", Activation("identity", 0.0))
@@ -25,9 +25,9 @@ MANY = 5
 def forward_kind(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
     """A residual has the dtype of x.  Kernels read the momentum, which may differ in each call."""
     x, weight, bias, residual, _, mean, _, _ = given
-    keep, act, eps, _, own, kind, groups, _ = norm
+    keep, act, eps, _, own, over, _ = norm
     return (
-        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, eps, own, kind, groups, residual is None, out is None,
+        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, eps, own, over, residual is None, out is None,
         weight if weight is None else weight.dtype, bias if bias is None else bias.dtype,
         mean if mean is None else mean.dtype, kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
@@ -43,9 +43,9 @@ def backward_kind(
 ) -> tuple[Any, ...]:  # fmt: skip
     x, weight, bias, residual, _, _, _, _ = given
     _, into, also, spare = incoming
-    keep, act, _, _, own, kind, groups, _ = norm
+    keep, act, _, _, own, over, _ = norm
     return (
-        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, own, kind, groups, residual is None, exchange is None,
+        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, own, over, residual is None, exchange is None,
         weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None, spare,
         also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
@@ -83,7 +83,7 @@ class Channels:
         self.residual = None if given.residual is None else exactly(wide(given.residual, a, b))
         self.row, self.p, self.steep = TABLE[norm.act.name], norm.act.param, max(1.0, abs(norm.act.param))
         # Channels and values that share a statistic.
-        self.together, self.values = _together(given, norm), given.x.numel() // statistics_count(given.x, norm)
+        self.together, self.values = _together(given, norm), given.x.numel() // norm.over.count(given.x)
 
     def _vector(self, v: Tensor | None, absent: float) -> Rounded:
         if v is None:
@@ -94,7 +94,7 @@ class Channels:
         """The mean over the values of each statistic, for each channel."""
 
         def mean_of(v: Tensor) -> Tensor:
-            if self.norm.kind == "batch":
+            if not self.norm.over.of_samples:
                 return v.mean((0, 2), keepdim=True)
             means = v.mean(2).view(len(v), -1, self.together).mean(2)
             return means.repeat_interleave(self.together, 1).unsqueeze(2)
@@ -103,7 +103,7 @@ class Channels:
 
     def statistics(self, v: Tensor) -> Tensor:
         """The statistics of these channels in a flat vector, (N or 1, statistics)."""
-        samples = 1 if self.norm.kind == "batch" else len(self.given.x)
+        samples = len(self.given.x) if self.norm.over.of_samples else 1
         return v.view(samples, -1)[:, self.a // self.together : self.b // self.together]
 
     def each(self, v: Tensor) -> Rounded:
@@ -138,7 +138,7 @@ class Channels:
         """The kept ones of these channels, and their xhat, which is a view of the side buffer."""
         assert stats.xhat is not None
         index, slots = kept.within(slice(self.a, self.b))
-        side = reference._kept_view(stats.xhat, reference._view(self.given.x, self.norm), kept.count)[:, slots]
+        side = reference._kept_view(stats.xhat, self.norm.over.view(self.given.x), kept.count)[:, slots]
         # Samples may be positions there.
         side = side.unflatten(2, (len(self.given.x) // len(side), -1)).transpose(1, 2).flatten(0, 1)
         return index.to(side.device), side
@@ -174,7 +174,8 @@ class Channels:
 
 
 def _together(given: Operands, norm: Norm) -> int:
-    return given.x.shape[1] // norm.groups if norm.kind == "group" else 1
+    C = given.x.shape[1]
+    return C // norm.over.groups_of(C)
 
 
 def _parts(given: Operands, norm: Norm) -> Iterator[Channels]:

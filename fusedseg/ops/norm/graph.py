@@ -1,14 +1,16 @@
-"""Norm, residual and activation as one op of a compiled graph, which keeps its input.
+"""The norm op of compiled graphs, ``fusedseg::norm``, and its gradient: norm, residual and activation in one call.
 
-    z, mean, rstd, ... = norm_act(x, weight, bias, residual, running_mean, running_var, mean, rstd, ...)
+    z, mean, rstd, running_mean, running_var, xhat, share = norm(x, weight, bias, residual, running_mean, ...)
 
 computes z = phi(weight * (x - mean) * rstd + bias [+ residual]).  The mean and the rstd are found from x; given among
 the arguments, they are used as they are, which is how backward computes z again.  In eval mode the running statistics
-stand in their place.  The op keeps the memory format of x.
+stand in their place.  The op keeps the memory format of x.  Of its results, those that a call does not have are empty:
+``mean`` is one of a norm that keeps its input, ``xhat`` one of kept channels (``kept.py``), and ``share`` one of the
+statistics of all processes (``call.py``).
 
 The op changes no argument: it returns moved copies of the running statistics.  Generated code calls ``Forward`` and
 ``Backward``, which may also write over an argument that nobody reads again, or move the running statistics where they
-are.
+are.  ``NormCall`` and ``GradientCall`` name the arguments; nothing else knows their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,49 +18,183 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...activation import TABLE, Activation
+from .. import double_backward
 from ..layout import dense, like
 from . import passes
-from .call import Norm, Operands, OutputGradient, Statistics, cast, statistics_count, stats_dtype
+from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
+from .kept import Kept
+from .statistic import Statistic
 
 # The arguments of ``flat`` in a schema.
-SPEC = "str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups"
-
-
-class Given(NamedTuple):
-    """The arguments of the op that are tensors."""
-
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
+_SPEC = (
+    "str keep, str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups, "
+    "str? process_group"
+)
+# The arguments of the op, and of its gradient.
+ARGUMENTS = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
+    f"Tensor? mean, Tensor? rstd, Tensor? slope, Tensor? slots, {_SPEC}, SymInt kept_count"
+)
+_OF_GRADIENT = (
+    "Tensor dz, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor second, Tensor? slope, "
+    f"Tensor? slots, Tensor? xhat, Tensor? share, {_SPEC}, SymInt kept_count, bool affine, bool of_residual"
+)
+# The place of the running mean, which has moved, among the results of the op; the variance follows.
+RUNNING_MEAN = 3
+# The tensors that a prepared call of the op, and of its gradient, is given.
+_TENSORS, _OF_BACKWARD = 8, 7
 
 
 def flat(norm: Norm) -> tuple[Any, ...]:
-    """What the op computes, as its last arguments."""
-    return *norm.act, norm.eps, norm.momentum, norm.own, norm.kind, norm.groups
+    """What the op computes, as arguments after the tensors."""
+    keep, act, eps, momentum, own, over, process_group = norm
+    return keep, *act, eps, momentum, own, *over, process_group
 
 
-def norm_of(name: str, param: float, eps: float, momentum: float, own: bool, kind: str, groups: int) -> Norm:
+def norm_of(keep: str, name: str, param: float, *others: Any) -> Norm:
     """The norm of the arguments of ``flat``."""
-    return Norm("input", Activation(name, param), eps, momentum, own, kind, groups)
+    eps, momentum, own, kind, groups, process_group = others
+    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(kind, groups), process_group)
 
 
-def _split(call: tuple[Any, ...]) -> tuple[Given, Norm]:
-    return Given(*call[:8]), norm_of(*call[8:])
+def is_plain(norm: Norm) -> bool:
+    """Whether a norm keeps its input and has neither learned slopes nor statistics of other processes.
+
+    Passes over graphs look at these.  Others never run again: one that keeps its output has nothing to recompute, and
+    a synchronised one must not communicate again.
+    """
+    return norm.keep == "input" and norm.process_group is None and not TABLE[norm.act.name].learned
+
+
+class NormCall(NamedTuple):
+    """The arguments of the op by their names: tensors, or in a graph the nodes of tensors; None for no tensor."""
+
+    norm: Norm
+    x: Any
+    weight: Any = None
+    bias: Any = None
+    residual: Any = None
+    running_mean: Any = None
+    running_var: Any = None
+    mean: Any = None
+    rstd: Any = None
+    slope: Any = None
+    slots: Any = None
+    kept_count: Any = 0
+
+    @classmethod
+    def of(cls, node: object) -> "NormCall | None":
+        """The call of a node of a graph, as the op or prepared, of a plain norm; None for other nodes."""
+        if not isinstance(node, fx.Node):
+            return None
+        if isinstance(node.target, Forward):
+            return cls(node.target.norm, *node.args)
+        found = cls.of_arguments(node.args) if node.target is norm_op else None
+        return found if found is not None and is_plain(found.norm) else None
+
+    @classmethod
+    def of_arguments(cls, call: Sequence[Any]) -> "NormCall":
+        *others, kept_count = call
+        return cls._make([norm_of(*others[10:]), *others[:10], kept_count])
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether each sample has statistics of its own."""
+        return self.norm.over.of_samples
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What ``Forward`` is called with."""
+        return self[1 : 1 + _TENSORS]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        return *self[1:-1], *flat(self.norm), self.kept_count
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What z is computed from where the statistics are known: x, weight, bias, residual, and two vectors."""
+        known = (self.mean, self.rstd) if self.norm.own else (self.running_mean, self.running_var)
+        return self.x, self.weight, self.bias, self.residual, *known
+
+    def with_act(self, act: Activation) -> "NormCall":
+        return self._replace(norm=self.norm._replace(act=act))
+
+
+class GradientCall(NamedTuple):
+    """The arguments of the gradient by their names, as ``NormCall`` has those of the op.
+
+    affine, of_residual: whether the gradients of weight and bias, and that of the residual, are wanted.
+    x: the tensor that was kept, as in ``Operands``.
+    second: the rstd; the running variance of a norm that keeps its input in eval mode, whose ``mean`` is the running
+        mean.
+    also: a second gradient of z, which only a prepared call has.
+    """
+
+    norm: Norm
+    affine: bool
+    of_residual: bool
+    dz: Any
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    mean: Any
+    second: Any
+    also: Any = None
+    slope: Any = None
+    slots: Any = None
+    xhat: Any = None
+    share: Any = None
+    kept_count: Any = 0
+
+    @classmethod
+    def of(cls, node: object) -> "GradientCall | None":
+        """The call of a node of a graph, as the op or prepared, of a plain norm; None for other nodes."""
+        if not isinstance(node, fx.Node):
+            return None
+        if isinstance(node.target, Backward):
+            of = node.target
+            return cls(of.norm, of.affine, of.of_residual, *node.args)
+        found = cls.of_arguments(node.args) if node.target is norm_backward_op else None
+        return found if found is not None and is_plain(found.norm) else None
+
+    @classmethod
+    def of_arguments(cls, call: Sequence[Any]) -> "GradientCall":
+        *others, kept_count, affine, of_residual = call
+        norm = norm_of(*others[_OF_BACKWARD + 4 :])
+        more = others[_OF_BACKWARD : _OF_BACKWARD + 4]
+        return cls._make([norm, affine, of_residual, *others[:_OF_BACKWARD], None, *more, kept_count])
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What ``Backward`` is called with."""
+        return *self[3 : 3 + _OF_BACKWARD], *(() if self.also is None else (self.also,))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the gradient."""
+        tensors = (*self[3 : 3 + _OF_BACKWARD], self.slope, self.slots, self.xhat, self.share)
+        return *tensors, *flat(self.norm), self.kept_count, self.affine, self.of_residual
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What z was computed from."""
+        return self.x, self.weight, self.bias, self.residual, self.mean, self.second
+
+    def with_act(self, act: Activation) -> "GradientCall":
+        return self._replace(norm=self.norm._replace(act=act))
 
 
 @dataclass(frozen=True)
 class Forward:
-    """``norm_act`` with all that does not change between its calls, which generated code makes once.
+    """The op with all that does not change between its calls, which generated code makes once, for a plain norm.
 
-    It is called with the tensors of the op, and returns the results of the op; None stands for what is not computed.
+    It is called with ``NormCall.tensors``, and returns the results of the op; None stands for what is not computed.
 
     over: z is written over x.
     moving: the running statistics move where they are, and are not returned.
@@ -71,48 +207,18 @@ class Forward:
     @property
     def __name__(self) -> str:
         """The name in the text of generated code."""
-        return f"norm_act{'_moving' * self.moving}{'_over' * self.over}"
+        return f"norm{'_moving' * self.moving}{'_over' * self.over}"
 
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        norm, (x, _) = self.norm, dense(x)
-        if residual is not None:
-            residual = like(residual, x)
-        out = x if self.over else None
-        if mean is not None and rstd is not None:
-            operands = Operands(x, weight, bias, residual)
-            return passes.recompute(operands, _found(x, mean, rstd), norm, out), None, None, None, None
-        if norm.own and not self.moving and running_mean is not None and running_var is not None:
-            running_mean, running_var = running_mean.clone(), running_var.clone()
-        operands = Operands(x, weight, bias, residual, None, running_mean, running_var)
-        if not norm.own:
-            # An op that keeps its input would copy the running mean for autograd, and nobody reads the copy here.
-            norm = norm._replace(keep="output")
-        z, stats = passes.forward(operands, norm, None, out)
-        if out is None and z._is_view():
-            # A program may change what a graph returns in place, and PyTorch refuses that for a view.
-            z = z.data
-        if not norm.own:
-            return z, None, None, None, None
-        if self.moving:
-            return z, stats.mean, stats.rstd, None, None
-        return z, stats.mean, stats.rstd, running_mean, running_var
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _forward(NormCall(self.norm, *tensors), self.over, self.moving)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """``norm_act_backward`` with all that does not change between its calls, as ``Forward`` is for ``norm_act``.
+    """The gradient with all that does not change between its calls, as ``Forward`` is for the op.
 
-    affine, of_residual: whether the gradients of weight and bias, and that of the residual, are wanted.
+    It is called with ``GradientCall.tensors``.
+
     over: the gradient of x is written over dz.
     spare: the gradient of the residual may be written over ``also``.
     """
@@ -126,43 +232,71 @@ class Backward:
     @property
     def __name__(self) -> str:
         """The name in the text of generated code."""
-        return f"norm_act_backward{'_over' * self.over}"
+        return f"norm_backward{'_over' * self.over}"
 
-    def __call__(
-        self,
-        dz: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        mean: Tensor,
-        second: Tensor,
-        also: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        """The gradient of z is dz, or dz + ``also``."""
-        norm, affine, (x, _) = self.norm, self.affine, dense(x)
-        if not norm.own:
-            second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
-        into = dz if self.over and dz.dtype == x.dtype and dz.stride() == x.stride() else None
-        dx, dweight, dbias, dresidual, _ = passes.backward(
-            OutputGradient(dz, into, also, self.spare),
-            Operands(x, weight, bias, residual),
-            _found(x, mean, second),
-            norm,
-            None,
-            (True, affine, affine, self.of_residual, False),
-        )
-        return (
-            dx,
-            dweight if affine and weight is not None else None,
-            dbias if affine and bias is not None else None,
-            dresidual if self.of_residual else None,
-        )
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward(GradientCall(self.norm, self.affine, self.of_residual, *tensors), self.over, self.spare)
 
 
-def _found(x: Tensor, mean: Tensor, rstd: Tensor) -> Statistics:
+def _kept(call: NormCall | GradientCall) -> Kept | None:
+    return None if call.slots is None else Kept(call.slots, call.kept_count)
+
+
+def _found(x: Tensor, mean: Tensor | None, rstd: Tensor, *more: Tensor | None) -> Statistics:
     wide = stats_dtype(x)
-    return Statistics(cast(mean, wide), cast(rstd, wide))
+    # The running mean of eval mode may be a column of a matrix, and kernels read adjacent elements.
+    mean = None if mean is None else cast(mean, wide).contiguous()
+    return Statistics(mean, cast(rstd, wide), *more)
+
+
+def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[Tensor | None, ...]:
+    norm, residual, (x, _) = call.norm, call.residual, dense(call.x)
+    if residual is not None:
+        residual = like(residual, x)
+    out = x if over else None
+    if call.mean is not None and call.rstd is not None:
+        operands = Operands(x, call.weight, call.bias, residual)
+        return passes.recompute(operands, _found(x, call.mean, call.rstd), norm, out), *(None,) * 6
+    mean, var, keeps_input = call.running_mean, call.running_var, norm.keep == "input"
+    if norm.own and not moving and mean is not None and var is not None:
+        mean, var = mean.clone(), var.clone()
+    running = (mean, var)
+    if not keeps_input:
+        out = torch.empty_like(x)
+    elif not norm.own:
+        # An op that keeps its input would copy the running mean for autograd, and nobody reads the copy here.
+        norm = norm._replace(keep="output")
+    operands = Operands(x, call.weight, call.bias, residual, call.slope, *running)
+    z, stats = passes.forward(operands, norm, _kept(call), out)
+    if out is None and z._is_view():
+        # A program may change what a graph returns in place, and PyTorch refuses that for a view.
+        z = z.data
+    mean = stats.mean if norm.own and keeps_input else None
+    rstd = stats.rstd if norm.own or not keeps_input else None
+    moved = running if norm.own and not moving else (None, None)
+    return z, mean, rstd, *moved, stats.xhat, stats.share
+
+
+def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tuple[Tensor | None, ...]:
+    norm, affine, dz, second, (x, _) = call.norm, call.affine, call.dz, call.second, dense(call.x)
+    if not norm.own and norm.keep == "input":
+        second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
+    into = dz if over and dz.dtype == x.dtype and dz.stride() == x.stride() else None
+    needs = (
+        True,
+        affine and call.weight is not None,
+        affine and call.bias is not None,
+        call.of_residual,
+        call.slope is not None,
+    )
+    return passes.backward(
+        OutputGradient(dz, into, call.also, spare),
+        Operands(x, call.weight, call.bias, call.residual, call.slope),
+        _found(x, call.mean, second, call.xhat, call.share),
+        norm,
+        _kept(call),
+        needs,
+    ).wanted(needs)
 
 
 def statistics(
@@ -185,17 +319,17 @@ def _whole(results: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> t
     return tuple(x.new_empty(0, dtype=dtype) if v is None else v for v in results)
 
 
-def _norm_act(*call: Any) -> tuple[Tensor, ...]:
-    given, norm = _split(call)
-    z, mean, rstd, *moved = Forward(norm)(*given)
+def _norm(*arguments: Any) -> tuple[Tensor, ...]:
+    call = NormCall.of_arguments(arguments)
+    z, mean, rstd, *others = _forward(call)
     # Results of an op must not share memory.
     rstd = None if rstd is None else rstd.clone()
-    return _whole((z, mean, rstd, *moved), given.x, stats_dtype(given.x))
+    return _whole((z, mean, rstd, *others), call.x, stats_dtype(call.x))
 
 
-def _norm_act_backward(*call: Any) -> tuple[Tensor, ...]:
-    *tensors, affine, of_residual = (*call[:7], *call[-2:])
-    return _whole(Backward(norm_of(*call[7:-2]), affine, of_residual)(*tensors), call[0], call[0].dtype)
+def _norm_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = GradientCall.of_arguments(arguments)
+    return _whole(_backward(call), call.dz, call.dz.dtype)
 
 
 def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -204,70 +338,89 @@ def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
     torch.library.impl(name, "default", run)
 
 
-_define(
-    "fusedseg::norm_act",
-    "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
-    f"Tensor? mean, Tensor? rstd, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _norm_act,
-)
-_define(
-    "fusedseg::norm_act_backward",
-    "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean, Tensor second, "
-    f"{SPEC}, bool affine, bool of_residual) -> (Tensor, Tensor, Tensor, Tensor)",
-    _norm_act_backward,
-)
-norm_act = torch.ops.fusedseg.norm_act.default
-norm_act_backward = torch.ops.fusedseg.norm_act_backward.default
+RESULTS = f"({', '.join(['Tensor'] * 7)})"
+_define("fusedseg::norm", f"({ARGUMENTS}) -> {RESULTS}", _norm)
+_define("fusedseg::norm_backward", f"({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})", _norm_backward)
+norm_op = torch.ops.fusedseg.norm.default
+norm_backward_op = torch.ops.fusedseg.norm_backward.default
 
 
-def prepared(op: Any, call: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-    """What generated code calls for a call of one of the two ops, and with which arguments; None for other ops."""
-    if op is norm_act:
-        return Forward(norm_of(*call[8:])), call[:8]
-    if op is norm_act_backward:
-        *spec, affine, of_residual = call[7:]
-        return Backward(norm_of(*spec), affine, of_residual), call[:7]
+def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """What generated code calls for a node that calls a plain norm or its gradient, and with which arguments.
+
+    None for other nodes.
+    """
+    forward = NormCall.of(node) if node.target is norm_op else None
+    backward = GradientCall.of(node) if node.target is norm_backward_op else None
+    if forward is not None:
+        return Forward(forward.norm), forward.tensors
+    if backward is not None:
+        return Backward(backward.norm, backward.affine, backward.of_residual), backward.tensors
     return None
 
 
-@torch.library.register_fake("fusedseg::norm_act")
-def _(*call):
-    given, norm = _split(call)
-    x, _ = dense(given.x)
-    finds = norm.own and given.mean is None
-    count = statistics_count(x, norm) if finds else 0
-    running = (given.running_mean, given.running_var) if finds else (None, None)
-    statistics = (x.new_empty(count, dtype=stats_dtype(x)) for _ in range(2))
-    moved = (x.new_empty(0, dtype=stats_dtype(x)) if v is None else torch.empty_like(v) for v in running)
-    return torch.empty_like(x), *statistics, *moved
+@torch.library.register_fake("fusedseg::norm")
+def _(*arguments):
+    call = NormCall.of_arguments(arguments)
+    norm, (x, _), wide = call.norm, dense(call.x), stats_dtype(call.x)
+    keeps_input, finds = norm.keep == "input", norm.own and call.mean is None
+    count = norm.over.count(x)
+    counts = (count if finds and keeps_input else 0), (count if finds or not keeps_input else 0)
+    mean, rstd = (x.new_empty(n, dtype=wide) for n in counts)
+    running = (call.running_mean, call.running_var) if finds else (None, None)
+    xhat = None if call.slots is None else x.new_empty(x.numel() // x.shape[1] * call.kept_count)
+    share = None if norm.process_group is None else torch.empty_like(rstd)
+    moved = (None if v is None else torch.empty_like(v) for v in running)
+    return _whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x, wide)
 
 
-@torch.library.register_fake("fusedseg::norm_act_backward")
-def _(dz, x, weight, bias, residual, *call):
-    x, _ = dense(x)
-    affine, of_residual = call[-2:]
-    asked = (weight, affine), (bias, affine), (x, of_residual)
-    rest = (torch.empty_like(v) if ask and v is not None else dz.new_empty(0) for v, ask in asked)
-    return torch.empty_like(x), *rest
+@torch.library.register_fake("fusedseg::norm_backward")
+def _(*arguments):
+    call = GradientCall.of_arguments(arguments)
+    x, _ = dense(call.x)
+    affine = (call.weight, call.bias) if call.affine else (None, None)
+    like_each = (x, *affine, x if call.of_residual else None, call.slope)
+    return _whole([None if v is None else torch.empty_like(v) for v in like_each], call.dz, call.dz.dtype)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    given, ctx.norm = _split(inputs)
-    _, *found = output
+    call, (z, *found) = NormCall.of_arguments(inputs), output
     ctx.mark_non_differentiable(*found)
-    ctx.passed_on = given.residual is not None and TABLE[ctx.norm.act.name].identity
-    residual = None if ctx.passed_on else given.residual
-    statistics = found[:2] if ctx.norm.own else (given.running_mean, given.running_var)
-    ctx.save_for_backward(given.x, given.weight, given.bias, residual, *statistics)
+    mean, rstd, _, _, xhat, share = found
+    norm, source, residual, statistics = call.norm, call.x, call.residual, (mean, rstd)
+    ctx.norm, ctx.kept_count = norm, call.kept_count
+    ctx.passed_on = residual is not None and TABLE[norm.act.name].identity
+    if norm.keep == "output":
+        source, statistics = z, (None, rstd)
+    else:
+        residual = None if ctx.passed_on else residual
+        statistics = (mean, rstd) if norm.own else (call.running_mean, call.running_var)
+    xhat = None if call.slots is None else xhat
+    share = None if norm.process_group is None else share
+    more = call.slope, call.slots, xhat, share
+    ctx.save_for_backward(source, call.weight, call.bias, residual, *statistics, *more)
 
 
 def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
-    need_x, need_weight, need_bias, need_residual, *_ = ctx.needs_input_grad
-    affine, of_residual = need_weight or need_bias, need_residual and not ctx.passed_on
-    dx, dweight, dbias, dresidual = norm_act_backward(dz, *ctx.saved_tensors, *flat(ctx.norm), affine, of_residual)
+    needs = NormCall(ctx.norm, *ctx.needs_input_grad[:10])
+    affine, of_residual = needs.weight or needs.bias, needs.residual and not ctx.passed_on
+    *tensors, slope, slots, xhat, share = ctx.saved_tensors
+    of = ctx.norm, affine, of_residual
+    call = GradientCall._make([*of, dz, *tensors, None, slope, slots, xhat, share, ctx.kept_count])
+    dx, dweight, dbias, dresidual, dslope = norm_backward_op(*call.arguments)
     dresidual = dz if ctx.passed_on else dresidual
-    grads = (dx, need_x), (dweight, need_weight), (dbias, need_bias), (dresidual, need_residual)
-    return *(grad if need else None for grad, need in grads), *(None,) * 11
+    found = needs._replace(x=dx, weight=dweight, bias=dbias, residual=dresidual, slope=dslope)
+    grads = [grad if need else None for grad, need in zip(found[1:11], needs[1:11], strict=True)]
+    return *grads, *(None for _ in flat(ctx.norm)), None
 
 
-torch.library.register_autograd("fusedseg::norm_act", _gradient, setup_context=_setup_context)
+def _gradient_context(ctx, inputs, output) -> None:
+    ctx.name = GradientCall.of_arguments(inputs).norm.name
+
+
+def _no_second_gradient(ctx, *unused: object) -> None:
+    raise RuntimeError(double_backward.message(ctx.name))
+
+
+torch.library.register_autograd("fusedseg::norm", _gradient, setup_context=_setup_context)
+torch.library.register_autograd("fusedseg::norm_backward", _no_second_gradient, setup_context=_gradient_context)

@@ -2,7 +2,7 @@
 
 A mean and a variance belong to a channel (BatchNorm, Ioffe and Szegedy 2015), to a channel of one sample (InstanceNorm,
 Ulyanov et al. 2016), to a group of one sample's channels (GroupNorm, Wu and He 2018), or to a channel over the batches
-of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept for backward beside the parameters:
+of several processes (``sync.py``).  ``Norm.keep`` says which tensors are kept for backward beside the parameters:
 
     "output"   z, which is written over x, rstd, and xhat of the kept channels (``kept.py``).  Source: Rota Bulo,
                Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018,
@@ -10,34 +10,21 @@ of several processes (``sync.py``).  ``Spec.keep`` says which tensors are kept f
     "input"    x and two vectors of statistics, and the residual if there is an activation.
 
 Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op that overwrites its input.  So under
-``torch.compile`` there is the functional op ``fusedseg::norm``, which does not change x.  It keeps its output.  Both
-call ``forward`` and ``backward`` of ``passes.py``.  A norm that keeps its input is stock functions under
-``torch.compile`` (``stock.py``), unless its statistics are those of all processes.
+``torch.compile`` there is the functional op ``fusedseg::norm`` (``graph.py``), which does not change x.  Both call
+``forward`` and ``backward`` of ``passes.py``.  A norm that keeps its input is stock functions under ``torch.compile``
+(``stock.py``), unless its statistics are those of all processes.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...activation import TABLE, Activation
-from .. import double_backward, reuse, unfused
+from ...activation import TABLE
+from .. import reuse, unfused
 from ..double_backward import differentiated_once
 from ..layout import dense, laid_out, like
 from . import stock
-from .call import (
-    Gradients,
-    Needs,
-    Norm,
-    Operands,
-    OutputGradient,
-    Statistics,
-    move_running,
-    statistics_count,
-    stats_dtype,
-    variance_of,
-)
+from .call import Norm, Operands, OutputGradient, Statistics
+from .graph import RUNNING_MEAN, flat, norm_op
 from .kept import Kept
 from .passes import backward, fits, forward
 
@@ -62,7 +49,7 @@ class NormFunction(torch.autograd.Function):
             z, stats = forward(given, norm, kept, source if in_place else None)
         else:
             z, stats = source, done
-        mean, *more, _ = stats
+        mean, *more = stats
         passed_on = residual is not None and TABLE[norm.act.name].identity
         if in_place:
             if source is x:
@@ -132,164 +119,6 @@ def normalise_eagerly(given: Operands, norm: Norm, kept: Kept | None = None, don
     return _apply(given, norm, kept, done, x, weight, bias, *more)
 
 
-# The fields of a ``Norm`` in the schemas of both ops, in the order of ``fields_of``.
-_SPEC = (
-    "str keep, str activation, float activation_param, float eps, bool own, str kind, SymInt groups, str? process_group"
-)
-
-
-def fields_of(norm: Norm) -> tuple:
-    """The fields of a norm as arguments of the ops.
-
-    The momentum is left out, because the ops move no running statistics.
-    """
-    return norm.keep, *norm.act, norm.eps, norm.own, norm.kind, norm.groups, norm.process_group
-
-
-def _norm_of(keep, activation, activation_param, eps, own, kind, groups, process_group) -> Norm:
-    """Builds a norm from the arguments that ``fields_of`` lists."""
-    act = Activation(activation, activation_param)
-    return Norm(keep, act, eps=eps, own=own, kind=kind, groups=groups, process_group=process_group)
-
-
-def norm_of_call(call: Sequence[Any]) -> Norm:
-    """The norm of a call of ``norm_op``, from all its arguments."""
-    return _norm_of(*call[9:])
-
-
-def _kept_of(slots: Tensor | None, count: int) -> Kept | None:
-    return None if slots is None else Kept(slots, count)
-
-
-# The arguments of the functional op.
-ARGUMENTS = (
-    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? slope, Tensor? mean, Tensor? var, "
-    f"Tensor? slots, SymInt kept_count, {_SPEC}"
-)
-
-
-@torch.library.custom_op(
-    "fusedseg::norm",
-    mutates_args=(),
-    schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-)
-def norm_op(*call):
-    """The functional op.  It moves no running statistics, and uses ``mean`` and ``var`` if ``own`` is False.
-
-    Returns z, the statistics in one tensor, and xhat of the kept channels (flat, empty if there are none).  The rows of
-    the statistics are the mean and rstd; for statistics of all processes, ``share`` and ``total`` follow.
-    """
-    given, kept, norm = Operands(*call[:7]), _kept_of(*call[7:9]), _norm_of(*call[9:])
-    source, _ = dense(given.x)
-    given = given._replace(x=source, residual=None if given.residual is None else like(given.residual, source))
-    out = torch.empty_like(source) if norm.keep == "output" else None
-    z, (mean, rstd, xhat, share, total) = forward(given, norm, kept, out)
-    # An implementation need not return the mean that was passed to it.
-    if given.running_mean is not None and norm.keep == "output":
-        mean = given.running_mean.to(rstd.dtype)
-    assert mean is not None
-    rows = [mean, rstd] if total is None or share is None else [mean, rstd, share, total]
-    return z, torch.stack(rows), source.new_empty(0) if xhat is None else xhat
-
-
-@norm_op.register_fake
-def _(*call):
-    x, _ = dense(call[0])
-    slots, kept_count, norm = *call[7:9], _norm_of(*call[9:])
-    rows = 2 if norm.process_group is None else 4
-    stats = x.new_empty((rows, statistics_count(x, norm)), dtype=stats_dtype(x))
-    return torch.empty_like(x), stats, x.new_empty(0 if slots is None else x.numel() // x.shape[1] * kept_count)
-
-
-@torch.library.custom_op(
-    "fusedseg::norm_backward",
-    mutates_args=(),
-    schema="(Tensor dz, Tensor source, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? slope, Tensor stats, "
-    "Tensor? xhat, Tensor? slots, SymInt kept_count, bool affine_wanted, bool residual_wanted, "
-    f"{_SPEC}) -> Tensor[]",
-)
-def norm_backward_op(dz, *call):
-    """dx, dweight, dbias, dresidual and dslope.  An empty tensor stands for a gradient that is not wanted."""
-    (source, *parameters), (stats, xhat), kept, norm = call[:5], call[5:7], _kept_of(*call[7:9]), _norm_of(*call[11:])
-    affine, residual_wanted = call[9:11]
-    given = Operands(dense(source)[0], *parameters)
-    mean, rstd, *of_all = stats
-    found = Statistics(
-        mean if norm.keep == "input" else None,
-        rstd,
-        xhat if kept is not None else None,
-        of_all[0] if of_all else None,
-    )
-    needs = (
-        True,
-        affine and given.weight is not None,
-        affine and given.bias is not None,
-        residual_wanted,
-        given.slope is not None,
-    )
-    grads = backward(OutputGradient(dz), given, found, norm, kept, needs).wanted(needs)
-    return [given.x.new_empty(0) if grad is None else grad for grad in grads]
-
-
-@norm_backward_op.register_fake
-def _(dz, source, weight, bias, residual, slope, *rest):
-    source, _ = dense(source)
-    affine, residual_wanted = rest[4:6]
-    vectors = (weight, bias) if affine else (None, None)
-    like_each = (source, *vectors, source if residual_wanted else None, slope)
-    return [source.new_empty(0) if v is None else torch.empty_like(v) for v in like_each]
-
-
-def parts_of(call: tuple) -> tuple[Operands, Tensor | None, Norm]:
-    """The tensors of a call of the functional op, the slots of kept channels, and what the op computes."""
-    return Operands(*call[:7]), call[7], norm_of_call(call)
-
-
-def as_stock(*call):
-    """The functional op as stock functions with their own backward, which keeps the input in place of the output."""
-    given, slots, norm = parts_of(call)
-    if not stock.serves(given.x, norm, slots):
-        return norm_op(*call)
-    z, stats = stock.forward(given, norm)
-    return z, stats.detach(), z.new_empty(0)
-
-
-def _op_setup_context(ctx, inputs, output):
-    x, weight, bias, residual, slope, _, _, slots, kept_count, *flat_norm = inputs
-    z, stats, xhat = output
-    norm = _norm_of(*flat_norm)
-    ctx.mark_non_differentiable(stats, xhat)
-    ctx.norm, ctx.kept_count = norm, kept_count
-    ctx.passed_on = residual is not None and TABLE[norm.act.name].identity
-    if norm.keep == "output":
-        ctx.save_for_backward(z, weight, bias, residual, None, stats, xhat, slots)
-    else:
-        residual = None if ctx.passed_on else residual
-        ctx.save_for_backward(x, weight, bias, residual, slope, stats, None, None)
-
-
-def _op_backward(ctx, dz, *unused):
-    needs: Needs = ctx.needs_input_grad[:5]
-    affine, residual = needs[1] or needs[2], needs[3] and not ctx.passed_on
-    grads = norm_backward_op(dz, *ctx.saved_tensors, ctx.kept_count, affine, residual, *fields_of(ctx.norm))
-    dx, dweight, dbias, dresidual, dslope = Gradients(*grads).wanted(needs)
-    if ctx.passed_on and needs[3]:
-        dresidual = dz
-    return dx, dweight, dbias, dresidual, dslope, *(None,) * 12
-
-
-def _op_backward_setup_context(ctx, inputs, output):
-    ctx.name = _norm_of(*inputs[-len(Norm._fields) :]).name
-
-
-def _op_backward_twice(ctx, *grads):
-    raise RuntimeError(double_backward.message(ctx.name))
-
-
-norm_op.register_autograd(_op_backward, setup_context=_op_setup_context)
-norm_backward_op.register_autograd(_op_backward_twice, setup_context=_op_backward_setup_context)
-
-
 def normalise(given: Operands, norm: Norm, kept: Kept | None = None) -> Tensor:
     """The op on checked arguments.
 
@@ -312,13 +141,14 @@ def normalise(given: Operands, norm: Norm, kept: Kept | None = None) -> Tensor:
 
 
 def _functional(given: Operands, norm: Norm, kept: Kept | None) -> Tensor:
-    """Calls the functional op, and moves the running statistics."""
-    x, *more, running_mean, running_var, _ = given
+    """Calls the op of graphs, and moves the running statistics."""
+    x, weight, bias, residual, slope, mean, var, _ = given
     slots, count = (None, 0) if kept is None else (kept.slots, kept.count)
-    running = (None, None) if norm.own else (running_mean, running_var)
-    z, stats, _ = norm_op(x, *more, *running, slots, count, *fields_of(norm))
-    if norm.own:
-        mean, rstd, *of_all = stats
-        values = x.numel() // statistics_count(x, norm) if x.numel() else 0
-        move_running(given, norm, mean, variance_of(rstd, norm), of_all[1] if of_all else values)
-    return z
+    tensors = (x, weight, bias, residual, mean, var, None, None, slope, slots)
+    # The momentum may be a symbol, which is no argument of an op.
+    results = norm_op(*tensors, *flat(norm.at_once()), count)
+    if norm.own and mean is not None and var is not None:
+        with torch.no_grad():
+            mean.lerp_(results[RUNNING_MEAN], norm.momentum)
+            var.lerp_(results[RUNNING_MEAN + 1], norm.momentum)
+    return results[0]

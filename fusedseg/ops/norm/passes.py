@@ -23,7 +23,6 @@ from .call import (
     adjacent,
     move_running,
     on_adjacent,
-    statistics_count,
     stats_dtype,
 )
 from .kept import Kept
@@ -88,7 +87,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     if x.numel() == 0:
         if given.batches is not None:
             given.batches.add_(1)
-        zeros = torch.zeros(2, statistics_count(x, norm), dtype=stats_dtype(x), device=x.device)
+        zeros = torch.zeros(2, norm.over.count(x), dtype=stats_dtype(x), device=x.device)
         return torch.empty_like(x) if out is None else out, Statistics(zeros[0], zeros[1])
     run = implementation_of(x, norm.act).forward
     if adjacent(given.weight, given.bias, given.running_mean, given.running_var):
@@ -102,13 +101,13 @@ def _forward_of_all_processes(
     # The collective runs before anything is written, so that a failure changes no tensor.
     mean, var, total, share = sync.joint_moments(_moments(given.x), group)
     alone = given._replace(running_mean=mean, running_var=var, batches=None)
-    z, (_, rstd, xhat, *_) = forward(alone, norm._replace(own=False, process_group=None), kept, out)
+    z, (_, rstd, xhat, _) = forward(alone, norm._replace(own=False, process_group=None), kept, out)
     if not given.x.numel():
         rstd = torch.rsqrt(var + norm.eps)
     move_running(given, norm, mean, var, total)
     if given.batches is not None:
         given.batches.add_(1)
-    return z, Statistics(mean, rstd, xhat, share, total)
+    return z, Statistics(mean, rstd, xhat, share)
 
 
 def _moments(x: Tensor) -> Tensor:

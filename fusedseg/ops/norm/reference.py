@@ -59,10 +59,10 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     """z, the statistics, and xhat of the kept channels.  An op that keeps its output writes z into ``out``."""
     x = given.x
     # ``out`` may be x, so what backward cannot find in z is copied first.
-    lost = None if kept is None else _view(x, norm)[:, kept.index.to(x.device)]
-    if norm.kind == "batch" or (norm.kind == "instance" and x.is_contiguous()):
+    lost = None if kept is None else norm.over.view(x)[:, kept.index.to(x.device)]
+    if not norm.over.of_samples or (not norm.over.is_grouped and x.is_contiguous()):
         z, stats = _stock_batch_norm(given, norm, out)
-    elif norm.kind == "group" and out is None and (not _backend.off_cpu(x) or isinstance(x, FakeTensor)):
+    elif norm.over.is_grouped and out is None and (not _backend.off_cpu(x) or isinstance(x, FakeTensor)):
         # On a GPU it takes only contiguous tensors of one dtype.
         z, stats = _stock_group_norm(given, norm)
     else:
@@ -76,7 +76,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
 
 def _by_formulas(given: Operands, norm: Norm, out: Tensor | None) -> tuple[Tensor, Statistics]:
     """z and the statistics of a norm for which no stock function is fit."""
-    mean, var = (_flat(v, norm) for v in _moments(_view(given.x, norm), norm))
+    mean, var = (norm.over.flat(v) for v in _moments(norm.over.view(given.x), norm))
     move_running(given, norm, mean, var, given.x.numel() // len(mean))
     stats = Statistics(mean, torch.rsqrt(var + norm.eps))
     return recompute(given, stats, norm, out), stats
@@ -98,7 +98,7 @@ def _stock_batch_norm(given: Operands, norm: Norm, out: Tensor | None) -> tuple[
     """z and the statistics; planes of samples are channels of one sample here."""
     x, acc = given.x, stats_dtype(given.x)
     N, C = x.shape[:2]
-    samples = 1 if norm.kind == "batch" else N
+    samples = N if norm.over.of_samples else 1
     y = torch.empty_like(x) if out is None else out
 
     def image(t: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
     # PyTorch recognises channels_last by four dimensions, whatever number of dimensions x has.
     image = x if x.is_contiguous() else x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
     y, mean, rstd = torch.native_group_norm(
-        image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.groups, norm.eps
+        image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.over.groups, norm.eps
     )
     if image is not x:
         # Autograd refuses writes into views that a function returns.  The result of ``data`` is none.
@@ -150,8 +150,8 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
 def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm) -> Tensor:
     """xhat of the kept channels, from their x in ``lost``: flat, in the memory format of z."""
     assert stats.mean is not None
-    view, index = _view(z, norm), kept.index.to(z.device)
-    mean, rstd = (_each_channel(v, view, norm)[:, index] for v in (stats.mean, stats.rstd))
+    view, index = norm.over.view(z), kept.index.to(z.device)
+    mean, rstd = (norm.over.each_channel(v, view)[:, index] for v in (stats.mean, stats.rstd))
     xhat = z.new_empty((lost.numel(),))
     _kept_view(xhat, view, kept.count).copy_((lost.to(mean.dtype) - mean).mul_(rstd))
     return xhat
@@ -160,7 +160,7 @@ def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm)
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     """z from x and its statistics, in ``out``, which may be x, or in new memory."""
     z = torch.empty_like(given.x) if out is None else out
-    call, zv = _Call(given, stats, norm, None), _view(z, norm)
+    call, zv = _Call(given, stats, norm, None), norm.over.view(z)
     for tile in _tiles(zv):
         zv[tile] = activate(call.pre_activation(tile), norm.act, call.slope_of(tile))
     return z
@@ -181,8 +181,8 @@ def backward(
         dz = dz + also
     dx = torch.empty_like(given.x) if into is None else into
     dresidual = torch.empty_like(given.x) if needs[3] else None
-    dzv, dxv = _view(dz, norm), _view(dx, norm)
-    drv = None if dresidual is None else _view(dresidual, norm)
+    dzv, dxv = norm.over.view(dz), norm.over.view(dx)
+    drv = None if dresidual is None else norm.over.view(dresidual)
     call = _Call(given, stats, norm, kept)
     sums = _Sums.zeros(call)
     planes = _plane_tiles(call.source, norm) if exchange is None else None
@@ -210,14 +210,14 @@ def _of_planes(
     # Without an activation g is a part of dz.
     g, (n, c, S), nc, mask = g.contiguous(), g.shape, tile[:2], [True, True, True]
     rstd, weight = call.rstd[nc], call.weight[0, tile[1], 0].contiguous()
-    if norm.kind == "batch":
+    if not norm.over.of_samples:
         mean, one = torch.zeros_like(weight), torch.ones_like(weight)
         dx[tile], dweight, dbias = torch.ops.aten.native_batch_norm_backward(
             g, xhat, weight * rstd[0, :, 0], None, None, save_mean=mean, save_invstd=one,
             train=True, eps=0.0, output_mask=mask,
         )  # fmt: skip
     else:
-        groups = c * _groups(call.source.shape[1], norm) // call.source.shape[1]
+        groups = c * norm.over.groups_of(call.source.shape[1]) // call.source.shape[1]
         mean, one = rstd.new_zeros((n, groups)), rstd.new_ones((n, groups))
         found, dweight, dbias = torch.ops.aten.native_group_norm_backward(
             g, xhat, mean, one, weight, N=n, C=c, HxW=S, group=groups, output_mask=mask
@@ -243,10 +243,10 @@ def _two_sweeps(
     for tile in tiles:
         sums.add(tile, *call.gradient(dz[tile], tile))
     if exchange is None:
-        of_statistic = [_over_statistic(call.weight * s, norm) for s in (sums.g, sums.g_xhat)]
+        of_statistic = [norm.over.summed(call.weight * s) for s in (sums.g, sums.g_xhat)]
     else:
         of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(*sums.of_channels())]
-    mean_g, mean_g_xhat = (s / _shared_by(call.source, norm) for s in of_statistic)
+    mean_g, mean_g_xhat = (s / norm.over.shared_by(call.source) for s in of_statistic)
 
     def write(tile: Tile) -> None:
         g, xhat, _ = call.gradient(dz[tile], tile)
@@ -266,7 +266,7 @@ def _two_sweeps(
 def moments(x: Tensor) -> Tensor:
     """(count, mean, M2) of each channel, (1, 3, C), for statistics of all processes."""
     of_batch = Norm("input", Activation("identity", 0.0))
-    mean, var = (_flat(v, of_batch) for v in _moments(_view(x, of_batch), of_batch))
+    mean, var = (of_batch.over.flat(v) for v in _moments(of_batch.over.view(x), of_batch))
     count = x.numel() // len(mean)
     return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)
 
@@ -275,8 +275,8 @@ class _Call:
     """The tensors that one backward pass, or one recomputation, reads: (N, C, S), and vectors as (N, C, 1)."""
 
     def __init__(self, given: Operands, stats: Statistics, norm: Norm, kept: Kept | None) -> None:
-        self.source = _view(given.x, norm)
-        self.residual = None if given.residual is None else _view(given.residual, norm)
+        self.source = norm.over.view(given.x)
+        self.residual = None if given.residual is None else norm.over.view(given.residual)
         self.act, self.param, self.kept = TABLE[norm.act.name], norm.act.param, kept
         self.keeps_output = norm.keep == "output"
         self.acc = stats_dtype(given.x)
@@ -286,9 +286,9 @@ class _Call:
         bias = torch.zeros_like(ones) if given.bias is None else cast(given.bias, self.acc)
         self.slope = cast(given.slope, self.acc)
         self.weight, self.bias = (v.view(1, C, 1).expand(N, C, 1) for v in (weight, bias))
-        self.rstd = _each_channel(stats.rstd, self.source, norm)
+        self.rstd = norm.over.each_channel(stats.rstd, self.source)
         if stats.mean is not None:
-            self.mean = _each_channel(stats.mean, self.source, norm)
+            self.mean = norm.over.each_channel(stats.mean, self.source)
             # So does PyTorch compute y on a CPU, and y has the same bits here: at a kink, z and dz must agree.
             self.scale = self.weight * self.rstd
             self.shift = torch.addcmul(self.bias, self.mean, self.scale, value=-1)
@@ -370,17 +370,6 @@ class _Sums(NamedTuple):
         return self.g.sum(0).flatten(), self.g_xhat.sum(0).flatten()
 
 
-def _view(x: Tensor, norm: Norm) -> Tensor:
-    """A dense tensor as (N, C, S).  For statistics of the batch, channels_last is one sample."""
-    N, C = x.shape[:2]
-    S = x.numel() // (N * C)
-    if x.is_contiguous() and (S > 1 or norm.kind != "batch"):
-        return x.view(N, C, S)
-    if norm.kind == "batch":
-        return x.as_strided((1, C, N * S), (x.numel(), 1, C))
-    return x.as_strided((N, C, S), (C * S, 1, C))
-
-
 def _kept_view(xhat: Tensor, like: Tensor, count: int) -> Tensor:
     """The flat buffer of the kept channels as (N, count, S), in the memory format of ``like``."""
     N, _, S = like.shape
@@ -410,11 +399,11 @@ def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
 
     Tensors without values stand for those of a GPU, whose kernels have no temporaries.
     """
-    (N, C, S), least = x.shape, _shared_by(x, norm)
+    (N, C, S), least = x.shape, norm.over.shared_by(x)
     fits = least <= max(TILE_PLANES, x.numel() // 16) and x.is_contiguous()
     if not (fits and norm.own) or _backend.off_cpu(x) or isinstance(x, FakeTensor):
         return None
-    samples = N if norm.kind == "batch" else 1
+    samples = 1 if norm.over.of_samples else N
     channels = min(C, max(1, TILE_PLANES // least) * least // (samples * S))
     if channels == C:
         samples = max(samples, TILE_PLANES // (C * S))
@@ -422,47 +411,15 @@ def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
     return [(slice(n, n + samples), slice(c, c + channels), slice(None)) for n, c in starts]
 
 
-def _shared_by(x: Tensor, norm: Norm) -> int:
-    """How many values of (N, C, S) share a statistic."""
-    N, C, S = x.shape
-    return N * S if norm.kind == "batch" else C // _groups(C, norm) * S
-
-
-def _groups(C: int, norm: Norm) -> int:
-    return norm.groups if norm.kind == "group" else C
-
-
-def _over_statistic(sums: Tensor, norm: Norm) -> Tensor:
-    """For each channel, the sum of its statistic, from the sums (N, C, 1) of all channels."""
-    if norm.kind == "batch":
-        return sums.sum(0, keepdim=True).expand_as(sums)
-    N, C, _ = sums.shape
-    groups = _groups(C, norm)
-    return sums.view(N, groups, -1).sum(2, keepdim=True).expand(N, groups, C // groups).reshape(N, C, 1)
-
-
-def _each_channel(v: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """A flat vector of one value for each statistic, as (N, C, 1)."""
-    N, C, _ = x.shape
-    samples, groups = (1 if norm.kind == "batch" else N), _groups(C, norm)
-    return v.view(samples, groups, 1).expand(samples, groups, C // groups).reshape(samples, C, 1).expand(N, C, 1)
-
-
-def _flat(v: Tensor, norm: Norm) -> Tensor:
-    """One value for each statistic, from the values (N, C, 1) of all channels."""
-    v = v[:1] if norm.kind == "batch" else v
-    return v.reshape(len(v), _groups(v.shape[1], norm), -1)[..., 0].flatten()
-
-
 def _moments(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of (N, C, S): (N, C, 1) each, with the value of its statistic for a channel."""
-    acc, (N, C, _), m = stats_dtype(x), x.shape, _shared_by(x, norm)
+    acc, (N, C, _), m = stats_dtype(x), x.shape, norm.over.shared_by(x)
 
     def mean_of(values: Callable[[Tensor, Tile], Tensor]) -> Tensor:
         sums = torch.zeros((N, C, 1), dtype=acc, device=x.device)
         for tile in _tiles(x):
             sums[tile[:2]] += values(x[tile].to(acc), tile).sum(2, keepdim=True)
-        return _over_statistic(sums, norm) / m
+        return norm.over.summed(sums) / m
 
     mean = mean_of(lambda x, tile: x)
     return mean, mean_of(lambda x, tile: (x - mean[tile[:2]]).square_())

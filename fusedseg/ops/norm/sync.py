@@ -41,7 +41,8 @@ def joint_moments(parts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Te
     local = merge(parts)
     total, mean, m2 = merge(gather(local, group))
     values = total.clamp(min=1)
-    return mean, m2 / values, total, local[0] / values
+    # The mean is a result of an op, which must not begin inside of a larger tensor.
+    return mean.clone(), m2 / values, total, local[0] / values
 
 
 def exchange(share: Tensor, group: str) -> Exchange:

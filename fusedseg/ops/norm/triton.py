@@ -23,18 +23,11 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
     return norm_act, norm_act_bwd
 
 
-# Numbers of samples that change in every call must not fill the memory.
-_by_sample = functools.lru_cache(1024)(Layout.by_sample)
-
-
 def _layout(x: Tensor, norm: Norm) -> Layout:
     """How a dense x lies in memory, and the values of a statistic."""
     layout = layout_of(x)
     assert layout is not None
-    if norm.kind == "batch":
-        return layout
-    N, C = x.shape[:2]
-    return _by_sample(layout, N, C if norm.kind == "instance" else norm.groups)
+    return norm.over.layout(layout, x)
 
 
 @checked("norm", exact.forward_kind, exact.forward, exact.before_forward)
@@ -43,7 +36,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     x, weight, bias, residual, _, running_mean, running_var, batches = given
     own, layout = norm.own, _layout(x, norm)
     # Kernels move the running statistics of a batch only.
-    of_batch = norm.kind == "batch" or (norm.keep == "output" and layout.I * layout.D == 1)
+    of_batch = not norm.over.of_samples or (norm.keep == "output" and layout.I * layout.D == 1)
     if not of_batch:
         running_mean = running_var = None
     counted = batches if own and running_mean is not None and _can_count(batches, x) else None
