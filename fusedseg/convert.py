@@ -207,7 +207,7 @@ def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
     """
     weight, bias = module.weight, module.bias
     if isinstance(module, nn.GroupNorm):
-        over = Statistic("group", module.num_groups)
+        over = Statistic(True, module.num_groups)
         return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, over=over)
     mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
     if isinstance(module, _InstanceNorm):

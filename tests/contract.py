@@ -26,7 +26,7 @@ from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import NormCall, norm_op
-from fusedseg.ops.norm.statistic import Statistic
+from fusedseg.ops.norm.statistic import statistic_of
 from fusedseg.ops.segmentation import op as sums
 from fusedseg.ops.segmentation import positions
 from tests.tools.tensors import channels_last
@@ -123,7 +123,7 @@ def _samples(kind: str) -> list[tuple]:
         weight, bias = (torch.linspace(*ends, C, dtype=x.dtype) for ends in ((0.5, 1.5), (-0.5, 0.5)))
         slope = torch.full((C,), 0.2, dtype=x.dtype) if keep == "input" else None
         slots = torch.tensor([-1, 0, -1], dtype=torch.int32) if keep == "output" else None
-        spec = Norm(keep, act, over=Statistic(kind, 1 if kind == "group" else 0))
+        spec = Norm(keep, act, over=statistic_of(kind, 1 if kind == "group" else 0))
         leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual, slope)]
         x, weight, bias, residual, slope = leaves
         call = NormCall(spec, x, weight, bias, residual, slope=slope, slots=slots, kept_count=int(keep == "output"))

@@ -10,7 +10,7 @@ from ..ops.norm.call import NAMES, Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.kept import find
 from ..ops.norm.op import normalise
-from ..ops.norm.statistic import INSTANCE, Statistic
+from ..ops.norm.statistic import INSTANCE, Statistic, statistic_of
 from ..ops.norm.statistic import NAMES as STATISTICS
 
 
@@ -147,7 +147,7 @@ def inplace_group_norm_act(
     op = "fusedseg.inplace_group_norm_act"
     act = parse_invertible(op, activation, activation_param, "GroupNormAct")
     given = Operands(x, weight=weight, bias=bias, residual=residual)
-    return normalised(op, given, Norm("output", act, eps=eps, over=Statistic("group", num_groups)))
+    return normalised(op, given, Norm("output", act, eps=eps, over=Statistic(True, num_groups)))
 
 
 def norm_act(
@@ -196,7 +196,7 @@ def norm_act(
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if norm == "group" and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
-    own, over = training or norm == "group", Statistic(norm, num_groups or 0)
+    own, over = training or norm == "group", statistic_of(norm, num_groups)
     of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, over=over)
     given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip

@@ -149,5 +149,5 @@ class GroupStatistics(_AnyNorm):
 
     def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
         given = Operands(x, self.weight, self.bias, residual, self._slope())
-        over = Statistic("group", self.num_groups)
+        over = Statistic(True, self.num_groups)
         return given, Norm(self.KEEP, self._act, self.eps, 0.0, True, over, self._others())

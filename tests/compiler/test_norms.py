@@ -16,7 +16,7 @@ from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
-from fusedseg.ops.norm.statistic import Statistic
+from fusedseg.ops.norm.statistic import statistic_of
 from tests.compiler.networks import BOTH, compiled, kept, results, same
 
 
@@ -434,7 +434,7 @@ def test_statistics_that_autograd_has_saved():
 def test_opcheck(kind, fmt):
     x, residual, g = (t.contiguous(memory_format=fmt) for t in torch.randn(3, 2, 4, 3, 4))
     weight, bias, mean, var = torch.rand(4, 4) + 0.5
-    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=Statistic(kind, 2))
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=statistic_of(kind, 2))
     given = x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), residual.requires_grad_()
     running = (None, None) if kind == "group" else (mean, var)
     call = NormCall(spec, *given, *running)

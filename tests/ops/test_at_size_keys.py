@@ -14,7 +14,7 @@ from fusedseg.ops.max_pool import op as max_pool
 from fusedseg.ops.max_pool.windows import Pool
 from fusedseg.ops.norm import exact
 from fusedseg.ops.norm.call import Norm, Operands, OutputGradient, Statistics
-from fusedseg.ops.norm.statistic import Statistic
+from fusedseg.ops.norm.statistic import BATCH, INSTANCE, Statistic
 from fusedseg.ops.segmentation import launches as sums
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 
@@ -39,8 +39,8 @@ def operands(of, weight=FULL, bias=FULL, residual=False, running=None):
     return Operands(x, vector(weight), vector(bias), x if residual else None, None, vector(running), vector(running))
 
 
-def norm_of(keep="input", act=RELU, eps=1e-5, momentum=0.1, own=True, kind="batch", groups=0):
-    return Norm(keep, act, eps, momentum, own, Statistic(kind, groups))
+def norm_of(keep="input", act=RELU, eps=1e-5, momentum=0.1, own=True, over=BATCH):
+    return Norm(keep, act, eps, momentum, own, over)
 
 
 def split(options, *names):
@@ -151,7 +151,7 @@ IMAGES = {
 }  # fmt: skip
 NORMS = {
     **IMAGES, "weight": [HALF, None], "bias": [HALF, None], "residual": [True], "keep": ["output"], "act": [SILU],
-    "eps": [1e-3], "own": [False], "kind": ["instance"], "groups": [2, 4],
+    "eps": [1e-3], "own": [False], "over": [INSTANCE, Statistic(True, 2), Statistic(True, 4)],
 }  # fmt: skip
 POOLS = {**IMAGES, "kernel": [3], "stride": [1], "padding": [1], "dilation": [2], "ceil_mode": [True]}
 PACKED = {

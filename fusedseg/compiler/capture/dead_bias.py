@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
-from ...ops.norm.statistic import Statistic
+from ...ops.norm.statistic import statistic_of
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import NORMS, OF_NAME
 from ..settings import Settings
@@ -59,7 +59,7 @@ def _given(node: fx.Node) -> _Given | None:
     if x is None or (stock.own and given[stock.own] is not True):
         return None
     C = x.shape[1]
-    if not _torch.known(Statistic(stock.kind, given.get("num_groups", 0)).groups_of(C) == C):
+    if not _torch.known(statistic_of(stock.kind, given.get("num_groups")).groups_of(C) == C):
         return None
     return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
 

@@ -30,8 +30,8 @@ from .statistic import Statistic
 
 # The arguments of ``flat`` in a schema.
 _SPEC = (
-    "str keep, str activation, float activation_param, float eps, float momentum, bool own, str kind, SymInt groups, "
-    "str? process_group"
+    "str keep, str activation, float activation_param, float eps, float momentum, bool own, bool of_samples, "
+    "SymInt groups, str? process_group"
 )
 # The arguments of the op, and of its gradient.
 ARGUMENTS = (
@@ -56,8 +56,8 @@ def flat(norm: Norm) -> tuple[Any, ...]:
 
 def norm_of(keep: str, name: str, param: float, *others: Any) -> Norm:
     """The norm of the arguments of ``flat``."""
-    eps, momentum, own, kind, groups, process_group = others
-    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(kind, groups), process_group)
+    eps, momentum, own, of_samples, groups, process_group = others
+    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(of_samples, groups), process_group)
 
 
 def is_plain(norm: Norm) -> bool:

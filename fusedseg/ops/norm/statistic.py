@@ -18,33 +18,30 @@ _by_sample = functools.lru_cache(1024)(Layout.by_sample)
 class Statistic(NamedTuple):
     """The values of a channel ("batch"), of a channel of one sample ("instance"), or of one of ``groups`` equal groups
     of a sample's channels ("group").
+
+    ``of_samples`` says whether each sample has statistics of its own; ``groups`` is 0 unless channels share one.
     """
 
-    name: str = "batch"
+    of_samples: bool = False
     groups: int = 0
-
-    @property
-    def of_samples(self) -> bool:
-        """Whether each sample has statistics of its own."""
-        return self.name != "batch"
 
     @property
     def is_grouped(self) -> bool:
         """Whether channels of a sample share a statistic."""
-        return self.name == "group"
+        return self.groups > 0
 
     def groups_of(self, C: int) -> int:
         """The number of statistics of C channels: of all samples, or of each one."""
-        return self.groups if self.is_grouped else C
+        return self.groups or C
 
     def count(self, x: Tensor) -> int:
         """The number of means of ``x``."""
         groups = self.groups_of(x.shape[1])
         return x.shape[0] * groups if self.of_samples else groups
 
-    def layout(self, layout: Layout, x: Tensor) -> Layout:
-        """How a dense x lies in memory, and the values of a statistic; ``layout`` is that of x."""
-        return _by_sample(layout, x.shape[0], self.groups_of(x.shape[1])) if self.of_samples else layout
+    def by_sample(self, layout: Layout, x: Tensor) -> Layout:
+        """How the values of a statistic of samples lie in memory; ``layout`` is that of x."""
+        return _by_sample(layout, x.shape[0], self.groups_of(x.shape[1]))
 
     def view(self, x: Tensor) -> Tensor:
         """A dense tensor as (N, C, S).  For statistics of the batch, channels_last is one sample."""
@@ -81,6 +78,11 @@ class Statistic(NamedTuple):
         return v.reshape(len(v), self.groups_of(v.shape[1]), -1)[..., 0].flatten()
 
 
-BATCH, INSTANCE = Statistic("batch"), Statistic("instance")
+BATCH, INSTANCE = Statistic(), Statistic(of_samples=True)
 # The names of all statistics.
 NAMES = ("batch", "instance", "group")
+
+
+def statistic_of(name: str, groups: int | None = None) -> Statistic:
+    """The statistic of a name; only "group" has a number of groups."""
+    return Statistic(name != "batch", (groups or 0) if name == "group" else 0)

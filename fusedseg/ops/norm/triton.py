@@ -27,7 +27,7 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     """How a dense x lies in memory, and the values of a statistic."""
     layout = layout_of(x)
     assert layout is not None
-    return norm.over.layout(layout, x)
+    return norm.over.by_sample(layout, x) if norm.over.of_samples else layout
 
 
 @checked("norm", exact.forward_kind, exact.forward, exact.before_forward)
