@@ -9,6 +9,7 @@ from ... import _torch
 from ...activation import check_slope_given
 from ..check import check_channel_vector, check_dtype, check_input
 from .call import Norm, Operands
+from .statistic import BATCH
 
 
 def check(op: str, given: Operands, norm: Norm) -> None:
@@ -51,7 +52,7 @@ def _check_values(op: str, norm: Norm, shape: torch.Size) -> None:
 
     An empty batch passes, as in the stock norms.
     """
-    if not norm.over.of_samples:
+    if norm.over == BATCH:
         # ``own`` comes first, because an exported program in eval mode must not depend on the number of samples that it
         # was traced with.  ``shape.numel()`` would make constants of symbolic sizes.
         if not (norm.own and shape[1] and math.prod(shape) == shape[1]):

@@ -42,9 +42,9 @@ class Statistic(NamedTuple):
         groups = self.groups_of(x.shape[1])
         return x.shape[0] * groups if self.of_samples else groups
 
-    def layout(self, layout: Layout, x: Tensor) -> Layout:
-        """How a dense x lies in memory, and the values of a statistic; ``layout`` is that of x."""
-        return _by_sample(layout, x.shape[0], self.groups_of(x.shape[1])) if self.of_samples else layout
+    def by_sample(self, layout: Layout, x: Tensor) -> Layout:
+        """The layout of x with the values of statistics of samples."""
+        return _by_sample(layout, x.shape[0], self.groups_of(x.shape[1]))
 
     def view(self, x: Tensor) -> Tensor:
         """A dense tensor as (N, C, S).  For statistics of the batch, channels_last is one sample."""

@@ -12,6 +12,7 @@ from ..layout import Layout, layout_of, pitch_of
 from . import exact
 from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, move_running, variance_of
 from .kept import Kept
+from .statistic import BATCH
 
 
 @functools.cache
@@ -27,7 +28,8 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     """How a dense x lies in memory, and the values of a statistic."""
     layout = layout_of(x)
     assert layout is not None
-    return norm.over.layout(layout, x)
+    # This comparison makes no call in Python, unlike a property.
+    return layout if norm.over == BATCH else norm.over.by_sample(layout, x)
 
 
 @checked("norm", exact.forward_kind, exact.forward, exact.before_forward)
@@ -35,8 +37,8 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
     own, layout = norm.own, _layout(x, norm)
-    # Kernels move the running statistics of a batch only.
-    of_batch = not norm.over.of_samples or (norm.keep == "output" and layout.I * layout.D == 1)
+    # Kernels move the running statistics of a batch only.  A single sample is a batch of one.
+    of_batch = layout.I * layout.D == 1
     if not of_batch:
         running_mean = running_var = None
     counted = batches if own and running_mean is not None and _can_count(batches, x) else None
