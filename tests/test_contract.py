@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
-from fusedseg.compiler.passes import PASSES
+from fusedseg.ops.registry import OPS as OPS_OF_GRAPHS
 from tests.contract import MODULES, OPS, Everything, samples
 from tests.ops.test_strides import WAYS, with_strides
 from tests.tools.compiling import check_compiled_follows, opcheck
@@ -181,27 +181,10 @@ def test_autocast(name, backend, device):
         torch.testing.assert_close(z.to(dtype), op.stock(*given), rtol=difference, atol=difference)
 
 
-NO_OPCHECK = {
-    # Views and writes without a kernel, which their own tests call (tests/compiler/test_dead_bias.py, test_norms.py).
-    "without_effect", "without_gradient", "move_mean", "with_bias", "norm_of_stock", "norm_of_module", "enlarge",
-    # Opchecked with the graphs that hold them (tests/compiler), or a backward that the forward's check calls.
-    "norm_backward", "interpolate", "interpolate_backward", "avg_pool3d_backward",
-    "bits_pack", "bits_unpack",
-    # It counts its calls.
-    "rounding_key",
-}  # fmt: skip
-
-
 def test_every_op_is_checked():
-    for module in {one.function.partition(":")[0] for one in PASSES}:
-        importlib.import_module(f"fusedseg.compiler.{module}")  # passes define ops
-
-    defined = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()
-               if name.startswith("fusedseg::")}  # fmt: skip
-    checked = {of._name if hasattr(of, "_name") else str(of) for rows in samples().values() for of, _ in rows}
-    checked = {str(name).partition("::")[2].partition("(")[0] or str(name) for name in checked}
-    assert defined - checked - NO_OPCHECK == set()
-    assert defined >= NO_OPCHECK
+    checked = {op.name().partition(".")[0] for rows in samples().values() for op, _ in rows}
+    # It counts its calls.
+    assert checked == OPS_OF_GRAPHS.keys() - {"fusedseg::rounding_key"}
 
 
 @pytest.mark.parametrize("name", samples())
