@@ -1,7 +1,6 @@
 """What PyTorch asks of every op and module: ``contract.py`` lists them, and each test walks the list."""
 
 import copy
-import importlib
 import pickle
 
 import pytest
