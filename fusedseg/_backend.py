@@ -151,8 +151,7 @@ def takes_triton(device: torch.device) -> bool:
 
 
 def use_triton(x: torch.Tensor, family: str | None = None) -> bool:
-    """Whether Triton kernels of a family serve ``x``: norm, conv, conv3d, pool, upsample, concat, sums or
-    low_bit.
+    """Whether Triton kernels of a family (``ops/registry.py``) serve ``x``.
 
     The first call for a family, dtype and device tests the kernels there.  Without a family, only the device counts,
     and nothing is tested.

@@ -22,10 +22,11 @@ from fusedseg.functional import (
     upsample,
 )
 from fusedseg.ops import avg_pool, concat
+from fusedseg.ops import upsample as interpolation
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import NormCall, norm_op
+from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
 from fusedseg.ops.norm.statistic import statistic_of
 from fusedseg.ops.segmentation import op as sums
 from fusedseg.ops.segmentation import positions
@@ -111,9 +112,9 @@ OPS = {
 }  # fmt: skip
 
 
-def _samples(kind: str) -> list[tuple]:
-    """Arguments of the op of a norm: what is kept, a residual, slopes, and channels that keep their input."""
-    found = []
+def _norms(kind: str) -> list[tuple[Any, tuple]]:
+    """Calls of the op of a norm and of its gradient: what is kept, a residual, slopes, and kept channels."""
+    found: list[tuple[Any, tuple]] = []
     for keep, act, rows in (
         ("input", Activation("prelu", 0.25), True),
         ("output", Activation("leaky_relu", 0.01), False),
@@ -127,12 +128,17 @@ def _samples(kind: str) -> list[tuple]:
         leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual, slope)]
         x, weight, bias, residual, slope = leaves
         call = NormCall(spec, x, weight, bias, residual, slope=slope, slots=slots, kept_count=int(keep == "output"))
-        found.append(call.arguments)
+        found.append((norm_op, call.arguments))
         if kind == "batch":
             running = torch.zeros(C, dtype=x.dtype), torch.ones(C, dtype=x.dtype)
             call = call._replace(norm=spec._replace(own=False), running_mean=running[0], running_var=running[1])
-            found.append(call.arguments)
-    return found
+            found.append((norm_op, call.arguments))
+    # With its statistics, a norm gives the same.
+    plain = NormCall(spec._replace(keep="input", act=act._replace(name="silu")), *(t.detach() for t in leaves[:4]))
+    _, mean, rstd, *_ = norm_op(*plain.arguments)
+    found.append((norm_op, plain._replace(mean=mean, rstd=rstd).arguments))
+    call = GradientCall(plain.norm, True, True, torch.randn(IMAGE, dtype=torch.float64), *plain[1:5], mean, rstd)
+    return [*found, (norm_backward_op, call.arguments)]
 
 
 def samples() -> dict[str, list[tuple[Any, tuple]]]:
@@ -147,7 +153,9 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
     ones, half = torch.ones(C), ([2] * 3, [], [0] * 3, False, True, None)
     packed = low_bit.pack(rows, None, 8, "", 1)
     cubes = volume.contiguous(memory_format=torch.channels_last_3d)
-    found = {f"norm of a {kind}": [(norm_op, of) for of in _samples(kind)] for kind in ("batch", "instance", "group")}
+    sizes = [8, 10], None, "bilinear", False
+    masks, pooled = rows.detach() > 0, avg_pool.avg_pool3d_op(cubes, *half)
+    found = {f"norm of a {kind}": _norms(kind) for kind in ("batch", "instance", "group")}
     return found | {
         "max_pool": [(pool.max_pool_op, (of.requires_grad_(), *window, True)) for of in (x, rows)],
         "max_pool without codes": [(pool.max_pool_op, (x.detach(), *window, False))],
@@ -162,10 +170,19 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
             (sums.sums_backward_op, (dsums, needs, *(t.detach() for t in head), labels, None, *form, *spec)),
         ],
         "conv_argmax": [(positions.conv_argmax_op, (*(t.detach() for t in head), *form, torch.uint8))],
+        "interpolate": [(interpolation.interpolate_op, (of.detach().requires_grad_(), *sizes)) for of in (x, rows)],
+        "interpolate_backward": [
+            (interpolation.interpolate_backward_op, (torch.randn(2, 3, 8, 10), [8, 10], list(IMAGE), *sizes[1:])),
+        ],
         "avg_pool3d": [(avg_pool.avg_pool3d_op, (cubes, *half))],
+        "avg_pool3d_backward": [(avg_pool.avg_pool3d_backward_op, (pooled, cubes, *half))],
         "concat_biased": [(concat.concat_biased_op, ([rows.detach(), rows.detach()], [None, ones]))],
         "low_bit_round": [(low_bit.round_op, (rows.detach(), 4, key, 0, ones, "batch", list(rows.stride())))],
         "low_bit_unpack": [(low_bit.unpack_op, (*packed, None, 8, "", list(IMAGE), list(rows.stride())))],
+        "bits_pack": [(low_bit.bits_pack, (masks, 1, list(rows.stride())))],
+        "bits_unpack": [
+            (low_bit.bits_unpack, (low_bit.bits_pack(masks, 1, rows.stride()), 1, torch.bool, IMAGE, rows.stride()))
+        ],
         "norm_kink": [(low_bit.norm_kink, (x.detach(), ones, ones, ones, ones, False))],
     }  # fmt: skip
 

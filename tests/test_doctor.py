@@ -9,7 +9,7 @@ import torch
 import fusedseg
 from fusedseg.__main__ import main
 from fusedseg.doctor import report as doctor
-from fusedseg.ops.self_test import checks
+from fusedseg.ops.registry import FAMILIES
 from tests.tools import warm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
@@ -113,8 +113,8 @@ def test_the_checks_launch_every_kernel(monkeypatch):
 
     launched = set()
     monkeypatch.setattr(Launcher, "__call__", lambda self, tensors, *floats: launched.add(self._kernel.fn.__name__))
-    for check in checks.CHECKS.values():
-        list(check(torch.float32, torch.device("cpu")))
+    for family in FAMILIES.values():
+        list(family.self_test(torch.float32, torch.device("cpu")))
     kernels = (path.read_text() for path in (Path(__file__).parents[1] / "kernels").glob("*.py"))
     assert launched == {name for text in kernels for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
 

@@ -12,8 +12,8 @@ from fusedseg import _backend
 from fusedseg.__main__ import main
 from fusedseg.compiler.settings import OPTIONAL
 from fusedseg.doctor import gpu, report
+from fusedseg.ops.registry import FAMILIES
 from fusedseg.ops.self_test import first_use
-from fusedseg.ops.self_test.checks import CHECKS, DTYPES
 
 CPU = torch.device("cpu")
 ALL = ",".join(OPTIONAL)
@@ -109,7 +109,7 @@ def test_the_report_can_be_attached(on_a_gpu, tmp_path, capsys):
     path = tmp_path / "fusedseg.json"
     assert main(["doctor", "--gpu", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    jobs = [(family, dtype) for family in CHECKS for dtype in gpu.TESTED if dtype in DTYPES[family]]
+    jobs = [(name, dtype) for name, family in FAMILIES.items() for dtype in gpu.TESTED if dtype in family.dtypes]
     for family, dtype in jobs:
         assert f"  cuda:0 {family} {first_use.short(dtype)}: passed (0.5 s)\n" in out
     # The other GPU is of the same model.

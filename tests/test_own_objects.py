@@ -38,6 +38,7 @@ ALLOWED = {
     "fusedseg/integrations/nnunet/loss.py": {"dice": FRAMEWORK, "dice.apply_nonlin": CALLED, "module": FRAMEWORK},
     "fusedseg/losses/monai.py": {"reduction": MONAI},
     "fusedseg/memory/meter.py": {"node": NODE},
+    "fusedseg/ops/registry.py": {"torch.ops.fusedseg": "an op, by its name"},
     "fusedseg/ops/conv/choice.py": {"backends.cudnn": VERSIONS},
     "fusedseg/ops/conv/join_conv.py": {"node.next_functions[0][0]": NODE},
     "fusedseg/ops/conv/sources.py": {"aten": NAMED, "t": "the dtype or the device of a tensor"},

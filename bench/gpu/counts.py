@@ -131,7 +131,7 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     elif target is concatenation.put_enlarged:
         large = nbytes(node) // value_of(node).shape[1] * value_of(node.args[1]).shape[1]
         yield Moved("upsampling", nbytes(node.args[1]), large)
-    elif target is norm_kink._opoverload:
+    elif target is norm_kink:
         # Of x it reads the shape.
         vectors = [source for source in node.all_input_nodes if source is not node.args[0]]
         yield Moved("kink", nbytes(*vectors), nbytes(node))

@@ -1,7 +1,8 @@
 """The one table of what the compiler knows about PyTorch's functions and ops: a row for each, or a family of them.
 
-To teach the compiler an op, add a row, or set a column of the row that has it.  ``tests/compiler/test_op_table.py``
-walks the table, and compares each row with what the function does.
+To teach the compiler an op, add a row, or set a column of the row that has it.  The rows of the ops of this package are
+registered with them (``ops/registry.py``).  ``tests/compiler/test_op_table.py`` walks the table, and compares each row
+with what the function does.
 
 A row without ``calls`` speaks of its ops alone: a compiler writes them, or they differ from others of their function.
 For an op that several rows have, such a row comes first.
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..ops.registry import OPS
 
 Function = Callable[..., Any]
 
@@ -260,7 +263,6 @@ _PRODUCTS = (
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
     *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
-    *_each(NORM, "fusedseg::norm_backward", cheap=False, dense=True, layout=PASSES),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 
@@ -271,8 +273,6 @@ _LINEAR = (
     ),
     OpRow("sub", FOLLOWS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
     OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
-    # The concatenation that ``rewrite/late_bias.py`` writes, for the codegen "aten" alone.
-    *_each(FOLLOWS, "fusedseg::concat_biased", layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", FOLLOWS, ("stack",), _alone(torch.stack)),
@@ -299,7 +299,7 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(FOLLOWS, "avg_pool2d", "_adaptive_avg_pool2d", "fusedseg::avg_pool3d", layout=PASSES),
+    *_each(FOLLOWS, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
     OpRow(
         "avg_pool", FOLLOWS, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
@@ -328,20 +328,11 @@ _LINEAR = (
     # Inductor's call that lays a tensor out in given strides.
     *_each(FOLLOWS, "inductor_force_stride_order"),
     *_each(FOLLOWS, "copy", cheap=False),
-    *_each(
-        FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "fusedseg::avg_pool3d_backward", cheap=False,
-        layout=PASSES,
-    ),
+    *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=PASSES),
     *_each(
         FIRST, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
         "max_pool3d_with_indices_backward", cheap=False,
     ),
-    *_each(FOLLOWS, "fusedseg::interpolate", layout=PASSES),
-    *_each(FOLLOWS, "fusedseg::interpolate_backward", cheap=False, layout=PASSES),
-    *_each(FOLLOWS, "fusedseg::max_pool_pick", "fusedseg::low_bit_round", cheap=False),
-    *_each(FOLLOWS, "fusedseg::max_pool_backward", cheap=False, dense=True, layout=PASSES),
-    # It is recomputed in a form of its own (``plan/recompute.py``).  Only plain norms have this row.
-    *_each(EXACT, "fusedseg::norm", cheap=False, statistics=1, layout=PASSES),
 )  # fmt: skip
 
 _EXACT = (
@@ -366,7 +357,6 @@ _EXACT = (
     # Where PyTorch has no kernel for an RMS norm, as on a CPU, graphs have it as powers and means.
     OpRow("layer_norm", EXACT, ("native_layer_norm", "_fused_rms_norm"), _alone(F.layer_norm), statistics=1),
     *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
-    *_each(EXACT, "fusedseg::max_pool", positions=True, eager_keeps_input=True, layout=PASSES),
     OpRow(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
         _alone(F.max_pool2d, torch.max_pool2d),
@@ -413,7 +403,10 @@ _WRITTEN = (
     *_each(EXACT, "_unsafe_index_put", "index_put", "amax", "amin", "scatter_add", cheap=False, inductor=READS),
 )  # fmt: skip
 
-ROWS: tuple[OpRow, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITTEN)
+# The ops of this package, which register the columns of their rows.
+_OURS = tuple(OpRow(name, ops=(name,), **row) for name, row in OPS.items() if row)
+
+ROWS: tuple[OpRow, ...] = (*_ACTIVATIONS, *_PRODUCTS, *_LINEAR, *_EXACT, *_WRITTEN, *_OURS)
 
 
 def _by_op(rows: Iterable[OpRow]) -> dict[str, OpRow]:

@@ -23,8 +23,8 @@ import torch
 
 from .. import _backend
 from ..cli.command import first_line
+from ..ops.registry import FAMILIES
 from ..ops.self_test import first_use
-from ..ops.self_test.checks import DTYPES, runs_on
 
 # Seconds for all kernels together, for the networks, and for those without a rewrite.
 LIMIT, NETWORK_LIMIT, SEARCH_LIMIT = 55.0, 60.0, 180.0
@@ -78,11 +78,11 @@ def kinds_of_gpu() -> list[torch.device]:
 def outcomes(gpus: Sequence[torch.device]) -> Iterator[Outcome]:
     """Tests every family in every dtype, and then the network."""
     jobs = [
-        Job(str(gpu), family, first_use.short(dtype))
+        Job(str(gpu), name, first_use.short(dtype))
         for dtype in TESTED
         for gpu in gpus
-        for family, dtypes in DTYPES.items()
-        if dtype in dtypes and runs_on(family, gpu)
+        for name, family in FAMILIES.items()
+        if dtype in family.dtypes and family.runs_on(gpu)
     ]
     yield from run(jobs, LIMIT)
     # The compiler takes seconds to import.

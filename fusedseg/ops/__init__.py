@@ -3,5 +3,9 @@
 The files beside the folders hold code that several ops share.
 """
 
-# Registers the self-test, which the choice of a backend asks for.
-from .self_test import first_use as first_use
+import importlib
+import pkgutil
+
+# Every file registers what it has (``registry.py``), and the self-test, which the choice of a backend asks for.
+for _file in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_file.name)

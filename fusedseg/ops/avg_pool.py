@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .registry import graph_op
+
 
 def is_simple(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool, divisor: Any) -> bool:
     """Whether the windows of a pool of aten lie side by side, without padding, and are divided by their size."""
@@ -50,20 +52,23 @@ def _laid_out(y: Tensor) -> Tensor:
 _WINDOW = (
     "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor_override"
 )
-avg_pool3d_op = torch.library.custom_op(
-    "fusedseg::avg_pool3d", forward, mutates_args=(), schema=f"(Tensor x, {_WINDOW}) -> Tensor"
-)
-avg_pool3d_backward_op = torch.library.custom_op(
-    "fusedseg::avg_pool3d_backward", backward, mutates_args=(), schema=f"(Tensor dy, Tensor x, {_WINDOW}) -> Tensor"
-)
 
 
-@avg_pool3d_op.register_fake
-def _(x, kernel_size, *window):
+def _fake(x, kernel_size, *window):
     shape = *x.shape[:2], *(n // k for n, k in zip(x.shape[2:], kernel_size, strict=True))
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
-@avg_pool3d_backward_op.register_fake
-def _(dy, x, *window):
+def _fake_backward(dy, x, *window):
     return torch.empty(x.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last_3d)
+
+
+avg_pool3d_op = graph_op(
+    f"avg_pool3d(Tensor x, {_WINDOW}) -> Tensor", forward, _fake, row={"reads": "follows", "layout": "passes"}
+)
+avg_pool3d_backward_op = graph_op(
+    f"avg_pool3d_backward(Tensor dy, Tensor x, {_WINDOW}) -> Tensor",
+    backward,
+    _fake_backward,
+    row={"reads": "first", "cheap": False, "layout": "passes"},
+)

@@ -18,6 +18,8 @@ from .. import _backend
 from .at_size import Compared, channel_ranges, checked, exactly, wide
 from .check import ACTIVATION_DTYPES
 from .layout import FORMATS, pitch_of, suggests_channels_last
+from .registry import Result, family, graph_op, serve
+from .self_test.cases import TOLERANCE, image
 
 FAMILY = "concat"
 
@@ -47,14 +49,14 @@ def concat_biased(tensors: Sequence[Tensor], biases: Sequence[Tensor | None]) ->
     return concat(tensors, 1, biases)
 
 
-concat_biased_op = torch.library.custom_op(
-    "fusedseg::concat_biased", concat_biased, mutates_args=(), schema="(Tensor[] tensors, Tensor?[] biases) -> Tensor"
+concat_biased_op = graph_op(
+    "concat_biased(Tensor[] tensors, Tensor?[] biases) -> Tensor",
+    concat_biased,
+    fake=lambda tensors, biases: torch.cat(tensors, 1),
+    row={"reads": "follows", "layout": "passes"},
+    served=True,
 )
-
-
-@concat_biased_op.register_fake
-def _(tensors, biases):
-    return torch.cat(tensors, 1)
+serve(torch.ops.aten.cat.default, concat)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -67,6 +69,9 @@ def dense(x: Tensor) -> Tensor:
         return y.copy_(x)
     _launch(y, (x,), (x.shape[1],), pitches, ())
     return y
+
+
+serve(dense, dense)
 
 
 def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
@@ -123,9 +128,28 @@ def _launch(
     pitches: tuple[int, ...],
     biases: Sequence[Tensor | None],
 ) -> None:
-    from ..kernels import concat as kernels
+    from ..kernels.concat import concat as launch
 
     # The kernel reads vectors whose elements are adjacent; a bias may be a column of a matrix.
     biases = tuple(b if b is None else b.contiguous() for b in biases)
     with _backend.launching(y):
-        kernels.concat(tensors, pitches, y, y.shape[1], biases)
+        launch(tensors, pitches, y, y.shape[1], biases)
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    from ..kernels.concat import concat as launch
+
+    # Five sources take two launches.
+    of_all = image((2, 40, 16, 16), dtype, device, "channels_last", 0)
+    for what, channels in (("aligned", (8, 16, 8)), ("odd channels", (3, 8, 1, 4, 5))):
+        sources = of_all[:, 8 : 8 + sum(channels)].split(channels, dim=1)
+        y = image((2, sum(channels), 16, 16), dtype, device, "channels_last", 1)
+        launch(sources, [40] * len(channels), y, y.shape[1])
+        # A concatenation copies.
+        expected = torch.cat([x.double() for x in sources], 1)
+        yield Result(f"y ({what})", y, expected, 0.0)
+        biases = tuple(torch.ones_like(x[0, :, 0, 0]) for x in sources)
+        other = torch.empty_like(y)
+        launch(sources, [40] * len(channels), other, y.shape[1], biases)
+        yield Result(f"y with biases ({what})", other, expected + 1.0, TOLERANCE[dtype])

@@ -31,13 +31,13 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(message(ctx.op))
 
 
-def refuse_in_graphs(backward_op: Any, op: str) -> None:
-    """Makes the gradient of the op in graphs that computes a backward raise RuntimeError."""
+def refused(op: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The gradient of the op in graphs that computes a backward: it raises RuntimeError."""
 
-    def refused(ctx: Any, *grads: object) -> None:
+    def gradient(ctx: Any, *grads: object) -> None:
         raise RuntimeError(message(op))
 
-    backward_op.register_autograd(refused, setup_context=lambda ctx, inputs, output: None)
+    return gradient, lambda ctx, inputs, output: None
 
 
 def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: object) -> tuple:

@@ -12,13 +12,16 @@ An op that runs a kernel of PyTorch, such as a copy to other strides, is never r
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _backend, _torch
+from .layout import layout_of
+from .registry import Result, family
+from .self_test.cases import EPS, MOMENTUM, SHAPE, SLOPE, image, parameters
 
 aten = torch.ops.aten
 # The first calls of an op compile its kernels and compare their arguments with those of Triton's own launch.
@@ -35,6 +38,10 @@ VIEWING = {
     aten.unbind.int, aten.select.int, aten.slice.Tensor, aten.view.default, aten.detach.default,
     aten.promote_types.default,
 }  # fmt: skip
+
+
+# The calls of a replay that the self-test compares.  The first ones call the op.
+COMPARED = 7
 
 
 class Refused(Exception):
@@ -307,3 +314,46 @@ def program_of(
         launches=tuple(made),
         results=operator.itemgetter(*map(numbers.of_result, returned)),
     )
+
+
+def _late(values: Tensor) -> Tensor:
+    """A tensor that gets its values a millisecond later, on the current stream, and is NaN until then."""
+    late = torch.full_like(values, torch.nan)
+    if values.is_cuda:
+        _torch.cuda_sleep(2_000_000)
+    return late.copy_(values)
+
+
+def _training_step(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, running: Tensor, var: Tensor) -> list[Tensor]:
+    """Forward and backward of a norm, by launchers, which ask nobody whether they are right."""
+    from ..kernels.norm_act import norm_act_fwd
+    from ..kernels.norm_act_bwd import norm_act_bwd
+
+    layout, act, z = layout_of(x), ("leaky_relu", SLOPE), torch.empty_like(x)
+    _, rstd, _ = norm_act_fwd(
+        x, z, layout, weight, bias, running_mean=running, running_var=var, training=True, momentum=MOMENTUM, eps=EPS,
+        act=act, kept=None, partial=None, batches=None,
+    )  # fmt: skip
+    dx, dweight, dbias = norm_act_bwd(
+        dz, z, layout, weight, bias, rstd, training=True, dparam_dtype=weight.dtype, xhat_kept=None, kept=None, act=act
+    )
+    return [z, dx, dweight, dbias]
+
+
+@family("replays", dtypes=(torch.float32,), instead="Every op makes its launches itself")
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    """Launches that are made again have the bits of the op, and read tensors where they are, when they have values."""
+    from ..kernels.launcher import direct_stream
+
+    again, alive = Replay(_training_step, device), list[Any]()
+    weight, bias = parameters(SHAPE[1], dtype, device)
+    for call in range(COMPARED):
+        x, dz = (image(SHAPE, dtype, device, "channels_last", 2 * call + k) for k in range(2))
+        right, found = torch.zeros(2, 2, SHAPE[1], dtype=dtype, device=device)
+        wanted = [*_training_step(x, dz, weight, bias, *right), right]
+        x, dz = _late(x), _late(dz)
+        results = [*again(direct_stream(device.index), x, dz, weight, bias, *found), found]
+        # Tensors that stay alive make those of the next call lie elsewhere.
+        alive.append((x, dz, results))
+        for place, (mine, theirs) in enumerate(zip(results, wanted, strict=True)):
+            yield Result(f"result {place} of call {call}", mine, theirs.double(), 0.0)

@@ -5,13 +5,17 @@ the dispatcher.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import _backend, _torch
+from .check import HALF
+from .registry import Result, family
 from .replay import Allocation
+from .self_test.cases import image
 
 Forms = tuple[Allocation, ...]
 
@@ -62,3 +66,33 @@ class Zeros:
             return [torch.zeros(size, dtype=dtype, device=self.device) for size, _, dtype in self.forms]
         _torch.foreach_zero(made)
         return made
+
+
+def _allocated(forms: tuple[Allocation, ...], device: torch.device) -> list[Tensor]:
+    made = allocated(forms, device, in_test=True)
+    assert made is not None
+    return made
+
+
+@family("casts", dtypes=(torch.float32,), instead="Every cast is a call of its own", compiles=False)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    """Casts of many tensors in one call have the bits of casts one by one, and many vectors of zeros are zeros."""
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.flatten() for t in tensors])
+
+    shapes: list[tuple[int, ...]] = [(n % 7 + 1, 3, 3, 3) for n in range(250)]
+    # One is longer than the part that a program of PyTorch's kernel computes.
+    shapes += [(65537,), (320, 320), ()]
+    for half in HALF:
+        given = [image(shape, dtype, device, "contiguous", seed) for seed, shape in enumerate(shapes)]
+        for of in (half, dtype):
+            forms = tuple(Allocation(tuple(t.shape), t.stride(), of) for t in given)
+            found, wanted = _allocated(forms, device), [t.to(of) for t in given]
+            _torch.foreach_copy(found, given)
+            yield Result(f"casts from {given[0].dtype} to {of}", joined(found), joined(wanted).double(), 0.0)
+            given = found
+    zeros = _allocated(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
+    _torch.foreach_zero(zeros)
+    # An error is relative to what is right, which must not be 0.
+    yield Result("zeros plus 1", joined(zeros) + 1, torch.ones(299 * 150, dtype=torch.float64), 0.0)

@@ -11,6 +11,7 @@ order than the kernel.  This op stays one node.
 import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from math import ceil, gcd, prod
 from typing import Any, NamedTuple
 
@@ -24,9 +25,12 @@ from .at_size import Compared, Rounded, U, channel_ranges, checked, growth, wide
 from .check import ACTIVATION_DTYPES
 from .double_backward import refuse_batches
 from .layout import FORMATS, pitch_of
+from .registry import Result, family, graph_op
+from .self_test.cases import SHAPE, TOLERANCE, image, stock
 
 aten = torch.ops.aten
 OP = "fusedseg.upsample"
+FAMILY = "upsample"
 Sizes = int | Sequence[int] | None
 Factors = float | Sequence[float] | None
 # The arguments of the op after x.
@@ -138,7 +142,7 @@ def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
     if any(factor <= 0 for factor in linear.factors or ()):
         return False
     # This comes before the axes, which are cached: Dynamo traces this code for compiled autograd, and warns of a cache.
-    if not _backend.use_triton(t, "upsample"):
+    if not _backend.use_triton(t, FAMILY):
         return False
     axes = linear.axes(small)
     # The offsets of positions, and of the values of a line, are 32 bits wide.
@@ -191,7 +195,7 @@ def _forward_kind(x: Tensor, linear: Linear) -> tuple[Any, ...]:
 
 
 @checked(
-    "upsample",
+    FAMILY,
     _forward_kind,
     lambda found, now, before: _results(before[0], found, before[1].axes(before[0].shape[2:]), transposed=False),
 )
@@ -212,7 +216,7 @@ def _backward_kind(dy: Tensor, small: Sequence[int], linear: Linear) -> tuple[An
 
 
 @checked(
-    "upsample",
+    FAMILY,
     _backward_kind,
     lambda found, now, before: _results(before[0], found, before[2].axes(before[1]), transposed=True),
 )
@@ -306,26 +310,8 @@ def _enlarged(small: Sequence[int], size: Sequence[int] | None, factors: Sequenc
     return [torch.sym_int(n * s) for n, s in zip(small, factors, strict=True)]
 
 
-_ARGUMENTS = "SymInt[]? size, float[]? factors, str mode, bool? corners"
-interpolate_op = torch.library.custom_op(
-    "fusedseg::interpolate", forward, mutates_args=(), schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor"
-)
-interpolate_backward_op = torch.library.custom_op(
-    "fusedseg::interpolate_backward",
-    backward,
-    mutates_args=(),
-    schema="(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners) -> Tensor",
-)
-
-
-@interpolate_op.register_fake
-def _(x, size, factors, mode, corners):
+def _fake(x, size, factors, mode, corners):
     return suggested(x, [*x.shape[:2], *_enlarged(x.shape[2:], size, factors)])
-
-
-@interpolate_backward_op.register_fake
-def _(dy, size, small, factors, mode, corners):
-    return suggested(dy, small)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -338,7 +324,22 @@ def _gradient(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, None
 
 
-interpolate_op.register_autograd(_gradient, setup_context=_setup_context)
+interpolate_op = graph_op(
+    "interpolate(Tensor x, SymInt[]? size, float[]? factors, str mode, bool? corners) -> Tensor",
+    forward,
+    _fake,
+    gradient=(_gradient, _setup_context),
+    row={"reads": "follows", "layout": "passes"},
+    served=True,
+)
+interpolate_backward_op = graph_op(
+    "interpolate_backward(Tensor dy, SymInt[] size, SymInt[] small, float[]? factors, str mode, bool? corners)"
+    " -> Tensor",
+    backward,
+    fake=lambda dy, size, small, factors, mode, corners: suggested(dy, small),
+    row={"reads": "follows", "cheap": False, "layout": "passes"},
+    served=True,
+)
 
 
 class Enlarging(NamedTuple):
@@ -382,3 +383,17 @@ def interpolate(*args: Any, **kwargs: Any) -> Tensor:
     """``F.interpolate`` as the op where ``parse`` knows the call, otherwise as it is."""
     call = parse(*args, **kwargs)
     return F.interpolate(*args, **kwargs) if call is None else interpolate_op(*call)
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    for fmt, size, corners in (("contiguous", (32, 32), False), ("channels_last", (32, 32), False),
+                               ("channels_last", (21, 35), True)):  # fmt: skip
+        linear = Linear(size, None, corners)
+        x = image(SHAPE, dtype, device, fmt, 0)
+        dy = image((*SHAPE[:2], *size), dtype, device, fmt, 1)
+        y, dx = linear_forward(x, linear), linear_backward(dy, SHAPE[2:], linear)
+        of, tolerance = f"({fmt}, {size[0]}x{size[1]})", TOLERANCE[dtype]
+        y64, dx64 = stock(partial(F.interpolate, size=size, mode="bilinear", align_corners=corners), x, dy=dy)
+        yield Result(f"y {of}", y, y64, tolerance)
+        yield Result(f"dx {of}", dx, dx64, tolerance)

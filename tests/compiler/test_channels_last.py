@@ -107,8 +107,6 @@ def test_average_pools_of_volumes(kernel):
     torch.testing.assert_close(dx, torch.autograd.grad(wanted, x, dy)[0])
     assert y.is_contiguous(memory_format=ROWS)
     assert dx.is_contiguous(memory_format=ROWS)
-    for op, given in ((avg_pool.avg_pool3d_op, (x.detach(),)), (avg_pool.avg_pool3d_backward_op, (dy, x.detach()))):
-        torch.library.opcheck(op, (*given, *window), test_utils=("test_schema", "test_faketensor"))
 
 
 def steps_of(found):

@@ -12,7 +12,7 @@ import fusedseg
 from fusedseg import _backend
 from fusedseg.compiler import report
 from fusedseg.compiler.codegen import aten as codegen
-from fusedseg.compiler.codegen import concatenation
+from fusedseg.compiler.codegen import concatenation, replays
 from fusedseg.compiler.graph import name_of
 from fusedseg.compiler.rewrite import late_bias, split_convolutions
 from fusedseg.memory import allocator_peak
@@ -101,11 +101,11 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, monkeypatch)
         return run
 
     monkeypatch.setattr(codegen, "emit", emitting)
-    monkeypatch.setattr(codegen.replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
     compiled(net, memory_format=LAST[x.dim() - 2])(x).square().mean().backward()
     forward, _ = seen
     for graph in seen:
-        (joined,) = graph.find_nodes(op="call_function", target=concat_biased_op._opoverload)
+        (joined,) = graph.find_nodes(op="call_function", target=concat_biased_op)
         assert [bias is None for bias in joined.args[1]] == [True, False]
         large = [
             node for node in graph.find_nodes(op="call_function", target=aten.add.Tensor) if node.meta["val"].dim() > 3
@@ -155,11 +155,11 @@ def test_no_bias_is_added_to_a_map_in_memory(make, options, monkeypatch):
         run = original(module, inputs)
         sums = [node for node in module.graph.nodes if name_of(node) in ("add", "add_")]
         left.extend(node for node in sums if any(t.meta["val"].shape[2:] == (1, 1) for t in node.all_input_nodes))
-        joined.extend(node for node in module.graph.nodes if node.target is concat_biased_op._opoverload)
+        joined.extend(node for node in module.graph.nodes if node.target is concat_biased_op)
         return run
 
     monkeypatch.setattr(codegen, "emit", emitting)
-    monkeypatch.setattr(codegen.replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
     torch.manual_seed(0)
     net = make(2, None).to(memory_format=LAST[2])
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])

@@ -25,12 +25,13 @@ from fusedseg.kernels.triton_names import JITFunction
 from torch import nn
 from triton.runtime._async_compile import active_mode
 
-from bench.gpu.host import FAMILIES, unet
+from bench.gpu.host import SERVED, unet
 from bench.networks import plain_unet
 from fusedseg import _backend, _torch
 from fusedseg.kernels import ahead, concat, dry_run, launcher
 from fusedseg.losses import CrossEntropyLoss
-from fusedseg.ops.self_test import checks
+from fusedseg.ops.registry import FAMILIES
+from fusedseg.ops.self_test import first_use
 from tests.resnet import ResNet18
 
 # The kernels that were compiled, by name and specialisation.
@@ -42,7 +43,7 @@ CPU = torch.device("cpu")
 def served() -> Iterator[None]:
     """A context in which Triton serves all tensors, and launches compile for an H100."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    reasons = {(family, dtype, CPU): "" for family in FAMILIES for dtype in dtypes}
+    reasons = {(family, dtype, CPU): "" for family in SERVED for dtype in dtypes}
     with (
         dry_run.dry_run("sm_90"),
         mock.patch.dict(_backend._reasons, reasons),
@@ -163,15 +164,15 @@ def bits_in_planes() -> None:
 
 
 def self_tests() -> None:
-    for family, check in checks.CHECKS.items():
+    for name, family in FAMILIES.items():
         with served(), compiling_nothing() as kinds:
-            checks.compile_first(family, torch.bfloat16, CPU)
+            first_use.compile_first(name, torch.bfloat16, CPU)
             found = set(kinds)
         with served(), compiling_nothing() as alone:
-            list(check(torch.bfloat16, CPU))
-        assert found == alone, (family, len(found), len(alone))
+            list(family.self_test(torch.bfloat16, CPU))
+        assert found == alone, (name, len(found), len(alone))
         # Casts are PyTorch's own kernels.
-        assert bool(found) == (family != "casts"), family
+        assert bool(found) == (name != "casts"), name
 
 
 def sources(count: int) -> list[torch.Tensor]:

@@ -4,9 +4,12 @@
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from fusedseg.kernels.concat import concat
+
+from tests.tools.codegen import Access, Kernels
 
 
 def launch(size, channels, dtype, gap=0):
@@ -27,3 +30,11 @@ CASES = {
     "eighths-fp16": partial(launch, (8, 256, 256), (24, 40), torch.float16),
 }
 FEW = {name: CASES[name] for name in ("volume-fp16", "dense-slice-fp16", "eighths-fp16")}
+
+
+def accesses(of: dict[str, Any]) -> dict[Access, str]:
+    sources = {(f"x{k}_ptr", "load"): "16" for k in range(4) if f"x{k}_ptr" in of["accesses"]}
+    return {("y_ptr", "store"): "16"} | sources
+
+
+KERNELS = Kernels({"concat_kernel"}, accesses)

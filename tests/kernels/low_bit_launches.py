@@ -2,11 +2,13 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import torch
 from fusedseg.kernels.low_bit import low_bit_kink, low_bit_pack, low_bit_unpack
 
 from fusedseg.ops.low_bit.spec import lines_of
+from tests.tools.codegen import Access, Kernels
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SHAPE = (2, 64, 128, 128)
@@ -33,3 +35,12 @@ def cases(*choices):
 CASES = cases(DTYPES, ["planes", "rows"], [8, 4, 2], ["plain", "kink"])
 # Every run compiles these.
 FEW = cases(["fp16"], ["planes", "rows"], [4], ["kink"])
+
+
+def accesses(of: dict[str, Any]) -> dict[Access, str]:
+    """Codes are a half to a sixteenth as wide as values."""
+    kinds = {"low_bit_pack_kernel": "load", "low_bit_unpack_kernel": "store"}
+    return {("x_ptr", kind): "16" for kernel, kind in kinds.items() if kernel == of["kernel"]}
+
+
+KERNELS = Kernels({f"low_bit_{name}_kernel" for name in ("pack", "unpack", "kink")}, accesses)

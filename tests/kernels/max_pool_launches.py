@@ -5,9 +5,12 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import torch
 from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+from tests.tools.codegen import Access, Kernels
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 # Shape, window, stride and padding.
@@ -43,3 +46,23 @@ others = itertools.product(("resnet", "volume", "volume-overlapping"), ("fp16",)
 CASES |= {"-".join(names): case(*names) for names in others}
 # Every run compiles these: separate and overlapping windows, in planes and in rows.
 FEW = {name: CASES[name] for name in ("unet-fp16-planes", "unet-fp16-rows", "volume-overlapping-fp16-rows")}
+
+
+def accesses(of: dict[str, Any]) -> dict[Access, str]:
+    """x, z, dz and dx move 16 bytes at a time in rows, and in planes for windows of two columns.
+
+    Codes are half or a quarter as wide.  Other windows in planes read every second element of x, and elements beyond a
+    vector of dz, so only stores are wide.
+    """
+    pool, _, fmt = of["case"].rsplit("-", 2)
+    wide = {("z_ptr", "store"), ("dx_ptr", "store")}
+    if fmt == "rows" or pool in ("unet", "volume"):
+        wide |= {("x_ptr", "load"), ("dz_ptr", "load")}
+    if pool == "volume-overlapping" or (pool == "volume" and fmt == "rows"):
+        # A thread loads half a vector of dz, the smallest tensor; a whole one would need too many positions of dx.
+        wide -= {("dz_ptr", "load")}
+    forward = {("x_ptr", "load"), ("z_ptr", "store")}
+    return dict.fromkeys(wide & forward if "fwd" in of["kernel"] else wide - forward, "16")
+
+
+KERNELS = Kernels({"max_pool_fwd_kernel", "max_pool_bwd_kernel"}, accesses)

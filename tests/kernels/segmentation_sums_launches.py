@@ -6,11 +6,13 @@ nothing.
 
 import itertools
 from functools import partial
+from typing import Any
 
 import torch
 from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
+from tests.tools.codegen import Access, Kernels
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 # The loss: its spec, and the dtype of its target.
@@ -57,3 +59,12 @@ CASES |= cases(LOSSES, [14, 118, 512], ["fp16"], ["planes"])
 FEW = {name: CASES[name] for name in ("dice_ce-3-fp16-planes", "dice_ce-118-fp16-planes", "dice_ce-16-fp16-rows")}
 # The number of classes is no multiple of 8, and channels are adjacent: no access is wide.
 NARROW = cases(["dice_ce"], [3, 105, 118], ["fp16"], ["rows"])
+
+
+def accesses(of: dict[str, Any]) -> dict[Access, str]:
+    """In planes and in rows of a multiple of 8 classes."""
+    found = of["accesses"].keys() & {"x_ptr", "dx_ptr"}
+    return {(name, "load" if name == "x_ptr" else "store"): "16" for name in found}
+
+
+KERNELS = Kernels({"segmentation_sums_fwd_kernel", "segmentation_sums_bwd_kernel"}, accesses)

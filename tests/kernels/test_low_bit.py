@@ -61,6 +61,8 @@ def test_the_bits_of_aten(dtype, rows, bits, device):
     launch(tensor((2, 5, 13, 23), dtype, rows, device), bits)
 
 
+@pytest.mark.gpu
+@pytest.mark.sanitize
 @pytest.mark.usefixtures("poison")
 @DTYPES
 @FORMATS

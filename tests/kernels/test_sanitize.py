@@ -1,11 +1,10 @@
-"""Runs every branch of every kernel on small tensors of odd sizes, for a tool that checks every access:
+"""Runs every branch of norms, convolutions, upsampling and losses on small tensors, for a tool that checks accesses:
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m pytest -n 0 --device cuda -m sanitize
 
-Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.
+Without a cache, each tensor is an allocation of its own, and an access beyond its end is an error.  Other kernels have
+tests with the mark `sanitize` in their files.
 """
-
-import itertools
 
 import pytest
 import torch
@@ -14,12 +13,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from fusedseg.ops import upsample
-from fusedseg.ops.conv.conv3d import runs_on
 from tests.kernels import conv_abn_cases as convs
-from tests.kernels import test_concat as concats
-from tests.kernels import test_conv3d as volumes
-from tests.kernels import test_low_bit as packs
-from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as batches
 from tests.kernels import test_norm_act_groups as norms
 from tests.kernels import test_norm_act_sums as joined
@@ -95,13 +89,6 @@ def test_convolution(conv, rows, device):
         convs.check(conv, given, out, training=training, running=running, kept=kept)
 
 
-@pytest.mark.parametrize("name", ["48-to-16", "16-to-64", "one-row"])
-def test_convolution_of_volumes(name, device):
-    if not runs_on(device):
-        pytest.skip("the kernel is made for sm_90")
-    volumes.check(*volumes.CASES[name], device)
-
-
 @pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, (72, 120)), (torch.bfloat16, (20, 60))], ids=str)
 def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
@@ -114,14 +101,6 @@ def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
     conv = Conv((2, C, 8, 9), (K, C, 2, 2), padding=(1, 0))
     given, out = convs.inputs(conv, dtype, device), convs.output(conv, dtype, device)
     convs.check(conv, given, out, running=convs.running_statistics(conv, device))
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [*itertools.product(("halving-odd", "overlapping"), (False, True)), ("dilation", False), ("3d-overlapping", True)],
-)
-def test_max_pool(name, rows, device):
-    pools.check(*pools.CASES[name], rows, device)
 
 
 # Lines of one and of several vectors of channels; more lines than a program computes; a factor that is no integer.
@@ -148,16 +127,6 @@ def test_upsample(name, rows, device):
     )
 
 
-@pytest.mark.parametrize(("name", "gap"), [("two", 8), ("odd-channels", 3), ("more-than-a-launch", 0)])
-def test_concat(name, gap, device):
-    concats.check(*concats.CASES[name], device, gap=gap)
-
-
-@pytest.mark.parametrize("name", ["odd-channels", "more-than-a-launch"])
-def test_concat_with_biases(name, device):
-    concats.test_biases(concats.CASES[name], torch.float32, device)
-
-
 @pytest.mark.usefixtures("small_tiles")
 @by_layout
 @by_statistics
@@ -172,14 +141,6 @@ def test_two_gradients(groups, rows, device):
     expected = joined.run(dz + also, x, groups, "input", True, residual)
     for mine, theirs in zip(found, expected, strict=True):
         assert relative_error(mine, theirs.double()) <= FORWARD_TOLERANCE[x.dtype]
-
-
-@by_layout
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_packing(bits, rows, dtype, device):
-    """The last group of a line is incomplete, and so is its last byte."""
-    packs.launch(packs.tensor((2, 5, 17, 19), dtype, rows, device), bits, torch.linspace(-1, 1, 5, device=device))
 
 
 @by_layout

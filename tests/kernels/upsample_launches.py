@@ -5,10 +5,12 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import torch
 
 from fusedseg.ops.upsample import Linear, _readable
+from tests.tools.codegen import Access, Kernels
 from tests.tools.tensors import empty
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -45,3 +47,14 @@ FEW = {
     name: CASES[name]
     for name in ("image-fp16-planes", "image-fp16-rows", "corners-fp16-rows", "volume-fp16-planes", "volume-fp16-rows")
 }
+
+
+def accesses(of: dict[str, Any]) -> dict[Access, str]:
+    """Rows move 16 bytes at a time.  Planes store 16 bytes in forward and 8 in backward, and read single values."""
+    rows, forward = of["case"].endswith("rows"), "fwd" in of["kernel"]
+    read, written = ("x_ptr", "y_ptr") if forward else ("dy_ptr", "dx_ptr")
+    return {(written, "store"): "16" if rows or forward else "8"} | ({(read, "load"): "16"} if rows else {})
+
+
+# Four programs of 128 threads are resident at least.
+KERNELS = Kernels({"upsample_fwd_kernel", "upsample_bwd_kernel"}, accesses, 128)

@@ -123,26 +123,3 @@ def test_from_a_convolution_whose_padding_has_a_name(padding):
     """It was refused, although it pads nothing."""
     conv, x = nn.Conv2d(3, 2, 1, padding=padding), torch.randn(1, 3, 4, 5)
     assert torch.equal(fusedseg.ConvHead2d.from_conv(conv).eval()(x), conv(x))
-
-
-def test_refused_convolutions():
-    with pytest.raises(TypeError, match=r"ConvHead3d.from_conv: conv must be an nn.Conv3d, got Conv2d"):
-        fusedseg.ConvHead3d.from_conv(nn.Conv2d(3, 2, 1))
-    with pytest.raises(TypeError, match=r"conv must be an nn.Conv2d, got ConvHead2d"):
-        fusedseg.ConvHead2d.from_conv(fusedseg.ConvHead2d(3, 2))
-    for options in ({"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}):
-        with pytest.raises(ValueError, match=r"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2"):
-            fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
-
-
-def test_refused():
-    with pytest.raises(ValueError, match=r"ConvHead2d: scale_factor must be an integer >= 1, got 1.5"):
-        fusedseg.ConvHead2d(3, 2, scale_factor=1.5)
-    with pytest.raises(
-        ValueError, match=r"ConvHead3d: features must have shape \(N, 3\) with 3 spatial .* got \(1, 3, 4, 4\)"
-    ):
-        fusedseg.ConvHead3d(3, 2)(torch.randn(1, 3, 4, 4))
-    with pytest.raises(TypeError, match=r"weight must be torch.float16, the dtype of features, got torch.float32"):
-        fusedseg.ConvHead2d(3, 2)(torch.randn(1, 3, 4, 4).half())
-    with pytest.raises(RuntimeError, match=r"ConvHead2d: torch.jit.script cannot compile"):
-        torch.jit.script(fusedseg.ConvHead2d(3, 2))

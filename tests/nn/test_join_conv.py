@@ -33,8 +33,3 @@ def test_equals_the_stock_module(join, stock, size, options):
         for net, out in ((ours, ours((a, b))), (theirs, theirs(torch.cat([a, b], 1))))
     ]
     torch.testing.assert_close(*grads)
-
-
-def test_wrong_rank_is_refused():
-    with pytest.raises(ValueError, match=r"JoinConv2d: x must have shape .*2 spatial.*got \(1, 3, 4\)"):
-        JoinConv2d(3, 2, 1)(torch.randn(1, 3, 4))

@@ -335,36 +335,3 @@ def test_the_output_may_be_changed_in_place(norm, fmt, backend, device):
     y += 1
     (found,) = torch.autograd.grad((y - 1).square().sum(), x)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "error", "text"),
-    [
-        (lambda: InPlaceABN(3, activation="relu"), ValueError, "fusedseg.InPlaceABN: activation 'relu' cannot be"),
-        (lambda: InPlaceABN(3)(torch.randn(2, 4, 5)), ValueError, r"must have shape \(N, 3\) .* got \(2, 4, 5\)"),
-        (lambda: InPlaceABN(3)(torch.ones(2, 3, dtype=torch.int32)), TypeError,
-         r"x must be float16, .* got torch.int32"),
-        (lambda: InPlaceABN(3).to_norm(4), ValueError, "dims must be 1, 2 or 3, got 4"),
-        (lambda: InPlaceABN(3, dtype=torch.complex64), TypeError, r"dtype must be float16, .* got torch.complex64"),
-        (lambda: InPlaceInstanceNormAct(3, activation="relu"), ValueError,
-         "fusedseg.InPlaceInstanceNormAct: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct"),
-        (lambda: InPlaceGroupNormAct(4, 6), ValueError, "must be divisible by num_groups"),
-        (lambda: InPlaceInstanceNormAct(3, affine=True)(torch.randn(2, 4, 5)), ValueError,
-         r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 4, 5\)"),
-        (lambda: InPlaceInstanceNormAct(3)(torch.randn(2, 3)), ValueError,
-         r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 3\)"),
-        (lambda: InPlaceGroupNormAct(2, 4)(torch.randn(2, 6, 5)), ValueError,
-         r"fusedseg.InPlaceGroupNormAct: x must have shape \(N, 4\) .* got \(2, 6, 5\)"),
-        (lambda: InstanceNormAct(3, num_slopes=3), ValueError,
-         "num_slopes must be 1 for activation 'leaky_relu', .* got 3"),
-        (lambda: BatchNormAct(3, activation="prelu", num_slopes=2), ValueError, "num_slopes must be 1 or .* 3, got 2"),
-        (lambda: BatchNormAct(3)(torch.randn(2, 4, 5)), ValueError, r"must have shape \(N, 3\) .* got \(2, 4, 5\)"),
-        (lambda: InstanceNormAct(3)(torch.randn(2, 3)), ValueError,
-         "x must have shape .* one to three spatial dimensions"),
-        (lambda: BatchNormAct(3).from_norm(nn.GroupNorm(1, 3)), TypeError, "nn.BatchNorm3d, got GroupNorm"),
-        (lambda: BatchNormAct.from_norm(nn.BatchNorm2d(3), "prelu"), ValueError, "slope must be given for activation"),
-    ],
-)  # fmt: skip
-def test_refused(attempt, error, text):
-    with pytest.raises(error, match=text):
-        attempt()

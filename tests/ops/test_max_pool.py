@@ -136,31 +136,12 @@ def test_no_codes_without_gradients(monkeypatch):
     assert coded == [False, False, True]
 
 
-def refused(error, text, *arguments, x=None):
-    with pytest.raises(error, match=text):
-        max_pool(torch.randn(1, 1, 4, 4) if x is None else x, *arguments)
-
-
-def test_refused():
-    refused(
-        ValueError, r"fusedseg.max_pool: padding must be at most half of kernel_size \(2, 2\), got \(2, 2\)", 2, 2, 2
-    )
-    refused(ValueError, "fusedseg.max_pool: stride must be an integer >= 1, or 2 of them, got 0", 2, 0)
-    refused(ValueError, "kernel_size must be an integer >= 1, or 2 of them, got 0", 0)
-    refused(ValueError, "dilation must be an integer >= 1", 2, 2, 0, 0)
-    refused(ValueError, r"kernel_size \(9, 9\) with dilation \(1, 1\) does not fit in x \(1, 1, 4, 4\)", 9)
-    refused(ValueError, r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d", (17, 16))
-    refused(ValueError, r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)", 2, x=torch.randn(2, 0, 4, 4))
-    refused(ValueError, r"x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)", 2, x=torch.randn(4, 4))
-    refused(TypeError, "fusedseg.max_pool: x must be a tensor, got list", 2, x=[[1.0]])
-    refused(TypeError, "x must be float16, .* got torch.int64", 2, x=torch.ones(1, 1, 4, 4, dtype=torch.int64))
-
-
 def test_a_window_that_steps_over_x_is_refused():
     """For such a window the stock op returns -inf and an index outside x, and its backward writes to that index."""
     x = torch.randn(1, 1, 3, 3)
     assert F.max_pool2d(x, 2, 1, 1, 4, return_indices=True)[1].item() >= x.numel()
-    refused(ValueError, r"x \(1, 1, 3, 3\) has no element at the positions of one window", 2, 1, 1, 4, x=x)
+    with pytest.raises(ValueError, match=r"x \(1, 1, 3, 3\) has no element at the positions of one window"):
+        max_pool(x, 2, 1, 1, 4)
 
 
 def test_a_fake_call_leaves_no_fake_tables():

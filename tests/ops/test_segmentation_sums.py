@@ -250,32 +250,5 @@ def test_argmax_labels(backend, device, rows, monkeypatch):
         assert labels.dtype == dtype
         assert torch.equal(labels, x.argmax(1).to(dtype))
     assert argmax_labels(x[:0]).shape == (0, 3, 4)
-    with pytest.raises(ValueError, match=r"argmax_labels: logits must have at least one class, got \(2, 0, 3, 4\)"):
-        argmax_labels(x[:, :0])
     compiled = torch.compile(argmax_labels, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), labels)
-
-
-def test_refused():
-    x, labels = torch.randn(2, 3, 4, 5), torch.zeros(2, 4, 5)
-
-    def refused(error, text, *args, **options):
-        with pytest.raises(error, match=text):
-            segmentation_sums(*args, **options)
-
-    refused(ValueError, r"segmentation_sums: target must have shape \(2, 4, 5\) or \(2, 1, 4, 5\), .* got \(2, 5, 4\)",
-            x, labels.mT)  # fmt: skip
-    refused(ValueError, r"mask must have shape .* got \(2, 3, 4, 5\)", x, labels, x > 0)
-    refused(ValueError, r"probability must be one of softmax, .* positive, none, got 'relu'", x, labels,
-            probability="relu")  # fmt: skip
-    refused(ValueError, "likelihood must be one of softmax, smoothed, sigmoid, none, got 'ce'", x, labels,
-            likelihood="ce")  # fmt: skip
-    refused(ValueError, "likelihood must be none for probability 'argmax', got 'softmax'", x, labels,
-            probability="argmax")  # fmt: skip
-    for of in ({"gamma": -1.0}, {"gamma": 2.0, "likelihood": "smoothed"}):
-        refused(ValueError, "gamma must be 0, or above 0 with likelihood softmax or sigmoid, got", x, labels, **of)
-    refused(TypeError, "ignore_index must be an integer or None, got 1.5", x, labels, ignore_index=1.5)
-    refused(TypeError, "x must be float16, .* got torch.int64", x.long(), labels)
-    refused(TypeError, "target must be a tensor, got list", x, [1])
-    refused(TypeError, "target must be bool, integer or floating point, got torch.complex64", x, labels.cfloat())
-    refused(ValueError, "target must be on cpu, the device of logits, got meta", x, labels.to("meta"))

@@ -10,7 +10,8 @@ from torch import nn
 
 import fusedseg
 from fusedseg import _backend, _torch
-from fusedseg.ops.self_test import checks, first_use
+from fusedseg.ops.registry import FAMILIES, Result
+from fusedseg.ops.self_test import cases, first_use
 from tests.tools.stand_in import new_process
 from tests.tools.stand_in import stand_in as stand_in
 
@@ -34,11 +35,12 @@ def tested(monkeypatch):
             if isinstance(fault, BaseException):
                 raise fault
             expected = torch.ones(3, dtype=torch.float64)
-            yield checks.Compared("z (contiguous)", fault(expected) if fault else expected, expected, 1e-5)
+            yield Result("z (contiguous)", fault(expected) if fault else expected, expected, 1e-5)
 
         return check
 
-    monkeypatch.setattr(checks, "CHECKS", {family: check_of(family) for family in checks.CHECKS})
+    for name, family in FAMILIES.items():
+        monkeypatch.setitem(FAMILIES, name, family._replace(self_test=check_of(name)))
     return seen, faults
 
 
@@ -257,16 +259,16 @@ def test_synchronisation_may_be_forbidden(stand_in, tested, monkeypatch):
 
 @pytest.mark.usefixtures("needs_interpreter")
 @pytest.mark.parametrize(
-    ("family", "dtype"), [(family, dtype) for family, dtypes in checks.DTYPES.items() for dtype in dtypes], ids=str
+    ("family", "dtype"), [(name, dtype) for name, family in FAMILIES.items() for dtype in family.dtypes], ids=str
 )
 def test_kernels_pass_in_every_dtype(family, dtype):
-    checks.compare(family, dtype, CPU)
+    first_use.compare(family, dtype, CPU)
 
 
 def test_windows_of_the_check_have_one_maximum():
     """The reference gives the gradient to the first maximum, and would hide an error between equal values."""
-    for dtype in checks.DTYPES["pool"]:
-        x = checks._random(checks.SHAPE, dtype, CPU, "contiguous", 0)
+    for dtype in FAMILIES["pool"].dtypes:
+        x = cases.image(cases.SHAPE, dtype, CPU, "contiguous", 0)
         two = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).sort(-1).values
         assert (two[..., -1] > two[..., -2]).float().mean() > 0.9
 

@@ -1,86 +1,19 @@
-"""Strided, padded and expanded arguments of every op, as a compiler may hand them over (pytorch issue 132102).
-
-A kernel that assumed the strides of the traced tensors would read other elements.
-"""
+"""Strided parameters, saved tensors and convolutions; ``tests/test_contract.py`` has strided arguments of every op."""
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.activation import Activation
 from fusedseg.ops.conv import conv_abn
 from fusedseg.ops.conv.geometry import Geometry
 from fusedseg.ops.conv.sources import Convolution
-from fusedseg.ops.max_pool import op as pool
 from fusedseg.ops.norm import op as norm
 from fusedseg.ops.norm.call import Norm, Operands
-from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
+from tests.tools.tensors import WAYS, with_strides
 
 SHAPE, DTYPE = (2, 4, 5, 6), torch.float64
 ACT = Activation("leaky_relu", 0.01)
-WINDOW = [2, 2], [2, 2], [0, 0], [1, 1], False
-
-
-def with_strides(t: torch.Tensor, how: str) -> torch.Tensor:
-    """The values of ``t`` in memory with other strides."""
-    if how == "permuted":
-        last = t.dim() - 1
-        return t.transpose(0, last).contiguous().transpose(0, last)
-    if how == "sliced":
-        big = t.new_full([2 * n + 1 for n in t.shape], torch.nan)
-        view = big[tuple(slice(1, None, 2) for _ in t.shape)]
-    elif how == "padded":
-        # Inductor rounds the strides of rows up.
-        big = t.new_full((*t.shape[:-1], t.shape[-1] + 3), torch.nan)
-        view = big[..., : t.shape[-1]]
-    else:
-        return t[:1].expand(t.shape) if t.dim() == 1 else t[:, :1].expand(t.shape)
-    return view.copy_(t)
-
-
-WAYS = ("permuted", "sliced", "padded", "expanded")
-
-
-def norm_call(keep, device, way):
-    """A call of ``fusedseg::norm``; ``way`` gives x and the residual other strides."""
-    x, r = (torch.randn(SHAPE, dtype=DTYPE, device=device) for _ in range(2))
-    vectors = [torch.rand(SHAPE[1], dtype=DTYPE, device=device) + 0.5 for _ in range(4)]
-    if way is not None:
-        x, r = with_strides(x, way), with_strides(r, way)
-        vectors = [with_strides(v, "expanded" if way == "expanded" else "sliced") for v in vectors]
-    return NormCall(Norm(keep, ACT, own=False), x, *vectors[:2], r, *vectors[2:])
-
-
-def dense(arguments):
-    return [t.contiguous() if isinstance(t, torch.Tensor) else t for t in arguments]
-
-
-def check(op, arguments):
-    """The op gives the values that it gives for contiguous arguments, and the strides that its fake announces."""
-    found, expected = op(*arguments), op(*dense(arguments))
-    with FakeTensorMode() as mode:
-        fake = op(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments))
-    found, expected, fake = ((t,) if isinstance(t, torch.Tensor) else t for t in (found, expected, fake))
-    for mine, theirs, announced in zip(found, expected, fake, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-        assert (mine.shape, mine.stride()) == (announced.shape, announced.stride())
-    return found
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own statistics", "given statistics"])
-@pytest.mark.parametrize("keep", ["output", "input"])
-@pytest.mark.parametrize("way", WAYS)
-def test_norm(backend, device, way, keep, own):
-    call = norm_call(keep, device, way)
-    if own:
-        call = call._replace(norm=Norm(keep, ACT), running_mean=None, running_var=None)
-    z, mean, rstd, *_ = check(norm_op, call.arguments)
-    dz = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
-    source = with_strides(z, way) if keep == "output" and way != "expanded" else z if keep == "output" else call.x
-    statistics = (None, rstd) if keep == "output" else (mean, rstd) if own else (call.running_mean, call.running_var)
-    given = dz, source, call.weight, call.bias, call.residual, *statistics
-    check(norm_backward_op, GradientCall(call.norm, True, True, *given).arguments)
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
@@ -131,16 +64,6 @@ def test_saved_tensors_whose_strides_hooks_change(backend, device, name, residua
         found.append(torch.autograd.grad(z, leaves + added, dz))
     for plain, hooked in zip(*found, strict=True):
         torch.testing.assert_close(hooked, plain, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_pool(backend, device, way):
-    x = with_strides(torch.randn(SHAPE, dtype=DTYPE, device=device), way)
-    z, codes = check(pool.max_pool_op, (x, *WINDOW, True))
-    dz = with_strides(torch.randn(z.shape, dtype=DTYPE, device=device), way)
-    codes = codes if way == "expanded" else with_strides(codes.double(), way).to(torch.uint8)
-    dx = check(pool.max_pool_backward_op, (dz, codes, SHAPE[2:], False, *WINDOW))[0]
-    check(pool.max_pool_pick_op, (with_strides(dx, way) if way != "expanded" else dx, codes, SHAPE[2:], False, *WINDOW))
 
 
 @pytest.mark.parametrize("way", WAYS)

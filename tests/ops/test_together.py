@@ -6,7 +6,7 @@ import torch
 from fusedseg import _backend, _torch
 from fusedseg.ops import together
 from fusedseg.ops.replay import Allocation
-from fusedseg.ops.self_test import checks, first_use
+from fusedseg.ops.self_test import first_use
 from tests.tools.stand_in import stand_in as stand_in
 
 CPU = torch.device("cpu")
@@ -80,6 +80,6 @@ def test_where_nothing_can_be_tested_each_is_a_call_of_its_own(stand_in, monkeyp
 
 def test_no_triton_is_needed(stand_in, monkeypatch):
     """PyTorch's own kernels cast.  Without Triton the test would fail with an ImportError."""
-    monkeypatch.setattr(checks, "compile_kernels", lambda *given: pytest.fail("Triton was asked for"))
-    checks.compile_first("casts", torch.float32, CPU)
+    monkeypatch.setattr(first_use, "compile_kernels", lambda *given: pytest.fail("Triton was asked for"))
+    first_use.compile_first("casts", torch.float32, CPU)
     assert _backend.proves("casts", CPU)

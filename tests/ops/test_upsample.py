@@ -216,22 +216,6 @@ def test_the_decoder_of_our_u_nets_takes_the_kernels(fit, device, monkeypatch, n
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "x", "given"),
-    [
-        (TypeError, "x must be a tensor, got list", [1.0], {"size": 2}),
-        (TypeError, "x must be float16, .* got torch.int64", torch.ones(1, 1, 2, 2, dtype=torch.int64), {"size": 2}),
-        (ValueError, r"1 to 3 spatial dimensions, got \(2, 2\)", torch.ones(2, 2), {"size": 2}),
-        (ValueError, "one of size and scale_factor must be given, got None and None", torch.ones(1, 1, 2), {}),
-        (ValueError, r"size must be positive, one number or 2, got \(3,\)", torch.ones(1, 1, 2, 2), {"size": (3,)}),
-        (ValueError, "scale_factor must be positive.* got -1.0", torch.ones(1, 1, 2), {"scale_factor": -1.0}),
-    ],
-)
-def test_refused(error, text, x, given):
-    with pytest.raises(error, match=f"fusedseg.upsample: .*{text}"):
-        upsample(x, **given)
-
-
 def test_pitch_of():
     wide = channels_last(torch.randn(2, 8, 3, 4))
     assert pitch_of(wide) == pitch_of(wide[:, 2:5]) == 8

@@ -32,11 +32,11 @@ PART = [
     *cases(ODD, "onchip-batch-planes", "onchip-batch-rows", "onchip-instance-planes", "onchip-instance-rows"),
     *cases("test_sanitize.py::test_on_chip", "batch-rows", "group-planes"),
     *cases("test_norm_act.py::test_training", "many-small-planes", "channels-over-the-block"),
-    *cases("test_sanitize.py::test_max_pool", "halving-odd-True", "3d-overlapping-True"),
+    *cases("test_max_pool.py::test_values_and_gradients", "halving-odd-rows", "3d-overlapping-rows"),
     *cases("test_max_pool.py::test_dtypes", "torch.float64-planes"),
     *cases("test_compiled.py::test_max_pool_at_an_odd_address", "torch.float16-planes", "torch.bfloat16-rows"),
     # Concatenations.
-    *cases("test_sanitize.py::test_concat", "two-8", "odd-channels-3", "more-than-a-launch-0"),
+    *cases("test_concat.py::test_values", "two-8", "odd-channels-3", "more-than-a-launch-0"),
     *cases("test_compiled.py::test_concat_at_an_odd_address", "torch.float16", "torch.float32"),
     # Linear upsampling.
     *cases("test_sanitize.py::test_upsample", "image-rows", "volume-planes"),
@@ -48,7 +48,7 @@ PART = [
     *cases("test_norm_act_groups.py::test_many_kept_channels_of_rows", "16-torch.float32"),
     *cases(ORDER, "batch-rows"),
     # Convolutions.
-    *cases("test_sanitize.py::test_convolution_of_volumes", "48-to-16"),
+    *cases("test_conv3d.py::test_values", "48-to-16"),
     *cases("test_sanitize.py::test_convolution", "taps"),
     *cases("test_compiled.py::test_convolution_at_an_odd_address", "torch.bfloat16-False-rows"),
     *cases("test_compiled.py::test_tf32_loses_what_is_cut_off_and_nothing_else", "rows"),

@@ -18,8 +18,26 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.tools import warm
+
+Access = tuple[str, str]
+
+
+class Kernels(NamedTuple):
+    """The kernels of a family.
+
+    Attributes:
+        names: those that are compiled; for losses there are more.
+        accesses: of one compiled launch, the bytes that each thread moves at once by an argument and a kind of access.
+        most_registers: of a thread, on sm_90.
+    """
+
+    names: set[str]
+    accesses: Callable[[dict[str, Any]], dict[Access, str]]
+    most_registers: int = 255
+
 
 # All architectures that kernels are compiled for, and one architecture of each vendor.
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -46,3 +46,24 @@ def slots_of(channels: Sequence[int], C: int, device: torch.device) -> tuple[Ten
     slots = torch.full((C,), -1, dtype=torch.int32, device=device)
     slots[channels] = torch.arange(len(channels), dtype=torch.int32, device=device)
     return slots, len(channels)
+
+
+def with_strides(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The values of ``t`` in memory with other strides."""
+    if how == "permuted":
+        last = t.dim() - 1
+        return t.transpose(0, last).contiguous().transpose(0, last)
+    hole = torch.nan if t.is_floating_point() else 1
+    if how == "sliced":
+        big = t.new_full([2 * n + 1 for n in t.shape], hole)
+        view = big[tuple(slice(1, None, 2) for _ in t.shape)]
+    elif how == "padded":
+        # Inductor rounds the strides of rows up.
+        big = t.new_full((*t.shape[:-1], t.shape[-1] + 3), hole)
+        view = big[..., : t.shape[-1]]
+    else:
+        return t[:1].expand(t.shape) if t.dim() == 1 else t[:, :1].expand(t.shape)
+    return view.copy_(t)
+
+
+WAYS = ("permuted", "sliced", "padded", "expanded")

@@ -113,4 +113,4 @@ def _are_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     both = isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return both and a.target is b.target is unpack_op._opoverload and a.args == b.args
+    return both and a.target is b.target is unpack_op and a.args == b.args

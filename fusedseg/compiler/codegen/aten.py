@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from ... import _backend, _torch
-from ...ops import concat
+from ...ops import registry
 from ...ops.ahead import compile_kernels
-from ...ops.conv import conv3d
 from ...progress import Progress
 from .. import passes
 from ..graph import is_gradient, is_op, is_tensor, last_readers, outputs_of, value_of
 from ..plan.peak import liveness_of
 from ..settings import OP, QUIET_SECONDS, left_out, written
-from . import convolution_backward, replays
+from . import convolution_backward
 
 aten = torch.ops.aten
 SAME = (
@@ -34,17 +33,13 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name).default: getattr(torch, name) for name in SAME},
     **{getattr(aten, name).Tensor: getattr(torch, name) for name in ARITHMETIC},
     **{getattr(aten, f"{name}_").Tensor: getattr(Tensor, f"{name}_") for name in ARITHMETIC},
-    aten.convolution.default: conv3d.convolution,
-    aten.convolution_backward.default: conv3d.convolution_backward,
-    aten.cat.default: concat.concat,
-    torch.ops.fusedseg.concat_biased.default: concat.concat_biased,
     _torch.writing_batch_norm: torch.native_batch_norm,
     aten.empty.memory_format: torch.empty,
     aten.zeros.default: torch.zeros,
     # Strides may differ from those of the traced graph: of an image in channels_last a group norm on a CPU makes one in
     # channels_last, and PyTorch's trace says that it is contiguous.
     aten.view.default: Tensor.reshape,
-    **replays.TENSORS_FIRST,
+    **registry.DIRECT,
 }
 
 

@@ -21,7 +21,7 @@ from ..graph import has_symbols, is_tensor, name_of, nbytes_of, nodes_at, row_of
 from ..rewrite.late_bias import joins_channels
 
 aten = torch.ops.aten
-INTERPOLATE = upsample.interpolate_op._opoverload
+INTERPOLATE = upsample.interpolate_op
 
 
 def put(whole: Tensor, source: Tensor, begin: int) -> Tensor:

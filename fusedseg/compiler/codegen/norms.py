@@ -134,7 +134,7 @@ def _is_packed(node: fx.Node, norm: norms.NormCall) -> bool:
     while calls_view(x):
         x = node_at(x, 0)
     finds = norm.norm.own and not norm.of_samples and norm.mean is None
-    packs = any(user.target is round_op._opoverload for user in x.users)
+    packs = any(user.target is round_op for user in x.users)
     return finds and packs and {0, 1, 2} <= set(items_of(node)) and _backend.takes_triton(value_of(x).device)
 
 

@@ -4,28 +4,21 @@ Only ops whose launches depend on sizes and strides alone are replayed: their nu
 in each call.  Packing draws random numbers, and convolutions choose by time; both are called as they are.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
-from ... import _backend
-from ...ops import concat, upsample
-from ...ops.max_pool import op as pools
+from ... import _backend, _torch
 from ...ops.norm import graph as norms
+from ...ops.registry import DIRECT, REPLAYED
 from ...ops.replay import Replay, direct_stream
 from ..graph import has_symbols, is_tensor, value_of
 from ..settings import optional
 
-# The functions of ops that take tensors first, and then constants.
-TENSORS_FIRST: dict[Any, Callable[..., Any]] = {
-    torch.ops.fusedseg.interpolate.default: upsample.forward,
-    torch.ops.fusedseg.interpolate_backward.default: upsample.backward,
-    torch.ops.fusedseg.max_pool.default: pools.functional,
-    torch.ops.fusedseg.max_pool_backward.default: pools.backward,
-    concat.dense: concat.dense,
-}
+# Stands for a tensor among constant arguments.
+TENSOR = object()
 
 
 @optional("replays")
@@ -54,36 +47,18 @@ def _call_of(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None
     function = node.target
     if isinstance(function, (norms.Forward, norms.Backward)):
         return function, node.args
-    if node.kwargs:
+    if node.kwargs or function not in REPLAYED:
         return None
-    given: Any = node.args
-    if function is torch.ops.aten.cat.default and len(given) == 2:
-        sources, dim = given
-        return _joining(dim, len(sources)), tuple(sources)
-    if function is torch.ops.fusedseg.concat_biased.default:
-        sources, biases = given
-        return _joining(1, len(sources)), (*sources, *biases)
-    if function in TENSORS_FIRST:
-        count = sum(isinstance(arg, fx.Node) for arg in node.args)
-        return _bound(TENSORS_FIRST[function], node.args[count:]), node.args[:count]
-    return None
+    nodes = tuple(leaf for leaf in _torch.tree_leaves(node.args) if isinstance(leaf, fx.Node))
+    constants = _torch.tree_map(lambda leaf: TENSOR if isinstance(leaf, fx.Node) else leaf, node.args)
+    run = DIRECT[function]
 
+    @functools.wraps(run)
+    def of_tensors(*tensors: Any) -> Any:
+        given = iter(tensors)
+        return run(*_torch.tree_map(lambda leaf: next(given) if leaf is TENSOR else leaf, constants))
 
-def _joining(dim: int, sources: int) -> Callable[..., Any]:
-    """A concatenation of the first ``sources`` tensors, with the others as their biases, if there are any."""
-
-    def joined(*tensors: Any) -> Any:
-        return concat.concat(tensors[:sources], dim, tensors[sources:])
-
-    return joined
-
-
-def _bound(function: Callable[..., Any], constants: tuple[Any, ...]) -> Callable[..., Any]:
-    def bound(*tensors: Any) -> Any:
-        return function(*tensors, *constants)
-
-    bound.__name__ = function.__name__
-    return bound
+    return of_tensors, nodes
 
 
 def _is_fixed(node: fx.Node) -> bool:

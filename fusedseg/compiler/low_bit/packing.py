@@ -36,14 +36,14 @@ class Storage:
         self.rows: dict[fx.Node, tuple[fx.Node, Any]] = {}
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
         order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
-        key = call(graph, ops.rounding_key._opoverload, seed, before=first) if rounded.bits else None
+        key = call(graph, ops.rounding_key, seed, before=first) if rounded.bits else None
         for place, node in enumerate(order):
             after = behind(node)
             size, stride = form_in(graph, node, after)
             if node in rounded.integers:
                 bits = rounded.integers[node]
-                packed = self._pack(call(graph, ops.bits_pack._opoverload, node, bits, stride, before=after))
-                unpack = ops.bits_unpack._opoverload
+                packed = self._pack(call(graph, ops.bits_pack, node, bits, stride, before=after))
+                unpack = ops.bits_unpack
                 self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
             bits, unit, kink, value = rounded.bits[node], rounded.units.get(node, ""), None, node
@@ -55,11 +55,11 @@ class Storage:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
-                kink = self._pack(call(graph, ops.norm_kink._opoverload, *of_norm, before=after))
+                kink = self._pack(call(graph, ops.norm_kink, *of_norm, before=after))
             given = (value, bits, key, place, kink, unit, stride)
-            codes = self._pack(call(graph, ops.round_op._opoverload, *given, before=after))
+            codes = self._pack(call(graph, ops.round_op, *given, before=after))
             results = [self._pack(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (unpack_op._opoverload, *results, kink, bits, unit, size, stride)
+            self.packed[node] = (unpack_op, *results, kink, bits, unit, size, stride)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""

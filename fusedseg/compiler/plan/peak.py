@@ -33,8 +33,8 @@ from ..graph import (
 from . import keep, recompute, schedule
 from .liveness import Liveness, Over, ScheduledNode
 
-PACKS = (packing.round_op._opoverload, packing.bits_pack._opoverload)
-PACKING = (*PACKS, packing.unpack_op._opoverload, packing.bits_unpack._opoverload)
+PACKS = (packing.round_op, packing.bits_pack)
+PACKING = (*PACKS, packing.unpack_op, packing.bits_unpack)
 
 
 class Virtual:

@@ -129,7 +129,7 @@ class MaxPool(NamedTuple):
         # The op asks for the size and the format of x, which its transpose needs.
         channels_last = not value_of(self.codes).is_contiguous()
         given = (read(self.x), read(self.codes), [], channels_last, *self.window)
-        return call(graph, max_pool_pick_op._opoverload, *given, before=before)
+        return call(graph, max_pool_pick_op, *given, before=before)
 
 
 class Dropout(NamedTuple):
@@ -170,7 +170,7 @@ def form_of(node: fx.Node) -> Form | None:
         return None
     made = node_at(node, 0)
     items = items_of(made)
-    if ROUNDED in made.meta and made.target is max_pool_op._opoverload and 1 in items:
+    if ROUNDED in made.meta and made.target is max_pool_op and 1 in items:
         return MaxPool(node_at(made, 0), items[1], made.args[1:6])
     form = FORMS.get(name_of(made))
     return None if form is None else form(made, arguments_of(made), items)

@@ -40,11 +40,11 @@ from .simplify import LABELS
 aten = torch.ops.aten
 # Ops that stand in for those whose results PyTorch makes contiguous.
 INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten.avg_pool3d.default: avg_pool.avg_pool3d_op._opoverload,
-    aten.avg_pool3d_backward.default: avg_pool.avg_pool3d_backward_op._opoverload,
+    aten.avg_pool3d.default: avg_pool.avg_pool3d_op,
+    aten.avg_pool3d_backward.default: avg_pool.avg_pool3d_backward_op,
 }
 # Ops that would copy an image with gaps between its positions to contiguous memory.
-NEED_DENSE = (norms.norm_op, pools.max_pool_op._opoverload, *INSTEAD.values())
+NEED_DENSE = (norms.norm_op, pools.max_pool_op, *INSTEAD.values())
 
 
 @optional("channels_last")
@@ -194,7 +194,7 @@ def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         target = INSTEAD[target]
     elif row_of(node).returns_input:
         target, args = aten.alias.default, args[:1]
-    elif target is pools.max_pool_backward_op._opoverload:
+    elif target is pools.max_pool_backward_op:
         # The op is told in which format its result is.
         args = (*args[:3], True, *args[4:])
     elif "memory_format" in kwargs or name_of(node) in ("clone", "_to_copy"):

@@ -27,7 +27,7 @@ def rewrite(graph: fx.Graph) -> int:
             node.update_arg(2, None)
     for joined in {user for node in biases for user in node.users}:
         sources = nodes_at(joined, 0)
-        joined.target = concat_biased_op._opoverload
+        joined.target = concat_biased_op
         joined.args = (sources, [biases.get(source) for source in sources])
     return len(biases)
 

@@ -24,7 +24,7 @@ from ...ops.upsample import interpolate_backward_op, interpolate_op
 from ..graph import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, number_of, op_of, value_of
 
 aten = torch.ops.aten
-INTERPOLATE, ITS_BACKWARD = interpolate_op._opoverload, interpolate_backward_op._opoverload
+INTERPOLATE, ITS_BACKWARD = interpolate_op, interpolate_backward_op
 # An enlarged map is divided into at most this many ranges of channels.
 MOST_RANGES = 4
 

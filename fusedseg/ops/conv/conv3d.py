@@ -13,14 +13,18 @@ twice.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import _backend
 from ..check import HALF
+from ..registry import Result, family, serve
+from ..self_test.cases import TOLERANCE, image, stock
 from . import choice
 
 aten = torch.ops.aten
@@ -197,3 +201,21 @@ def convolution_backward(
                 _, dw, dbias = aten.convolution_backward(dy, x, weight, bias_sizes, *shared, [False, *need_others])
             return input_gradient(dy, weight), dw, dbias
     return aten.convolution_backward(dy, x, weight, bias_sizes, *given)
+
+
+# A measurement chooses who computes, so that no call is replayed.
+serve(aten.convolution.default, convolution, replayed=False)
+serve(aten.convolution_backward.default, convolution_backward, replayed=False)
+
+
+@family(FAMILY, dtypes=HALF, runs_on=runs_on)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    # 48 channels take two steps a tap, and leave lanes idle.  The last tile and the last plane are incomplete.
+    C, K = 48, 32
+    x = image((2, C, 3, 7, 33), dtype, device, "channels_last_3d", 0)
+    weight = image((K, C, 3, 3, 3), dtype, device, "contiguous", 1)
+    bias = image((K,), dtype, device, "contiguous", 2)
+    dy = image((2, K, 3, 7, 33), dtype, device, "channels_last_3d", 3)
+    y64, dx64, *_ = stock(partial(F.conv3d, padding=1), x, weight, bias, dy=dy)
+    yield Result("y", forward(x, weight, bias), y64, TOLERANCE[dtype])
+    yield Result("dx", input_gradient(dy, weight), dx64, TOLERANCE[dtype])

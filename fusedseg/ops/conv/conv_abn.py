@@ -13,9 +13,14 @@ All functions below take the same objects: ``call`` describes the convolution, `
 after it.  ``given.x`` is the output of the convolution; before the convolution has run, it is conv_weight instead.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ... import _backend
 from ..._backend import launching
 from .. import unfused
 from ..layout import dense, layout_of
@@ -24,12 +29,19 @@ from ..norm.call import Norm, Operands, Statistics, adjacent, on_adjacent
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
 from ..norm.reference import activate
+from ..registry import Result, family
+from ..self_test.cases import EPS, FORMATS, MOMENTUM, SLOPE, image, parameters, stock
 from . import choice, join_conv
 from .geometry import output_format
 from .reference import convolve_sources, stock_convolution
 from .sources import Convolution, concatenated, is_tensor, shape_of, tensors_of
 
 OP = "fusedseg.conv_abn"
+CONV_SHAPE, CONV_CHANNELS = (2, 32, 8, 8), 64
+# The largest relative errors in the self-test.  The convolution also rounds its output before the norm.  In fp32 it may
+# use TF32, which cuts off 13 bits.
+CONV_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+TF32_TOLERANCE = 5e-3
 
 
 def _forward_with(
@@ -146,3 +158,36 @@ def conv_abn(call: Convolution, given: Operands, norm: Norm, kept: Kept | None) 
     # part.  One node for both would hold dz, dy and dx at once, and each of the two holds only two of these.
     z = join_conv.ConvolutionFunction.apply(OP, call, convolve, norm.own, w, conv_bias, *tensors_of(sources))
     return norm_op.normalise_eagerly(given._replace(x=z), norm, kept, found[0])
+
+
+@family("conv", dtypes=tuple(CONV_TOLERANCE))
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    from ...kernels.conv_abn import conv_abn_fwd
+
+    C, K = CONV_SHAPE[1], CONV_CHANNELS
+    weight, bias = parameters(K, dtype, device)
+    # In fp32 the taps use TF32 where the GPU has it, because "auto" takes this kernel for it.
+    taps_tf32 = dtype == torch.float32 and _backend.has_tf32(device)
+    for fmt, taps, training, tf32 in (
+        ("channels_last", 3, True, taps_tf32),
+        ("channels_last", 3, False, taps_tf32),
+        ("contiguous", 1, True, False),
+    ):
+        x = image(CONV_SHAPE, dtype, device, fmt, 0)
+        w = image((K, C, taps, taps), dtype, device, fmt, 1)
+        geometry = ((1, 1), (taps // 2,) * 2, (1, 1), 1)
+        (y,) = stock(lambda x, w, padding=taps // 2: F.conv2d(x, w, padding=padding), x, w)
+        running = y.mean((0, 2, 3)), y.var((0, 2, 3))
+        norm: dict[str, Any] = {"running_mean": None, "running_var": None}
+        if not training:
+            norm = {name: t.to(weight) for name, t in zip(norm, running, strict=True)}
+        of = F.batch_norm(y, *running, weight.cpu().double(), bias.cpu().double(), training, MOMENTUM, EPS)
+        expected = F.leaky_relu(of, SLOPE)
+        z = torch.empty(y.shape, dtype=dtype, device=device, memory_format=FORMATS[fmt])
+        conv_abn_fwd(
+            x, w, z, layout_of(x), layout_of(z), geometry, conv_bias=None, weight=weight, bias=bias, **norm,
+            training=training, momentum=MOMENTUM, eps=EPS, act=("leaky_relu", SLOPE), kept=None, tf32=tf32,
+        )  # fmt: skip
+        mode = "training" if training else "eval mode"
+        tolerance = TF32_TOLERANCE if tf32 else CONV_TOLERANCE[dtype]
+        yield Result(f"z ({fmt}, {taps}x{taps}, {mode})", z, expected, tolerance)

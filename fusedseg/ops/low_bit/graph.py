@@ -32,9 +32,14 @@ from ... import _backend
 from ..at_size import PART, TINY, Compared, Rounded, U, checked
 from ..check import wide_dtype
 from ..layout import laid_out
+from ..registry import Result, family, graph_op
+from ..self_test.cases import SHAPE, TOLERANCE, image
 from . import reference
 from .spec import ChannelLines, lines_of, mixed, rank, signed
 
+FAMILY = "low_bit"
+# Both compute the same codes.  A division that is rounded in another way may change one of them by 1.
+LOW_BIT_TOLERANCE = 1e-2
 # A kink is at most this many standard deviations away from the mean.  Values do not lie further away in practice, and
 # the difference of a value and a far kink would have few digits.
 FARTHEST = 64.0
@@ -96,7 +101,7 @@ def _pack_kind(flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Ten
     return lines, bits, flat.dtype, flat.get_device(), kink if kink is None else kink.shape
 
 
-@checked("low_bit", _pack_kind, _pack_results)
+@checked(FAMILY, _pack_kind, _pack_results)
 def _launch_pack(
     flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +126,7 @@ def _unpack_kind(
     return _pack_kind(flat, lines, bits, 0, kink)
 
 
-@checked("low_bit", _unpack_kind, _unpack_results)
+@checked(FAMILY, _unpack_kind, _unpack_results)
 def _launch_unpack(
     flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
 ) -> None:
@@ -148,7 +153,7 @@ def _kink_kind(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor |
     return kink.shape, mean.shape, mean.dtype, mean.get_device(), of_bias
 
 
-@checked("low_bit", _kink_kind, _kink_results)
+@checked(FAMILY, _kink_kind, _kink_results)
 def _launch_kink(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> None:
     from ...kernels.low_bit import low_bit_kink
 
@@ -172,7 +177,7 @@ def pack(t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tupl
         return packed_like(t, bits, unit)
     lines = lines_of(t, unit)
     flat = t.movedim(1, -1).flatten() if _is_in_other_order(t, lines) else _flat(t)
-    if not _backend.use_triton(t, "low_bit"):
+    if not _backend.use_triton(t, FAMILY):
         return reference.pack(flat, lines, bits, key, kink)
     return _launch_pack(flat, lines, bits, key, kink)
 
@@ -184,42 +189,33 @@ def packed_like(t: Tensor, bits: int, unit: str) -> tuple[Tensor, Tensor, Tensor
     return t.new_empty(lines.code_bytes(bits), dtype=torch.uint8), t.new_empty(groups), t.new_empty(groups)
 
 
-@torch.library.custom_op("fusedseg::rounding_key", mutates_args=(), schema="(int seed) -> Tensor")
-def rounding_key(seed):
+def _rounding_key(seed):
     return torch.tensor(mixed(seed, rank(), next(_steps[seed])), dtype=torch.int64)
 
 
-@rounding_key.register_fake
-def _(seed):
-    return torch.empty((), dtype=torch.int64)
-
-
-@torch.library.custom_op(
-    "fusedseg::low_bit_round",
-    mutates_args=(),
-    schema="(Tensor t, int bits, Tensor key, int place, Tensor? kink, str unit, SymInt[] stride)"
-    " -> (Tensor, Tensor, Tensor)",
+rounding_key = graph_op(
+    "rounding_key(int seed) -> Tensor", _rounding_key, fake=lambda seed: torch.empty((), dtype=torch.int64)
 )
-def round_op(t, bits, key, place, kink, unit, stride):
+
+
+def _round(t, bits, key, place, kink, unit, stride):
     return pack(_laid_out(t, stride), kink, bits, unit, mixed(int(key), place))
 
 
-@round_op.register_fake
-def _(t, bits, key, place, kink, unit, stride):
-    if _backend.lists_launches(t, "low_bit"):
+def _fake_round(t, bits, key, place, kink, unit, stride):
+    if _backend.lists_launches(t, FAMILY):
         # The key has no value there, and none is needed.
         return pack(_laid_out(t, stride), kink, bits, unit, place)
     return packed_like(_laid_out(t, stride), bits, unit)
 
 
-@torch.library.custom_op(
-    "fusedseg::low_bit_unpack",
-    mutates_args=(),
-    schema="(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, str unit, SymInt[] size,"
-    " SymInt[] stride) -> Tensor",
+round_op = graph_op(
+    "low_bit_round(Tensor t, int bits, Tensor key, int place, Tensor? kink, str unit, SymInt[] stride)"
+    " -> (Tensor, Tensor, Tensor)",
+    _round,
+    _fake_round,
+    row={"reads": "follows", "cheap": False},
 )
-def unpack_op(codes, lowest, highest, kink, bits, unit, size, stride):
-    return unpack((codes, lowest, highest), kink, bits, unit, size, stride)
 
 
 def unpack(packed, kink, bits, unit, size, stride):
@@ -229,27 +225,25 @@ def unpack(packed, kink, bits, unit, size, stride):
     if t.numel() == 0:
         return t
     moved = t.new_empty(t.movedim(1, -1).shape).movedim(-1, 1) if _is_in_other_order(t, lines) else t
-    if not _backend.use_triton(t, "low_bit"):
+    if not _backend.use_triton(t, FAMILY):
         reference.unpack(packed, kink, lines, bits, _flat(moved))
     else:
         _launch_unpack(_flat(moved), packed, kink, lines, bits)
     return t if moved is t else t.copy_(moved)
 
 
-@unpack_op.register_fake
-def _(codes, lowest, highest, kink, bits, unit, size, stride):
-    if _backend.lists_launches(lowest, "low_bit"):
+def _fake_unpack(codes, lowest, highest, kink, bits, unit, size, stride):
+    if _backend.lists_launches(lowest, FAMILY):
         return unpack((codes, lowest, highest), kink, bits, unit, size, stride)
     return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
 
 
-@torch.library.custom_op(
-    "fusedseg::norm_kink",
-    mutates_args=(),
-    schema="(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool of_samples) -> Tensor",
+unpack_op = graph_op(
+    "low_bit_unpack(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, str unit, SymInt[] size,"
+    " SymInt[] stride) -> Tensor",
+    lambda codes, lowest, highest, *call: unpack((codes, lowest, highest), *call),
+    _fake_unpack,
 )
-def norm_kink(x, mean, rstd, weight, bias, of_samples):
-    return kink_of(x, mean, rstd, weight, bias, of_samples)
 
 
 def kink_of(x, mean, rstd, weight, bias, of_samples):
@@ -266,7 +260,7 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     """
     wide = wide_dtype(mean.dtype)
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
-    if channels and _backend.use_triton(mean, "low_bit"):
+    if channels and _backend.use_triton(mean, FAMILY):
         kink = mean.new_empty(channels, dtype=wide)
         _launch_kink(*(None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)), kink)
         return kink
@@ -288,12 +282,18 @@ def _kink_by_aten(
     return mean - shift.repeat(channels // shift.numel()) / rstd
 
 
-@norm_kink.register_fake
-def _(x, mean, rstd, weight, bias, of_samples):
-    if _backend.lists_launches(mean, "low_bit"):
+def _fake_kink(x, mean, rstd, weight, bias, of_samples):
+    if _backend.lists_launches(mean, FAMILY):
         return kink_of(x, mean, rstd, weight, bias, of_samples)
     count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
     return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
+
+
+norm_kink = graph_op(
+    "norm_kink(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool of_samples) -> Tensor",
+    kink_of,
+    _fake_kink,
+)
 
 
 def _pack_signs(t: Tensor) -> Tensor:
@@ -307,27 +307,21 @@ def _pack_signs(t: Tensor) -> Tensor:
     return packed
 
 
-@torch.library.custom_op(
-    "fusedseg::bits_pack", mutates_args=(), schema="(Tensor t, int bits, SymInt[] stride) -> Tensor"
-)
-def bits_pack(t, bits, stride):
+def _bits_pack(t, bits, stride):
     t = _laid_out(t, stride).view(torch.uint8)
     if bits == 1:
         return _pack_signs(t)
     return torch.cat([_pack_signs(t & 1 << place) for place in range(bits)])
 
 
-@bits_pack.register_fake
-def _(t, bits, stride):
-    return t.new_empty(-(-t.numel() // 8) * bits, dtype=torch.uint8)
-
-
-@torch.library.custom_op(
-    "fusedseg::bits_unpack",
-    mutates_args=(),
-    schema="(Tensor packed, int bits, ScalarType dtype, SymInt[] size, SymInt[] stride) -> Tensor",
+bits_pack = graph_op(
+    "bits_pack(Tensor t, int bits, SymInt[] stride) -> Tensor",
+    _bits_pack,
+    fake=lambda t, bits, stride: t.new_empty(-(-t.numel() // 8) * bits, dtype=torch.uint8),
 )
-def bits_unpack(packed, bits, dtype, size, stride):
+
+
+def _bits_unpack(packed, bits, dtype, size, stride):
     t = torch.empty_strided(size, stride, dtype=torch.uint8, device=packed.device)
     for place, of_place in enumerate(packed.view(bits, -1)):
         for of_chunk, part in zip(of_place.split(CHUNK // 8), _flat(t).split(CHUNK), strict=True):
@@ -339,9 +333,11 @@ def bits_unpack(packed, bits, dtype, size, stride):
     return t.view(dtype)
 
 
-@bits_unpack.register_fake
-def _(packed, bits, dtype, size, stride):
-    return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+bits_unpack = graph_op(
+    "bits_unpack(Tensor packed, int bits, ScalarType dtype, SymInt[] size, SymInt[] stride) -> Tensor",
+    _bits_unpack,
+    fake=lambda packed, bits, dtype, size, stride: torch.empty_strided(size, stride, dtype=dtype, device=packed.device),
+)
 
 
 def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
@@ -353,10 +349,28 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         numel: the number of its elements.
         bits: the bits of an element.
     """
-    if target in (bits_pack._opoverload, bits_unpack._opoverload):
+    if target in (bits_pack, bits_unpack):
         # Chunks are larger than most tensors.
         return numel * (2 if bits == 1 else 3)
-    if target not in (round_op._opoverload, unpack_op._opoverload) or _backend.use_triton(value, "low_bit"):
+    if target not in (round_op, unpack_op) or _backend.use_triton(value, FAMILY):
         return 0
-    needed = reference.pack_workspace if target is round_op._opoverload else reference.unpack_workspace
+    needed = reference.pack_workspace if target is round_op else reference.unpack_workspace
     return needed(numel, value.dtype, value.device)
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    from ...kernels.low_bit import low_bit_kink, low_bit_pack, low_bit_unpack
+
+    of, key = torch.promote_types(dtype, torch.float32), 12345
+    for fmt, bits in (("contiguous", 8), ("contiguous", 4), ("channels_last", 4)):
+        x = image(SHAPE, dtype, device, fmt, 0)
+        kink = torch.linspace(-1.0, 1.0, SHAPE[1], dtype=of, device=device)
+        lines, flat = lines_of(x, "batch"), x.as_strided((x.numel(),), (1,))
+        found, expected = torch.empty_like(flat), torch.empty_like(flat)
+        low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
+        reference.unpack(reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)
+        yield Result(f"values ({fmt}, {bits} bits)", found, expected.double(), LOW_BIT_TOLERANCE)
+    mean, rstd = kink, kink + 2
+    low_bit_kink(mean, rstd, weight=rstd, bias=mean, kink=(found := torch.empty_like(kink)))
+    yield Result("kinks", found, mean.double() - mean.double() / rstd.double().square(), TOLERANCE[of])

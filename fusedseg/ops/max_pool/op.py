@@ -21,10 +21,13 @@ from ..check import HALF, check_dtype, check_input, has_values
 from ..conv.geometry import per_dimension
 from ..double_backward import refuse_batches
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
+from ..registry import Result, family, graph_op
+from ..self_test.cases import SHAPE, TOLERANCE, image, stock
 from . import reference
 from .windows import Pool
 
 OP = "fusedseg.max_pool"
+FAMILY = "pool"
 MAX_POSITIONS = 256
 
 
@@ -45,7 +48,7 @@ def _rows(x: Tensor) -> bool:
 
 def _is_computed(t: Tensor) -> bool:
     """Whether there is something to compute, or a launch to list.  Pieces of a fake tensor would take seconds."""
-    return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, "pool"))
+    return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, FAMILY))
 
 
 def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
@@ -73,7 +76,7 @@ def _forward_kind(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: 
     return x.shape, x.dtype, x.get_device(), codes is None, rows, pool
 
 
-@checked("pool", _forward_kind, _forward_results)
+@checked(FAMILY, _forward_kind, _forward_results)
 def _launch_forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_fwd
 
@@ -100,7 +103,7 @@ def _backward_kind(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool
     return dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool
 
 
-@checked("pool", _backward_kind, _backward_results)
+@checked(FAMILY, _backward_kind, _backward_results)
 def _launch_backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_bwd
 
@@ -117,7 +120,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
     if not _is_computed(x):
         return z, codes
-    if not _backend.use_triton(x, "pool"):
+    if not _backend.use_triton(x, FAMILY):
         reference.forward(x, z, codes, rows, pool)
         return z, codes
     _launch_forward(x, z, codes, rows, pool)
@@ -135,7 +138,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
     if not _is_computed(dx):
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
-    if not _backend.use_triton(dz, "pool"):
+    if not _backend.use_triton(dz, FAMILY):
         reference.backward(dz, codes, dx, rows, pool)
         return dx
     _launch_backward(dz, codes, dx, rows, pool)
@@ -189,20 +192,6 @@ def functional(x, *flat):
     return z, x.new_empty(0, dtype=torch.uint8) if codes is None else codes
 
 
-def _custom_op(name: str, function: Callable, schema: str) -> Any:
-    """Makes an op whose fake is the function itself, because it computes nothing for tensors without values."""
-    op = torch.library.custom_op(f"fusedseg::{name}", function, mutates_args=(), schema=schema)
-    op.register_fake(function)
-    return op
-
-
-max_pool_op = _custom_op("max_pool", functional, f"(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)")
-# Both ops are linear in their first argument, and each is the transpose of the other.
-LINEAR = f"(Tensor t, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
-max_pool_backward_op = _custom_op("max_pool_backward", backward, LINEAR)
-max_pool_pick_op = _custom_op("max_pool_pick", pick, LINEAR)
-
-
 def _setup_context(ctx, inputs, output):
     x, *pool, _ = inputs
     _, codes = output
@@ -228,9 +217,29 @@ def _transposed(transpose: Callable, ctx, t):
     return transpose(t, codes, ctx.size, ctx.rows, *ctx.pool), *(None,) * 8
 
 
-max_pool_op.register_autograd(_op_backward, setup_context=_setup_context)
-for _linear, _transpose in ((max_pool_backward_op, max_pool_pick_op), (max_pool_pick_op, max_pool_backward_op)):
-    _linear.register_autograd(partial(_transposed, _transpose), setup_context=_linear_setup_context)
+# The fakes are the functions themselves, because they compute nothing for tensors without values.
+max_pool_op = graph_op(
+    f"max_pool(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)",
+    functional,
+    gradient=(_op_backward, _setup_context),
+    row={"reads": "exact", "positions": True, "eager_keeps_input": True, "layout": "passes"},
+    served=True,
+)
+# Both ops are linear in their first argument, and each is the transpose of the other.
+LINEAR = f"(Tensor t, Tensor codes, SymInt[] size, bool rows, {WINDOW}) -> Tensor"
+max_pool_backward_op = graph_op(
+    f"max_pool_backward{LINEAR}",
+    backward,
+    gradient=(lambda ctx, t: _transposed(max_pool_pick_op, ctx, t), _linear_setup_context),
+    row={"reads": "follows", "cheap": False, "dense": True, "layout": "passes"},
+    served=True,
+)
+max_pool_pick_op: Any = graph_op(
+    f"max_pool_pick{LINEAR}",
+    pick,
+    gradient=(lambda ctx, t: _transposed(max_pool_backward_op, ctx, t), _linear_setup_context),
+    row={"reads": "follows", "cheap": False},
+)
 
 
 def parse_pool(
@@ -334,3 +343,22 @@ def pooled(op: str, x: Tensor, pool: Pool) -> Tensor:
     check(op, batch, pool)
     z = max_pool(batch, pool)
     return z if batch is x else z.squeeze(0)
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    from ...kernels.max_pool import max_pool_bwd, max_pool_fwd
+
+    for fmt, kernel, padding in (("contiguous", 2, 0), ("channels_last", 3, 1)):
+        x = image(SHAPE, dtype, device, fmt, 0)
+        dz = image((*SHAPE[:2], SHAPE[2] // 2, SHAPE[3] // 2), dtype, device, fmt, 1)
+        z, dx, rows = torch.empty_like(dz), torch.empty_like(x), fmt == "channels_last"
+        codes = torch.empty_like(dz, dtype=torch.uint8)
+        z64, dx64 = stock(partial(F.max_pool2d, kernel_size=kernel, stride=2, padding=padding), x, dy=dz)
+        geometry = ((2, 2), (padding, padding), (1, 1), 1)
+        max_pool_fwd(x, z, codes, rows, (kernel, kernel), geometry)
+        max_pool_bwd(dz, codes, dx, rows, (kernel, kernel), geometry)
+        # A pool picks values.  Its gradient adds the few windows of a position, and rounds their sum.
+        yield Result(f"z ({fmt}, {kernel}x{kernel})", z, z64, 0.0)
+        tolerance = 0.0 if kernel == 2 else TOLERANCE[dtype]
+        yield Result(f"dx ({fmt}, {kernel}x{kernel})", dx, dx64, tolerance)

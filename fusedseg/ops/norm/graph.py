@@ -13,7 +13,7 @@ The op changes no argument: it returns moved copies of the running statistics.  
 are.  ``NormCall`` and ``GradientCall`` name the arguments; nothing else knows their order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from ...activation import TABLE, Activation
 from .. import double_backward
 from ..layout import dense, like
+from ..registry import graph_op
 from . import passes
 from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
 from .kept import Kept
@@ -332,19 +333,6 @@ def _norm_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return _whole(_backward(call), call.dz, call.dz.dtype)
 
 
-def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
-    # The op takes tensors in any memory format, so a compiler need not copy them to that of the trace.
-    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    torch.library.impl(name, "default", run)
-
-
-RESULTS = f"({', '.join(['Tensor'] * 7)})"
-_define("fusedseg::norm", f"({ARGUMENTS}) -> {RESULTS}", _norm)
-_define("fusedseg::norm_backward", f"({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})", _norm_backward)
-norm_op = torch.ops.fusedseg.norm.default
-norm_backward_op = torch.ops.fusedseg.norm_backward.default
-
-
 def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """What generated code calls for a node that calls a plain norm or its gradient, and with which arguments.
 
@@ -359,8 +347,7 @@ def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     return None
 
 
-@torch.library.register_fake("fusedseg::norm")
-def _(*arguments):
+def _fake_norm(*arguments):
     call = NormCall.of_arguments(arguments)
     norm, (x, _), wide = call.norm, dense(call.x), stats_dtype(call.x)
     keeps_input, finds = norm.keep == "input", norm.own and call.mean is None
@@ -374,8 +361,7 @@ def _(*arguments):
     return _whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x, wide)
 
 
-@torch.library.register_fake("fusedseg::norm_backward")
-def _(*arguments):
+def _fake_norm_backward(*arguments):
     call = GradientCall.of_arguments(arguments)
     x, _ = dense(call.x)
     affine = (call.weight, call.bias) if call.affine else (None, None)
@@ -422,5 +408,21 @@ def _no_second_gradient(ctx, *unused: object) -> None:
     raise RuntimeError(double_backward.message(ctx.name))
 
 
-torch.library.register_autograd("fusedseg::norm", _gradient, setup_context=_setup_context)
-torch.library.register_autograd("fusedseg::norm_backward", _no_second_gradient, setup_context=_gradient_context)
+RESULTS = f"({', '.join(['Tensor'] * 7)})"
+# The norm is recomputed in a form of its own (``plan/recompute.py``).  Only plain norms have these rows.
+norm_op = graph_op(
+    f"norm({ARGUMENTS}) -> {RESULTS}",
+    _norm,
+    _fake_norm,
+    gradient=(_gradient, _setup_context),
+    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "passes"},
+    flexible=True,
+)
+norm_backward_op = graph_op(
+    f"norm_backward({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})",
+    _norm_backward,
+    _fake_norm_backward,
+    gradient=(_no_second_gradient, _gradient_context),
+    row={"reads": "norm", "cheap": False, "dense": True, "layout": "passes"},
+    flexible=True,
+)

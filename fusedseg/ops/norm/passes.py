@@ -73,7 +73,7 @@ def implementation_of(x: Tensor, act: Activation | None = None) -> Implementatio
     """The module that serves ``x``.  ``act=None`` asks without an activation."""
     # No kernel computes the gradient of a learned slope.
     learned = act is not None and TABLE[act.name].learned
-    return reference if learned or not _backend.use_triton(x, "norm") else triton
+    return reference if learned or not _backend.use_triton(x, triton.FAMILY) else triton
 
 
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:

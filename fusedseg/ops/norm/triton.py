@@ -1,17 +1,25 @@
 """The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
 
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..._backend import launching
 from ..at_size import checked
 from ..layout import Layout, layout_of, pitch_of
+from ..registry import Result, family
+from ..self_test.cases import EPS, FORMATS, MOMENTUM, SHAPE, SLOPE, TOLERANCE, image, parameters, stock
 from . import exact
 from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, move_running, variance_of
 from .kept import Kept
+
+FAMILY = "norm"
+# More parts of statistics than a program merges by itself (MAX_PARTIALS in kernels/launch.py), in the self-test.
+PARTS = 18
 
 
 @functools.cache
@@ -30,7 +38,7 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     return norm.over.by_sample(layout, x) if norm.over.of_samples else layout
 
 
-@checked("norm", exact.forward_kind, exact.forward, exact.before_forward)
+@checked(FAMILY, exact.forward_kind, exact.forward, exact.before_forward)
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
@@ -62,7 +70,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     return z, Statistics(mean, rstd, xhat)
 
 
-@checked("norm", exact.recompute_kind, exact.recompute, exact.before_recompute)
+@checked(FAMILY, exact.recompute_kind, exact.recompute, exact.before_recompute)
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     norm_act, _ = _kernels()
     x = given.x
@@ -75,7 +83,7 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
     return z
 
 
-@checked("norm", exact.backward_kind, exact.backward, exact.before_backward)
+@checked(FAMILY, exact.backward_kind, exact.backward, exact.before_backward)
 def backward(
     incoming: OutputGradient,
     given: Operands,
@@ -129,7 +137,7 @@ def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
     return pitch if pitch is not None and pitch * also.element_size() % 16 == 0 else None
 
 
-@checked("norm", exact.moments_kind, exact.moments)
+@checked(FAMILY, exact.moments_kind, exact.moments)
 def moments(x: Tensor) -> Tensor:
     from ...kernels.norm_stats import few, norm_stats
 
@@ -142,3 +150,79 @@ def moments(x: Tensor) -> Tensor:
 def _can_count(batches: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
     return batches is not None and batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device
+
+
+def _padded(parts: Tensor) -> Tensor:
+    """Parts of statistics or sums, (k, parts, C), with empty parts behind them."""
+    return torch.cat([parts, parts.new_zeros(parts.shape[0], PARTS - parts.shape[1], parts.shape[2])], 1)
+
+
+def _norm_float64(x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, slope: float) -> dict[str, Tensor]:
+    """Forward and backward of BatchNorm and a (leaky) ReLU, and the running statistics, which were zeros."""
+    mean, var = torch.zeros(2, x.shape[1], dtype=torch.float64)
+
+    def norm_act(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias, True, MOMENTUM, EPS), slope)
+
+    z, dx, dweight, dbias = stock(norm_act, x, weight, bias, dy=dz)
+    return {"z": z, "dx": dx, "dweight": dweight, "dbias": dbias, "running_mean": mean, "running_var": var}
+
+
+def _norm_by_kernels(
+    x: Tensor, dz: Tensor, weight: Tensor, bias: Tensor, act: tuple[str, float], split: bool
+) -> dict[str, Tensor]:
+    """The same results from the launchers.  LeakyReLU keeps its output, and ReLU its input.
+
+    ``split`` says that several programs share a channel, and that their statistics are merged by a kernel.
+    """
+    from ...kernels.norm_act import norm_act_fwd, norm_act_rebuild
+    from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
+    from ...kernels.norm_stats import norm_stats
+
+    layout, z = layout_of(x), torch.empty_like(x)
+    assert layout is not None
+    running = torch.zeros(2, x.shape[1], dtype=weight.dtype, device=x.device)
+    mean, rstd, _ = norm_act_fwd(
+        x, z, layout, weight, bias, running_mean=running[0], running_var=running[1], training=True,
+        momentum=MOMENTUM, eps=EPS, act=act, kept=None, partial=_padded(norm_stats(x, layout)) if split else None,
+        batches=torch.zeros((), dtype=torch.int64, device=x.device),
+    )  # fmt: skip
+    found = {"z": z, "running_mean": running[0], "running_var": running[1]}
+    saved, options = z, {"xhat_kept": None, "kept": None, "act": act}
+    if act[0] == "relu":
+        saved, options["mean"] = x, mean
+        found["z rebuilt"] = torch.empty_like(x)
+        norm_act_rebuild(x, found["z rebuilt"], layout, weight, bias, mean, rstd, act)
+    affine = weight, bias, rstd
+    sums = _padded(norm_act_bwd_sums(dz, saved, layout, *affine, **options)) if split else None
+    found["dx"], found["dweight"], found["dbias"] = norm_act_bwd(
+        dz, saved, layout, *affine, training=True, dparam_dtype=weight.dtype, sums=sums, **options
+    )
+    # In eval mode statistics are constants, so these gradients are the same for the same statistics.
+    _, found["dweight in eval mode"], found["dbias in eval mode"] = norm_act_bwd(
+        dz, saved, layout, *affine, training=False, dparam_dtype=weight.dtype, **options
+    )
+    # Two gradients of z, the second of which is a slice of channels.
+    half, wide = dz * 0.5, torch.cat([dz, dz * 0.5], 1)
+    wide = wide.contiguous(memory_format=FORMATS["channels_last" if layout.rows else "contiguous"])
+    also, pitch = (wide[:, dz.shape[1] :], wide.shape[1]) if layout.rows else (half, layout.C)
+    given = (half, saved, layout, *affine)
+    found["dx of two gradients"], *_ = norm_act_bwd(
+        *given, training=True, dparam_dtype=weight.dtype, also=also, pitch=pitch, **options
+    )
+    return found
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    for fmt, act in (("contiguous", ("leaky_relu", SLOPE)), ("channels_last", ("relu", 0.0))):
+        x, dz = (image(SHAPE, dtype, device, fmt, seed) for seed in (0, 1))
+        weight, bias = parameters(SHAPE[1], dtype, device)
+        expected = _norm_float64(x, dz, weight, bias, act[1])
+        expected["z rebuilt"] = expected["z"]
+        expected |= {f"{name} in eval mode": expected[name] for name in ("dweight", "dbias")}
+        expected["dx of two gradients"] = expected["dx"]
+        for split in (False, True):
+            way = "several programs a channel" if split else "one program a channel"
+            for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
+                yield Result(f"{what} ({fmt}, {way})", found, expected[what], TOLERANCE[dtype])

@@ -1,6 +1,7 @@
 """The launches of the kernels of losses, and how their results are compared with ``reference.py`` in float64."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,15 @@ from torch import Tensor
 
 from ... import _backend
 from ..at_size import FUNCTION, PART, Compared, Rounded, U, checked, growth
+from ..registry import Result, family
+from ..self_test.cases import SHAPE, TOLERANCE, image, stock
 from . import reference
 from .reference import Tile
-from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Sizes, SumsSpec
+from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Sizes, SumsSpec, sizes_of
+
+FAMILY = "sums"
+# Logits of classes that do not fit in one tile, in the self-test.
+MANY_CLASSES = (1, 300, 4, 8)
 
 
 def _kind(
@@ -70,7 +77,7 @@ def _forward_results(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...
         yield Rounded(exact[row], bound[row]).stored(torch.float32).near("sums", found[row])
 
 
-@checked("sums", _kind, _forward_results)
+@checked(FAMILY, _kind, _forward_results)
 def forward(x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec) -> Tensor:
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
@@ -108,7 +115,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         yield Rounded(exact, bound).stored(x.dtype).near("dx", flat[n, :, s])
 
 
-@checked("sums", _kind, _backward_results)
+@checked(FAMILY, _kind, _backward_results)
 def backward(
     x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, dsums: Tensor, dx: Tensor
 ) -> None:
@@ -133,9 +140,33 @@ def _argmax_kind(x: Tensor, labels: Tensor, sizes: Sizes) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.get_device(), labels.dtype, sizes.rows
 
 
-@checked("sums", _argmax_kind, _argmax_results)
+@checked(FAMILY, _argmax_kind, _argmax_results)
 def argmax(x: Tensor, labels: Tensor, sizes: Sizes) -> None:
     from ...kernels.segmentation_sums import segmentation_argmax
 
     with _backend.launching(x):
         segmentation_argmax(x, labels, sizes)
+
+
+def _sums_float64(x: Tensor, labels: Tensor) -> Tensor:
+    """The sums of ``segmentation_sums``, from stock functions."""
+    log_p = x.flatten(2).log_softmax(1)
+    p, y = log_p.exp(), torch.zeros_like(log_p).scatter_(1, labels.flatten(1)[:, None].long(), 1.0)
+    return torch.stack([(p * y).sum(2), p.sum(2), y.sum(2), -(log_p * y).sum(2), -log_p.sum(2)])
+
+
+@family(FAMILY)
+def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    from ...kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
+
+    spec = SumsSpec("softmax", "smoothed")
+    for fmt, shape in (("contiguous", SHAPE), ("channels_last", SHAPE), ("contiguous", MANY_CLASSES)):
+        x = image(shape, dtype, device, fmt, 0)
+        labels = image(shape, torch.float32, device, fmt, 1).argmax(1).short()
+        sizes, dx = sizes_of(x), torch.empty_like(x)
+        found = segmentation_sums_fwd(x, labels, None, sizes, spec)
+        segmentation_sums_bwd(torch.ones_like(found), x, labels, None, dx, sizes, spec)
+        sums, of_logits = stock(partial(_sums_float64, labels=labels.cpu()), x, dy=torch.ones_like(found))
+        what = f"({fmt}, {shape[1]} classes)"
+        yield Result(f"sums {what}", found, sums, TOLERANCE[found.dtype])
+        yield Result(f"dx {what}", dx, of_logits, TOLERANCE[dtype])

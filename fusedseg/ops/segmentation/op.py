@@ -23,7 +23,8 @@ from torch import Tensor
 from ... import _backend
 from .. import layout
 from ..check import wide_dtype
-from ..double_backward import differentiated_once, refuse_in_graphs
+from ..double_backward import differentiated_once, refused
+from ..registry import graph_op
 from . import launches, reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
@@ -55,7 +56,7 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
         with no_autocast(x):
             return reference.forward(given, spec)
     x, sizes = dense_logits(x)
-    if not _backend.use_triton(x, "sums"):
+    if not _backend.use_triton(x, launches.FAMILY):
         return reference.forward(given._replace(logits=x), spec)
     return launches.forward(x, given.target, given.mask, sizes, spec)
 
@@ -71,7 +72,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
     if dx.numel() == 0:
         return dx, None, None
     dsums = dsums.contiguous()
-    if not _backend.use_triton(x, "sums"):
+    if not _backend.use_triton(x, launches.FAMILY):
         reference.backward(dsums, given._replace(logits=x), spec, Grads(dx))
         return dx, None, None
     launches.backward(x, given.target, given.mask, sizes, spec, dsums, dx)
@@ -137,19 +138,13 @@ def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
     return _inputs(form, *args[:5]), SumsSpec(*args[8:])
 
 
-@torch.library.custom_op("fusedseg::segmentation_sums", mutates_args=(), schema=f"({_CALL}) -> Tensor")
-def sums_op(*args):
-    return forward(*_call(args))
-
-
 def _is_launched(given: SumsInputs) -> bool:
     """Whether a fake tensor's launches are listed."""
     x = given.logits
-    return isinstance(x, Tensor) and _backend.lists_launches(x, "sums")
+    return isinstance(x, Tensor) and _backend.lists_launches(x, launches.FAMILY)
 
 
-@sums_op.register_fake
-def _(*args):
+def _fake(*args):
     given, spec = _call(args)
     if _is_launched(given):
         return forward(given, spec)
@@ -157,22 +152,12 @@ def _(*args):
     return x.new_empty((ROWS, *given.logits.shape[:2]), dtype=sums_dtype(x, spec))
 
 
-@torch.library.custom_op(
-    "fusedseg::segmentation_sums_backward",
-    mutates_args=(),
-    schema=f"(Tensor dsums, bool[] needs, {_CALL}) -> (Tensor, Tensor, Tensor)",
-)
-def sums_backward_op(dsums, needs, *args):
-    """A gradient that is not needed is an empty tensor."""
-    return _gradients(dsums, needs, *args)
-
-
 def _gradients(dsums, needs, *args):
+    """A gradient that is not needed is an empty tensor."""
     return tuple(dsums.new_empty(0) if t is None else t for t in backward(dsums, *_call(args), tuple(needs)))
 
 
-@sums_backward_op.register_fake
-def _(dsums, needs, *args):
+def _fake_gradients(dsums, needs, *args):
     if _is_launched(_call(args)[0]):
         return _gradients(dsums, needs, *args)
     x, weight, bias = args[:3]
@@ -195,8 +180,18 @@ def _op_backward(ctx, dsums):
     return *grads, *(None,) * (2 + len(ctx.rest))
 
 
-sums_op.register_autograd(_op_backward, setup_context=_setup_context)
-refuse_in_graphs(sums_backward_op, OP)
+sums_op = graph_op(
+    f"segmentation_sums({_CALL}) -> Tensor",
+    lambda *args: forward(*_call(args)),
+    _fake,
+    gradient=(_op_backward, _setup_context),
+)
+sums_backward_op = graph_op(
+    f"segmentation_sums_backward(Tensor dsums, bool[] needs, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+    gradient=refused(OP),
+)
 
 
 def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ... import _backend
 from ..check import check_input, wide_dtype
+from ..registry import graph_op
 from . import launches, reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
@@ -68,7 +69,7 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
         return labels
     if isinstance(logits, Tensor):
         logits, sizes = dense_logits(logits)
-        if _backend.use_triton(logits, "sums"):
+        if _backend.use_triton(logits, launches.FAMILY):
             launches.argmax(logits, labels.view(sizes.N, sizes.S), sizes)
             return labels
     with no_autocast(x):
@@ -76,20 +77,21 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     return labels
 
 
-@torch.library.custom_op(
-    "fusedseg::conv_argmax",
-    mutates_args=(),
-    schema="(Tensor features, Tensor weight, Tensor? bias, SymInt[]? size, bool align_corners, ScalarType dtype, "
-    "ScalarType labels) -> Tensor",
-)
-def conv_argmax_op(features, weight, bias, size, align_corners, dtype, labels):
+def _conv_argmax(features, weight, bias, size, align_corners, dtype, labels):
     return labels_of(Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)), labels)
 
 
-@conv_argmax_op.register_fake
-def _(features, weight, bias, size, align_corners, dtype, labels):
+def _fake(features, weight, bias, size, align_corners, dtype, labels):
     N, _, *spatial = Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)).shape
     return features.new_empty(N, *spatial, dtype=labels)
+
+
+conv_argmax_op = graph_op(
+    "conv_argmax(Tensor features, Tensor weight, Tensor? bias, SymInt[]? size, bool align_corners, ScalarType dtype, "
+    "ScalarType labels) -> Tensor",
+    _conv_argmax,
+    _fake,
+)
 
 
 @torch.no_grad()

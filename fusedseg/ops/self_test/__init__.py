@@ -1,4 +1,5 @@
-"""The self-test of the Triton kernels at their first use.
+"""The self-test of families of kernels at their first use.
 
-``checks.py`` compares kernels with aten, and ``first_use.py`` decides by the results.
+Each op registers its test (``ops/registry.py``), with what tests share in ``cases.py``; ``first_use.py`` runs the tests
+and decides by the results.
 """

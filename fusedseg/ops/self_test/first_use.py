@@ -15,12 +15,17 @@ from typing import NamedTuple
 import torch
 
 from ... import _backend, _torch
-from .checks import INSTEAD, WrongResult, compare, compile_first
+from ..ahead import compile_kernels
+from ..registry import FAMILIES
 
 MORE = "python -m fusedseg doctor --gpu"
 REPORT = f"{MORE} --json fusedseg.json"
 TEXT_LENGTH = 300
 ATEN = "PyTorch's own ops take their place"
+
+
+class WrongResult(Exception):
+    """A kernel ran, and its result is not that of its reference."""
 
 
 class SelfTestResult(NamedTuple):
@@ -34,6 +39,29 @@ class SelfTestResult(NamedTuple):
 # The results that this process knows, for a family, a dtype and a model of GPU, and the lock of its threads.
 _known: dict[tuple[str, torch.dtype, str], SelfTestResult] = {}
 _deciding = threading.Lock()
+
+
+def compile_first(family: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels of a self-test in threads, before the test launches them one after the other."""
+    if FAMILIES[family].compiles:
+        compile_kernels(lambda _: list(FAMILIES[family].self_test(dtype, device)), (), device)
+
+
+def compare(family: str, dtype: torch.dtype, device: torch.device) -> float:
+    """Runs the self-test of a family, and returns the largest relative error of a result.
+
+    Raises:
+        WrongResult: a result is off by more than its tolerance.
+    """
+    results = list(FAMILIES[family].self_test(dtype, device))
+    # The results come to the host together, so that it waits for the device once.
+    expected = [of.expected.to(of.found.device) for of in results]
+    errors = [(of.found.double() - right).norm() / right.norm() for of, right in zip(results, expected, strict=True)]
+    for of, error in zip(results, torch.stack(errors).tolist(), strict=True):
+        # The condition is `not <=` instead of `>`, because NaN is no agreement either.
+        if not error <= of.tolerance:
+            raise WrongResult(f"{of.what} is off by {error:.1e} of its size, and {of.tolerance:.0e} is allowed")
+    return max(errors).item()
 
 
 @functools.cache
@@ -165,10 +193,11 @@ def short(dtype: torch.dtype) -> str:
 
 def message(family: str, dtype: torch.dtype, device: torch.device, result: SelfTestResult) -> str:
     """The warning about a failure: what failed, what happens now, how to see more, and what to attach to a report."""
-    what, instead = ("calls", INSTEAD[family]) if family in INSTEAD else ("Triton kernels", ATEN)
+    instead = FAMILIES[family].instead
+    what = "calls" if instead else "Triton kernels"
     return (
         f"fusedseg: the {what} of '{family}' in {short(dtype)} failed their self-test on "
-        f"{model_of(device)}, {result.kind}: {result.text}. {instead}, so results are right, and "
+        f"{model_of(device)}, {result.kind}: {result.text}. {instead or ATEN}, so results are right, and "
         f"training is slower. `{MORE}` shows more and tests again. Please report this, and attach the file "
         f"that `{REPORT}` writes. FUSEDSEG_SELF_TEST=0 runs the kernels without this test."
     )

@@ -1,0 +1,271 @@
+"""Wrong arguments: for each error, the call that raises it.  Its text names the op, the argument, and what it got.
+
+A check that ops share has its rows with one of them.  ``tests/ops/test_conv_abn_refused.py`` has the convolution.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusedseg
+from fusedseg import BatchNormAct, ConvABN2d, ConvABN3d, InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct
+from fusedseg.activation import INVERTIBLE
+from fusedseg.functional import (
+    ConvLogits,
+    argmax_labels,
+    inplace_abn,
+    inplace_group_norm_act,
+    inplace_instance_norm_act,
+    max_pool,
+    norm_act,
+    segmentation_sums,
+    upsample,
+)
+
+ones, rand = torch.ones, torch.randn
+
+
+def act(x=None, training=True, running=(None, None), **options):
+    return norm_act(rand(2, 64, 3, 3) if x is None else x, *running, training=training, **options)
+
+
+def abn(x=None, training=True, **options):
+    given = {"running_mean": None, "running_var": None, "weight": None, "bias": None} | options
+    return inplace_abn(rand(2, 64, 3, 3) if x is None else x, training=training, **given)
+
+
+def by_instance(*shape, **options):
+    return inplace_instance_norm_act(rand(*shape), **options)
+
+
+def by_group(*shape, groups=2, **options):
+    return inplace_group_norm_act(rand(*shape), groups, **options)
+
+
+def with_itself():
+    x = rand(2, 4, 3)
+    return inplace_group_norm_act(x, 2, residual=x.view(2, 4, 3))
+
+
+def pool(*window, x=(1, 1, 4, 4)):
+    return max_pool(rand(x) if isinstance(x, tuple) else x, *window)
+
+
+def sums(x=(2, 3, 4, 5), target=(2, 4, 5), *mask, **options):
+    x, target = (rand(t) if isinstance(t, tuple) else t for t in (x, target))
+    return segmentation_sums(x, target, *mask, **options)
+
+
+def logits(features=(2, 6, 5, 4), weight=(4, 6), bias=(4,), *size):
+    return ConvLogits(*(rand(t) if isinstance(t, tuple) else t for t in (features, weight, bias)), *size)
+
+
+def from_modules(conv, bn, *activation):
+    return ConvABN2d.from_modules(conv, bn, *activation)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *args: None)
+    return module
+
+
+CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+VALUES = {
+    "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
+    "norm_act: num_groups must be given for norm 'group' and for no other": lambda: act(norm="group"),
+    "num_groups must be given for norm 'group' and for no other, got .*2": lambda: act(num_groups=2),
+    "norm_act: norm 'group' has no running statistics":
+        lambda: act(running=(ones(64), ones(64)), norm="group", num_groups=2),
+    r"norm_act: expected more than 1 spatial element when training, got input size \(2, 64\)":
+        lambda: act(rand(2, 64), norm="instance"),
+    "norm_act: running_mean and running_var are needed when training is False":
+        lambda: act(norm="instance", training=False),
+    "norm_act: slope must be given for activation 'prelu' and for no other, got activation 'prelu'":
+        lambda: act(activation="prelu"),
+    "and for no other, got activation 'relu'": lambda: act(activation="relu", slope=ones(1)),
+    r"norm_act: slope must have shape \(64,\), one value per channel of x, got \(2,\)":
+        lambda: act(activation="prelu", slope=ones(2)),
+    "norm_act: activation must be one of leaky_relu, elu, .*got 'swish'": lambda: act(activation="swish"),
+    "norm_act: activation 'relu' has no parameter; leave activation_param out, got 0.1":
+        lambda: act(activation="relu", activation_param=0.1),
+    "norm_act: activation_param of gelu must be 'none' or 'tanh', its approximation, got 'erf'":
+        lambda: act(activation="gelu", activation_param="erf"),
+    r"inplace_abn: weight must have shape \(64,\), one value per channel of x, got \(32,\)":
+        lambda: abn(weight=ones(32)),
+    r"inplace_abn: bias must have shape \(64,\), one value per channel of x, got \(64, 1\)":
+        lambda: abn(bias=ones(64, 1)),
+    "inplace_abn: running_mean must be on cpu, the device of x, got meta":
+        lambda: abn(running_mean=ones(64, device="meta"), running_var=ones(64, device="meta")),
+    "inplace_abn: running_mean and running_var must be given together, got one of them":
+        lambda: abn(running_mean=ones(64)),
+    "inplace_abn: running_mean and running_var are needed when training is False, got None":
+        lambda: abn(training=False),
+    r"inplace_abn: expected more than 1 value per channel when training, got input size \(1, 64, 1, 1\)":
+        lambda: abn(rand(1, 64, 1, 1)),
+    "inplace_abn: x is a leaf that requires grad and would be overwritten":
+        lambda: abn(rand(2, 64, requires_grad=True)),
+    r"inplace_abn: x must not overlap itself, since it is overwritten, got shape \(2, 64, 3\)":
+        lambda: abn(rand(2, 64, 1).expand(2, 64, 3)),
+    "inplace_abn: x is one of several views made by one call":
+        lambda: abn((rand(4, 64, requires_grad=True) * 1).chunk(2)[0]),
+    r"inplace_abn: x must have shape \(N, C\) or \(N, C, \*spatial\), got \(64,\)": lambda: abn(ones(64)),
+    "inplace_abn: activation 'relu' cannot be inverted; use fusedseg.BatchNormAct, which is exact for it":
+        lambda: abn(activation="relu"),
+    r"inplace_abn: leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.BatchNormAct":
+        lambda: abn(activation_param=0.0),
+    f"inplace_abn: activation must be one of {', '.join(INVERTIBLE)}, got 'leaky_relu_0.01'":
+        lambda: abn(activation="leaky_relu_0.01"),
+    "inplace_instance_norm_act: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct":
+        lambda: by_instance(2, 4, 3, 3, activation="relu"),
+    r"leaky_relu with slope 0.0 cannot be inverted \(the slope must be > 0\); use fusedseg.GroupNormAct":
+        lambda: by_group(2, 4, 3, 3, activation_param=0.0),
+    "inplace_group_norm_act: num_groups must divide the number of channels, 4, got 3":
+        lambda: by_group(2, 4, 3, 3, groups=3),
+    "num_groups must divide .* got 0": lambda: by_group(2, 4, 3, groups=0),
+    r"inplace_instance_norm_act: expected more than 1 spatial element when training, got input size \(2, 4, 1, 1\)":
+        lambda: by_instance(2, 4, 1, 1),
+    r"expected more than 1 value per group when training, got input size \(1, 4\)": lambda: by_group(1, 4, groups=4),
+    r"fusedseg.inplace_abn: residual must have the shape of x, \(2, 4, 3\), got \(2, 4, 1\)":
+        lambda: abn(rand(2, 4, 3), residual=rand(2, 4, 1)),
+    "residual must be on cpu, the device of x, got meta":
+        lambda: by_instance(2, 4, 3, residual=rand(2, 4, 3, device="meta")),
+    "inplace_group_norm_act: residual shares memory with x, which is overwritten": with_itself,
+    "fusedseg.InPlaceABN: activation 'relu' cannot be": lambda: InPlaceABN(3, activation="relu"),
+    r"must have shape \(N, 3\) .* got \(2, 4, 5\)": lambda: InPlaceABN(3)(rand(2, 4, 5)),
+    "dims must be 1, 2 or 3, got 4": lambda: InPlaceABN(3).to_norm(4),
+    "fusedseg.InPlaceInstanceNormAct: activation 'relu' cannot be inverted; use fusedseg.InstanceNormAct":
+        lambda: InPlaceInstanceNormAct(3, activation="relu"),
+    "must be divisible by num_groups": lambda: InPlaceGroupNormAct(4, 6),
+    r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 4, 5\)":
+        lambda: InPlaceInstanceNormAct(3, affine=True)(rand(2, 4, 5)),
+    r"x must have shape \(N, 3\) with one to three spatial dimensions after it, got \(2, 3\)":
+        lambda: fusedseg.InstanceNormAct(3)(rand(2, 3)),
+    r"fusedseg.InPlaceGroupNormAct: x must have shape \(N, 4\) .* got \(2, 6, 5\)":
+        lambda: InPlaceGroupNormAct(2, 4)(rand(2, 6, 5)),
+    "num_slopes must be 1 for activation 'leaky_relu', .* got 3": lambda: fusedseg.InstanceNormAct(3, num_slopes=3),
+    "num_slopes must be 1 or .* 3, got 2": lambda: BatchNormAct(3, activation="prelu", num_slopes=2),
+    "slope must be given for activation": lambda: BatchNormAct.from_norm(nn.BatchNorm2d(3), "prelu"),
+    "bn must have 6 features, one per output channel, got 4": lambda: from_modules(CONV, nn.BatchNorm2d(4)),
+    "activation 'relu' cannot be inverted": lambda: from_modules(CONV, BN, "relu"),
+    "slope 0.0 cannot be inverted": lambda: from_modules(CONV, BN, "leaky_relu", 0.0),
+    r"2 spatial dimensions .* got \(4, 8, 8\)": lambda: ConvABN2d(4, 6, 3)(rand(4, 8, 8)),
+    r"fusedseg.ConvABN3d: .* got \(4,\)": lambda: ConvABN3d(4, 6, 3)(rand(4)),
+    r"3 spatial dimensions after it, got \(2, 4": lambda: ConvABN3d(4, 6, 3)(rand(2, 4, 8, 8)),
+    "fusedseg.ConvABN2d: conv_backend must be one of": lambda: ConvABN2d(4, 6, 3, conv_backend="x"),
+    "divisible by groups": lambda: ConvABN2d(4, 6, 3, groups=3),
+    r"JoinConv2d: x must have shape .*2 spatial.*got \(1, 3, 4\)":
+        lambda: fusedseg.nn.JoinConv2d(3, 2, 1)(rand(1, 3, 4)),
+    r"max_pool: padding must be at most half of kernel_size \(2, 2\), got \(2, 2\)": lambda: pool(2, 2, 2),
+    "max_pool: stride must be an integer >= 1, or 2 of them, got 0": lambda: pool(2, 0),
+    "kernel_size must be an integer >= 1, or 2 of them, got 0": lambda: pool(0),
+    "dilation must be an integer >= 1": lambda: pool(2, 2, 0, 0),
+    r"kernel_size \(9, 9\) with dilation \(1, 1\) does not fit in x \(1, 1, 4, 4\)": lambda: pool(9),
+    r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d": lambda: pool((17, 16)),
+    r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)": lambda: pool(2, x=(2, 0, 4, 4)),
+    r"max_pool: x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)": lambda: pool(2, x=(4, 4)),
+    r"upsample: .*1 to 3 spatial dimensions, got \(2, 2\)": lambda: upsample(ones(2, 2), size=2),
+    "upsample: one of size and scale_factor must be given, got None and None": lambda: upsample(ones(1, 1, 2)),
+    r"upsample: size must be positive, one number or 2, got \(3,\)": lambda: upsample(ones(1, 1, 2, 2), size=(3,)),
+    "upsample: scale_factor must be positive.* got -1.0": lambda: upsample(ones(1, 1, 2), scale_factor=-1.0),
+    r"sums: target must have shape \(2, 4, 5\) or \(2, 1, 4, 5\), .* got \(2, 5, 4\)": lambda: sums(target=(2, 5, 4)),
+    r"mask must have shape .* got \(2, 3, 4, 5\)": lambda: sums((2, 3, 4, 5), (2, 4, 5), ones(2, 3, 4, 5) > 0),
+    "probability must be one of softmax, .* positive, none, got 'relu'": lambda: sums(probability="relu"),
+    "likelihood must be one of softmax, smoothed, sigmoid, none, got 'ce'": lambda: sums(likelihood="ce"),
+    "likelihood must be none for probability 'argmax', got 'softmax'": lambda: sums(probability="argmax"),
+    "gamma must be 0, or above 0 with likelihood softmax or sigmoid, got -1": lambda: sums(gamma=-1.0),
+    "gamma must be 0, or above 0 with likelihood softmax or sigmoid, got 2":
+        lambda: sums(gamma=2.0, likelihood="smoothed"),
+    "target must be on cpu, the device of logits, got meta": lambda: sums(target=ones(2, 4, 5, device="meta")),
+    r"argmax_labels: logits must have at least one class, got \(2, 0, 3, 4\)": lambda: argmax_labels(rand(2, 0, 3, 4)),
+    r"features must have shape .* with up to three .* got \(6,\)": lambda: logits((6,)),
+    r"with up to three spatial dimensions, got \(2, 6, 1, 1, 5, 4\)": lambda: logits((2, 6, 1, 1, 5, 4)),
+    r"weight must have shape \(K, 6\) or \(K, 6, 1, ...\), .* got \(4, 5\)": lambda: logits(weight=(4, 5)),
+    r"weight must have shape .* got \(4, 6, 3, 3\)": lambda: logits(weight=(4, 6, 3, 3)),
+    "weight must be on cpu, the device of features, got meta": lambda: logits(weight=ones(4, 6, device="meta")),
+    r"bias must have shape \(4,\), one value per channel of .* got \(3,\)": lambda: logits(bias=(3,)),
+    r"size must be 2 positive integers for features .* got \(7,\)": lambda: logits((2, 6, 5, 4), (4, 6), (4,), (7,)),
+    r"target must have shape \(2, 7, 7\) or .* got \(2, 5, 4\)":
+        lambda: segmentation_sums(logits((2, 6, 5, 4), (4, 6), (4,), (7, 7)), torch.zeros(2, 5, 4)),
+    "ConvHead2d: scale_factor must be an integer >= 1, got 1.5": lambda: fusedseg.ConvHead2d(3, 2, scale_factor=1.5),
+    r"ConvHead3d: features must have shape \(N, 3\) with 3 spatial .* got \(1, 3, 4, 4\)":
+        lambda: fusedseg.ConvHead3d(3, 2)(rand(1, 3, 4, 4)),
+    **{
+        rf"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2.*{of}":
+            lambda options=options: fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
+        for of, options in {
+            "kernel_size=.3, 3": {"kernel_size": 3}, "stride=.2, 2": {"stride": 2}, "padding=.1, 1": {"padding": 1},
+            "groups=2": {"groups": 2},
+        }.items()
+    },
+}  # fmt: skip
+TYPES = {
+    "norm_act: slope must be a tensor, got float": lambda: act(activation="prelu", slope=0.25),
+    "norm_act: activation must be a string": lambda: act(activation=F.relu),
+    "must be a finite number, the alpha of elu, got True": lambda: act(activation="elu", activation_param=True),
+    "must be a finite number, .*got nan": lambda: act(activation="elu", activation_param=float("nan")),
+    "inplace_abn: weight must be torch.float32 for x of torch.float32, got torch.float16":
+        lambda: abn(weight=ones(64, dtype=torch.float16)),
+    "inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.int64": lambda: abn(ones(2, 64).long()),
+    "inplace_abn: x must be float16, bfloat16, float32 or float64, got torch.complex64":
+        lambda: abn(ones(2, 64, dtype=torch.complex64)),
+    # It was said to overlap itself.
+    r"inplace_abn: x must be dense, with layout torch.strided, got torch.sparse_coo; pass x.to_dense\(\)":
+        lambda: abn(ones(2, 64).to_sparse()),
+    "inplace_abn: activation_param must be a finite number, the slope of leaky_relu, got True":
+        lambda: abn(activation_param=True),
+    r"residual must be torch.float32, the dtype of x \(autocast casts it\), got torch.float64":
+        lambda: by_instance(2, 4, 3, residual=rand(2, 4, 3).double()),
+    "residual must be a tensor or None, got float": lambda: by_instance(2, 4, 3, residual=1.0),
+    "InPlaceABN: x must be float16, .* got torch.int32": lambda: InPlaceABN(3)(ones(2, 3, dtype=torch.int32)),
+    "InPlaceABN: dtype must be float16, .* got torch.complex64": lambda: InPlaceABN(3, dtype=torch.complex64),
+    "nn.BatchNorm3d, got GroupNorm": lambda: BatchNormAct(3).from_norm(nn.GroupNorm(1, 3)),
+    "conv must be an nn.Conv2d, got Linear": lambda: from_modules(nn.Linear(4, 6), BN),
+    "conv must be an nn.Conv2d, got LazyConv2d": lambda: from_modules(nn.LazyConv2d(6, 3), BN),
+    "conv must have no hooks": lambda: from_modules(hooked(nn.Conv2d(4, 6, 3)), BN),
+    "conv must have no hook": lambda: from_modules(nn.utils.spectral_norm(nn.Conv2d(4, 6, 3)), BN),
+    "bn must have no hooks": lambda: from_modules(CONV, hooked(nn.BatchNorm2d(6))),
+    "norm must be one of .*, got GroupNorm": lambda: from_modules(CONV, nn.GroupNorm(2, 6)),
+    "norm must be one of .*, got SyncBatchNorm": lambda: from_modules(CONV, nn.SyncBatchNorm(6)),
+    "conv_weight must be torch.float16": lambda: ConvABN2d(4, 6, 3)(ones(2, 4, 8, 8).half()),
+    "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
+    "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
+    "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
+    "upsample: x must be float16, .* got torch.int64": lambda: upsample(ones(1, 1, 2, 2).long(), size=2),
+    "ignore_index must be an integer or None, got 1.5": lambda: sums(ignore_index=1.5),
+    "segmentation_sums: x must be float16, .* got torch.int64": lambda: sums(ones(2, 3, 4, 5).long()),
+    "target must be a tensor, got list": lambda: sums(target=[1]),
+    "target must be bool, integer or floating point, got torch.complex64": lambda: sums(target=ones(2, 4, 5).cfloat()),
+    "ConvLogits: features must be a tensor, got list": lambda: logits([1]),
+    "features must be float16, .* got torch.int64": lambda: logits(ones(2, 6, 5, 4).long()),
+    "weight must be torch.float32, the dtype of features, got torch.float16": lambda: logits(weight=ones(4, 6).half()),
+    "align_corners must be True or False, got None": lambda: logits((2, 6, 5, 4), (4, 6), (4,), (7, 7), None),
+    "weight must be torch.float16, the dtype of features, got torch.float32":
+        lambda: fusedseg.ConvHead2d(3, 2)(rand(1, 3, 4, 4).half()),
+    "ConvHead3d.from_conv: conv must be an nn.Conv3d, got Conv2d":
+        lambda: fusedseg.ConvHead3d.from_conv(nn.Conv2d(3, 2, 1)),
+    "conv must be an nn.Conv2d, got ConvHead2d": lambda: fusedseg.ConvHead2d.from_conv(fusedseg.ConvHead2d(3, 2)),
+}  # fmt: skip
+CASES = [
+    (error, text, call) for error, rows in ((ValueError, VALUES), (TypeError, TYPES)) for text, call in rows.items()
+]
+
+
+@pytest.mark.parametrize(("error", "text", "call"), CASES, ids=[f"{error.__name__}-{text}" for error, text, _ in CASES])
+def test_refused(error, text, call):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_head_is_not_scripted():
+    with pytest.raises(RuntimeError, match=r"ConvHead2d: torch.jit.script cannot compile"):
+        torch.jit.script(fusedseg.ConvHead2d(3, 2))
+
+
+def test_a_refused_call_leaves_everything_as_it_was(backend, device):
+    module, x = InPlaceABN(3, device=device), rand(1, 3, 1, 1, device=device)
+    before = x.clone()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        module(x)
+    assert torch.equal(x, before)
+    assert module.num_batches_tracked == 0
