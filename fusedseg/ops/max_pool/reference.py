@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
     size, count = tuple(x.shape[2:]), tuple(z.shape[2:])
     edges: list[int] = []
-    windows = []
+    windows: list[list[EllipsisType | slice]] = [[Ellipsis]]
     for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True):
         edges = [p, max(0, (c - 1) * s + (k - 1) * d + 1 - p - n), *edges]
         windows.append([slice(at * d, at * d + (c - 1) * s + 1, s) for at in range(k)])
@@ -54,7 +55,7 @@ def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) 
         padded = F.pad(x_part, edges, value=-math.inf) if any(edges) else x_part
         value = torch.empty_like(z_part)
         for code, window in enumerate(itertools.product(*windows)):
-            found = padded[(..., *window)]
+            found = padded[window]
             if code == 0:
                 z_part.copy_(found)
             else:
