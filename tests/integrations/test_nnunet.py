@@ -319,10 +319,14 @@ def compare(stock, outputs, targets, tolerance):
             torch.testing.assert_close(grad, other, rtol=tolerance, atol=tolerance)
 
 
+# nnU-Net looks for a trainer in all of its modules, and this one imports timm.
+ALL_TRAINERS = "nnunetv2.training.nnUNetTrainer.primus.primus_trainers"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The folders of a preprocessed dataset, as environment variables of nnU-Net's commands."""
-    pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
+    framework(ALL_TRAINERS)
     pytest.importorskip("nilearn", reason="needs the demo's images: pip install -e '.[demo]'")
     from tests.integrations.nnunet_dataset import write_raw
 
@@ -396,7 +400,7 @@ print(predictor.network.eval()(torch.linspace(-1, 1, 512).view(1, 1, 8, 8, 8)).d
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
     """Every trainer that ``nnunet-trainers`` offers, with plans of ReLU; nnU-Net's predictor builds the network."""
-    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
+    framework(ALL_TRAINERS)
     nnunet_ddp.folders(tmp_path)
     trainer = nnunet_ddp.initialized(name, "InstanceNorm3d", "torch.nn.ReLU")
     share = dict(zip(("data", "target"), nnunet_ddp.batch(), strict=True))
@@ -419,7 +423,7 @@ def test_a_checkpoint_predicts_without_fusedseg(name, tmp_path):
 @pytest.mark.parametrize("end", ["", "ChannelsLast", "Budget", "Bits8", "Bits4"])
 def test_nnunets_own_steps_compiled(end, tmp_path, monkeypatch):
     """Twenty steps of nnU-Net's own ``train_step`` in float64 through the backend, and a validation; ``aten``."""
-    framework("nnunetv2.training.nnUNetTrainer.nnUNetTrainer")
+    framework(ALL_TRAINERS)
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
     # A graph from the compiler's cache is not counted, and two variants have equal graphs.
