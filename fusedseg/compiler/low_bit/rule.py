@@ -41,14 +41,20 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import FACTOR, FIRST, FOLLOWS, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
 # Gradients of activations that are linear between kinks.
 BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
-# Sums, and products with one factor, which is steady.
-SUMS = ("add", "mul", "div", "clone", "_to_copy", "convert_element_type")
+# Gradients of activations, whose slopes are bounded.
+BOUNDED = {row.backward for row in ROWS if row.backward}
+# Those that read the result, whose size is set.
+OF_RESULTS = ("sigmoid_backward", "tanh_backward")
+CASTS = ("clone", "_to_copy", "convert_element_type")
+# How steady a gradient is: whether the factors since the last end are bounded beside each other, within each row, or
+# not at all.
+STEADY, IN_ROWS, UNSTEADY = 0, 1, 2
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -57,11 +63,9 @@ def is_predicate(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
-def _is_steady(factor: Any, product: fx.Node) -> bool:
-    """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
-    if is_tensor(factor) and size_of(factor) * SMALL > size_of(product):
-        return False
-    stack, seen = [factor] if is_tensor(factor) else [], set[fx.Node]()
+def _is_of_arguments(value: fx.Node) -> bool:
+    """Whether a value follows from arguments of the graph without a convolution or a matrix product: a parameter."""
+    stack, seen = [value], set[fx.Node]()
     while stack:
         one = stack.pop()
         if one.op == "call_function" and (row_of(one).compute_intensive or not is_op(one)):
@@ -71,6 +75,17 @@ def _is_steady(factor: Any, product: fx.Node) -> bool:
     return True
 
 
+def is_floating_point(node: fx.Node) -> bool:
+    return is_tensor(node) and value_of(node).is_floating_point()
+
+
+def _is_steady(factor: Any, product: fx.Node) -> bool:
+    """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
+    if not is_tensor(factor):
+        return True
+    return size_of(factor) * SMALL <= size_of(product) and _is_of_arguments(factor)
+
+
 def _is_linear(node: fx.Node) -> bool:
     """Whether a node is linear in what it reads, but for steady factors, sizes and positions."""
     row = row_of(node)
@@ -78,7 +93,7 @@ def _is_linear(node: fx.Node) -> bool:
         first, second = node.args[:2]
         is_product = name_of(node) == "mul" and _is_steady(first, node)
         return "rounding_mode" not in node.kwargs and (is_product or _is_steady(second, node))
-    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, FIRST) and not row.kinks)
+    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -95,11 +110,12 @@ def _is_of_rows(norm: fx.Node) -> bool:
     return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
 
 
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a copy is a sum of copies, for each of which a norm has statistics of the same planes."""
+def _keeps_planes(node: fx.Node) -> bool:
+    """Whether each plane of a copy is one of the planes that it follows."""
     if is_view(node):
         return hinted(value_of(node)).shape[:2] == hinted(value_of(node_at(node, 0))).shape[:2]
-    return name_of(node) in SUMS or row_of(node).layout == PASSES
+    row = row_of(node)
+    return name_of(node) in CASTS or (row.layout == PASSES and row.reads == FOLLOWS)
 
 
 def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
@@ -124,7 +140,8 @@ class Rule:
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        curved: the gradients for which ops that are not linear have come since the last end.
+        levels: how steady each gradient is; STEADY if it is not named.
+        sized: the values of forward of which norms have set the size.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -132,7 +149,8 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.curved: set[fx.Node] = set()
+        self.levels: dict[fx.Node, int] = {}
+        self.sized: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
@@ -142,6 +160,8 @@ class Rule:
         return set()
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
+        if node not in self.joint.backward and self._is_sized(node):
+            self.sized.add(node)
         if node in self.rounded.bits:
             self.roots[node] = {node}
             return set()
@@ -159,6 +179,19 @@ class Rule:
             return copied
         self.roots[node] = copied
         return exact
+
+    def _is_sized(self, node: fx.Node) -> bool:
+        """Whether a norm has set the size of a value: no input of the graph makes it large."""
+        row, norm = row_of(node), NormCall.of(node)
+        if row.statistics == 1 and row.reads != FOLLOWS:
+            return norm is None or bool(norm.norm.own)
+        tensors = [source for source in node.all_input_nodes if not is_tensor(source) or is_floating_point(source)]
+        sized = [source for source in tensors if source in self.sized]
+        if row.reads == SUM:
+            return bool(sized) and all(source in self.sized or _is_of_arguments(source) for source in tensors)
+        if is_op(node) and not (calls_view(node) or row.positions or row.reads in (FOLLOWS, MIXES, SLOPE, FACTOR)):
+            return False
+        return bool(sized) and len(sized) == len(tensors) and not (row.reads == FACTOR and len(sized) > 1)
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
@@ -178,11 +211,12 @@ class Rule:
         row = row_of(call)
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
-        if row.reads == SLOPE:
+        is_sized = all(source in self.sized for source in self.sources(node) if source in self.roots)
+        if row.reads == SLOPE and is_sized:
             self._give_more_bits(copied)
             return set()
-        follows = _is_linear(call) or (row.reads == FOLLOWS and self._has_exact_sign(node))
-        return set() if follows else {node}
+        is_linear = _is_linear(call) and (row.reads != MIXES or is_sized)
+        return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
         if isinstance(form, recompute.MaxPool | recompute.Dropout):
@@ -193,13 +227,13 @@ class Rule:
         return self._norm(call_node(node), self._read(form.x))
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
-        """What must be exact or packed so that a norm or its gradient may read x: a root, or a sum of roots."""
+        """What must be exact or packed so that a norm or its gradient may read x: a root, or planes of roots."""
         if _is_of_rows(norm):
             return self._norm_of_rows(norm, x) if x in self.roots else set()
         stack = [x] if x in self.roots else []
         while stack:
             one = stack.pop()
-            if one in self.found.recomputed and _is_sum(one):
+            if one not in self.rounded.bits and one in self.found.recomputed and _keeps_planes(one):
                 stack += [source for source in self.sources(one) if source in self.roots]
                 continue
             unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
@@ -226,38 +260,50 @@ class Rule:
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
         row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        is_curved = any(source in self.curved for source in sources)
+        level = max((self.levels.get(source, STEADY) for source in sources), default=STEADY)
         if row.reads == NORM:
-            return self._norm(node, self._read(node.args[1]))
-        if row.reads == SUM:
-            return set() if self._is_weight_gradient(node) else copied
-        if copied and not (noise or is_curved) and _is_of_a_factor(node):
+            return self._gradient_of_norm(node, noise, level)
+        if row.reads == SUM and self._is_end(node, copied):
             return set()
-        if self._has_exact_sign(node) or (_is_linear(node) and (row.reads == FIRST or not copied)):
-            self.noise[node] = noise
-            if is_curved:
-                self.curved.add(node)
+        if copied and level < UNSTEADY and _is_of_a_factor(node):
             return set()
-        self.curved.add(node)
-        if row.reads == SLOPE and not noise and not (copied and is_curved):
+        if copied and level < UNSTEADY and row.reads == SLOPE and self._has_bounded_slope(node):
             self._give_more_bits(copied)
-            self.noise[node] = copied
-            return set()
+            return self._note(node, noise | copied, level)
+        is_linear = _is_linear(node) or name_of(node) in BOUNDED
+        if (is_linear and (row.reads == FIRST or not copied)) or self._has_exact_sign(node):
+            return self._note(node, noise, level)
         if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
             self.rounded.branching.add(node)
             return set()
-        return copied | noise
+        return copied | self._note(node, noise, UNSTEADY) | noise
 
-    def _is_weight_gradient(self, node: fx.Node) -> bool:
-        """Whether a convolution or a matrix product of backward reads copies for the gradient of a weight alone."""
-        factors = [self._read(factor) for factor in node.all_input_nodes]
-        if name_of(node) != "convolution_backward":
-            return not any(factor in self.roots for factor in factors) or _is_returned(node)
-        # The second result is the gradient of the weight.  The first one reads the weight.
-        results = [user for user in node.users if user.args[1] == 1]
-        return self._read(node.args[2]) not in self.roots and (
-            factors[1] not in self.roots or all(map(_is_returned, results))
-        )
+    def _note(self, node: fx.Node, noise: set[fx.Node], level: int) -> set[fx.Node]:
+        self.noise[node], self.levels[node] = noise, level
+        return set()
+
+    def _gradient_of_norm(self, node: fx.Node, noise: set[fx.Node], level: int) -> set[fx.Node]:
+        x, own = self._read(node.args[1]), IN_ROWS if _is_of_rows(node) else STEADY
+        exact = self._of([x]) if level > own else self._norm(node, x)
+        if own == IN_ROWS:
+            # Rows have other scales than the planes of these roots.
+            exact |= noise & self.rounded.units.keys()
+        self._note(node, noise | self._of([x]), max(level, own))
+        return exact
+
+    def _has_bounded_slope(self, node: fx.Node) -> bool:
+        """Whether a norm has set the size of what an activation reads, or the activation reads its own result."""
+        return name_of(node) in OF_RESULTS or self._read(node.args[1]) in self.sized
+
+    def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
+        """Whether a convolution or a matrix product has a weight, and reads copies for the weight's gradient alone."""
+        if name_of(node) == "convolution_backward":
+            # The second result is the gradient of the weight.  The first one reads the weight.
+            results = [user for user in node.users if user.args[1] == 1]
+            is_copy = self._read(node.args[1]) in self.roots
+            return _is_of_arguments(self._read(node.args[2])) and (not is_copy or all(map(_is_returned, results)))
+        factors = [self._read(factor) for factor in node.all_input_nodes if factor not in self.joint.backward]
+        return _is_returned(node) or (not copied and any(map(_is_of_arguments, factors)))
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
