@@ -75,8 +75,10 @@ def _is_of_arguments(value: fx.Node) -> bool:
     return True
 
 
-def is_floating_point(node: fx.Node) -> bool:
-    return is_tensor(node) and value_of(node).is_floating_point()
+def _is_constant(value: fx.Node) -> bool:
+    """Whether a value is a number, or does not depend on the size of what the graph is given, as predicates do."""
+    is_whole = is_tensor(value) and not value_of(value).is_floating_point()
+    return is_whole or (value.op == "call_function" and not value.all_input_nodes)
 
 
 def _is_steady(factor: Any, product: fx.Node) -> bool:
@@ -185,7 +187,7 @@ class Rule:
         row, norm = row_of(node), NormCall.of(node)
         if row.statistics == 1 and row.reads != FOLLOWS:
             return norm is None or bool(norm.norm.own)
-        tensors = [source for source in node.all_input_nodes if not is_tensor(source) or is_floating_point(source)]
+        tensors = [source for source in node.all_input_nodes if not _is_constant(source)]
         sized = [source for source in tensors if source in self.sized]
         if row.reads == SUM:
             return bool(sized) and all(source in self.sized or _is_of_arguments(source) for source in tensors)
