@@ -261,7 +261,8 @@ _PRODUCTS = (
     # The numerator alone may be packed.
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
-    *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
+    # A row may be far smaller than others, and its gradient so much larger.
+    *_each(EXACT, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
     *_each(NORM, "fusedseg::norm_backward", cheap=False, dense=True, layout=PASSES),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip

@@ -32,7 +32,6 @@ from ..graph import (
     hinted,
     is_op,
     is_tensor,
-    items_of,
     name_of,
     node_at,
     reads_size_alone,
@@ -49,12 +48,7 @@ from ..plan.keep import Decision, call_node, is_view
 BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
-# Those that read the result, whose size is set.
-OF_RESULTS = ("sigmoid_backward", "tanh_backward")
 CASTS = ("clone", "_to_copy", "convert_element_type")
-# How steady a gradient is: whether the factors since the last end are bounded beside each other, within each row, or
-# not at all.
-STEADY, IN_ROWS, UNSTEADY = 0, 1, 2
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -108,10 +102,6 @@ def _is_of_a_factor(node: fx.Node) -> bool:
     return row_of(node).reads == FACTOR and name_of(node) == "mul" and _is_returned(node)
 
 
-def _is_of_rows(norm: fx.Node) -> bool:
-    return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
-
-
 def _keeps_planes(node: fx.Node) -> bool:
     """Whether each plane of a copy is one of the planes that it follows."""
     if is_view(node):
@@ -142,7 +132,7 @@ class Rule:
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        levels: how steady each gradient is; STEADY if it is not named.
+        unsteady: the gradients for which a factor has come since then that is not bounded.
         sized: the values of forward of which norms have set the size.
     """
 
@@ -151,7 +141,7 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.levels: dict[fx.Node, int] = {}
+        self.unsteady: set[fx.Node] = set()
         self.sized: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
@@ -183,17 +173,18 @@ class Rule:
         return exact
 
     def _is_sized(self, node: fx.Node) -> bool:
-        """Whether a norm has set the size of a value: no input of the graph makes it large."""
+        """Whether a norm or a bounded function has set the size of a value: no input of the graph makes it large."""
         row, norm = row_of(node), NormCall.of(node)
-        if row.statistics == 1 and row.reads != FOLLOWS:
+        if (row.statistics == 1 and row.reads != FOLLOWS) or name_of(node) in ("sigmoid", "tanh"):
             return norm is None or bool(norm.norm.own)
         tensors = [source for source in node.all_input_nodes if not _is_constant(source)]
         sized = [source for source in tensors if source in self.sized]
         if row.reads == SUM:
             return bool(sized) and all(source in self.sized or _is_of_arguments(source) for source in tensors)
-        if is_op(node) and not (calls_view(node) or row.positions or row.reads in (FOLLOWS, MIXES, SLOPE, FACTOR)):
-            return False
-        return bool(sized) and len(sized) == len(tensors) and not (row.reads == FACTOR and len(sized) > 1)
+        if row.reads == FACTOR:
+            return sized == tensors == [node.args[0]]
+        follows = calls_view(node) or not is_op(node) or row.positions or row.reads in (FOLLOWS, MIXES, SLOPE)
+        return bool(sized) and len(sized) == len(tensors) and follows
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
@@ -230,8 +221,6 @@ class Rule:
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
         """What must be exact or packed so that a norm or its gradient may read x: a root, or planes of roots."""
-        if _is_of_rows(norm):
-            return self._norm_of_rows(norm, x) if x in self.roots else set()
         stack = [x] if x in self.roots else []
         while stack:
             one = stack.pop()
@@ -239,22 +228,12 @@ class Rule:
                 stack += [source for source in self.sources(one) if source in self.roots]
                 continue
             unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
-            is_packed = one in self.rounded.bits and one not in self.rounded.rows
-            if unit is None or not (is_packed or one in self.found.recomputed):
+            if unit is None or not (one in self.rounded.bits or one in self.found.recomputed):
                 return self._of([one])
             if one not in self.rounded.bits:
                 return {one}
             self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
         return set()
-
-    def _norm_of_rows(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
-        """What must be exact or packed so that a layer or RMS norm, or its gradient, may read x: a root."""
-        made = call_node(node_at(norm, 3)) if "backward" in name_of(norm) else norm
-        statistics = {item for place, item in items_of(made).items() if place > 0}
-        again = (statistics | {x}) & self.found.recomputed.keys()
-        first = self.rounded.rows.setdefault(x, made) if x in self.rounded.bits else made
-        alike = (first.target, first.args[:2], first.args[-1]) == (made.target, made.args[:2], made.args[-1])
-        return again if again or (alike and x not in self.rounded.units) else self._of([x])
 
     def _give_more_bits(self, roots: set[fx.Node]) -> None:
         self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in roots})
@@ -262,40 +241,24 @@ class Rule:
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
         row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        level = max((self.levels.get(source, STEADY) for source in sources), default=STEADY)
-        if row.reads == NORM:
-            return self._gradient_of_norm(node, noise, level)
-        if row.reads == SUM and self._is_end(node, copied):
-            return set()
-        if copied and level < UNSTEADY and _is_of_a_factor(node):
-            return set()
-        if copied and level < UNSTEADY and row.reads == SLOPE and self._has_bounded_slope(node):
-            self._give_more_bits(copied)
-            return self._note(node, noise | copied, level)
+        is_steady, exact = self.unsteady.isdisjoint(sources), set[fx.Node]()
+        if (row.reads == SUM and self._is_end(node, copied)) or (copied and is_steady and _is_of_a_factor(node)):
+            return exact
         is_linear = _is_linear(node) or name_of(node) in BOUNDED
-        if (is_linear and (row.reads == FIRST or not copied)) or self._has_exact_sign(node):
-            return self._note(node, noise, level)
-        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
-            self.rounded.branching.add(node)
-            return set()
-        return copied | self._note(node, noise, UNSTEADY) | noise
-
-    def _note(self, node: fx.Node, noise: set[fx.Node], level: int) -> set[fx.Node]:
-        self.noise[node], self.levels[node] = noise, level
-        return set()
-
-    def _gradient_of_norm(self, node: fx.Node, noise: set[fx.Node], level: int) -> set[fx.Node]:
-        x, own = self._read(node.args[1]), IN_ROWS if _is_of_rows(node) else STEADY
-        exact = self._of([x]) if level > own else self._norm(node, x)
-        if own == IN_ROWS:
-            # Rows have other scales than the planes of these roots.
-            exact |= noise & self.rounded.units.keys()
-        self._note(node, noise | self._of([x]), max(level, own))
+        if row.reads == NORM:
+            noise, exact = noise | copied, self._norm(node, self._read(node.args[1])) if is_steady else copied
+        elif copied and row.reads == SLOPE and is_steady and self._read(node.args[1]) in self.sized:
+            noise = noise | copied
+            self._give_more_bits(copied)
+        elif not self._has_exact_sign(node) and not (is_linear and (row.reads == FIRST or not copied)):
+            if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+                self.rounded.branching.add(node)
+                return exact
+            is_steady, exact = False, copied | noise
+        self.noise[node] = noise
+        if not is_steady:
+            self.unsteady.add(node)
         return exact
-
-    def _has_bounded_slope(self, node: fx.Node) -> bool:
-        """Whether a norm has set the size of what an activation reads, or the activation reads its own result."""
-        return name_of(node) in OF_RESULTS or self._read(node.args[1]) in self.sized
 
     def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
         """Whether a convolution or a matrix product has a weight, and reads copies for the weight's gradient alone."""
@@ -313,8 +276,8 @@ class Rule:
         if source is None:
             return False
         if name_of(source) == "relu" and source in self.rounded.bits:
-            # 0 is a value of the grid, but for the grid of rows.
-            return not any(map(_is_of_rows, source.users))
+            # 0 is a value of the grid.
+            return True
         source = bent(source)
         norm = recompute.form_of(source) if source in self.found.recomputed else None
         if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
@@ -322,7 +285,7 @@ class Rule:
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
             x = node_at(x, 0)
-        if x not in self.rounded.bits or x in self.rounded.rows or self.rounded.kinks.get(x, norm) != norm:
+        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, unit = hinted(value_of(x)), "plane" if norm.of_samples else "batch"
         unit = max(unit, self.rounded.units.get(x, ""))
