@@ -1,19 +1,18 @@
 """The rule of what backward may compute from packed values: the column ``reads`` of ``op_table.py`` in a graph.
 
-A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  So |v~ - v| <= a h for a
-copy v, where h are the steps of its roots, and a depends on no input.
+A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*, with an error of at most
+a h, where h are their steps, and a depends on no input.
 
-* **Copies** read other copies by FOLLOWS, by FACTOR with a number or a parameter, and by SLOPE.  An activation that is
-  linear on both sides of a kink follows if its side is known exactly.
-* **Norms** read roots alone.  Of a batch, instance or group norm, groups lie inside of what has the same statistics
-  (``Rounded.units``).  The root of a layer or RMS norm is packed as x^ = (x - mean) rstd (``Rounded.rows``): |x^| is at
-  most the root of the length of a row, and so is the error of x^, whatever the groups are.  They are adjacent rows of
-  a channel.  So sums of gradients over rows that are nearly equal have small errors too.
-* **Gradients.**  An activation may bring errors to a gradient where only linear ops have come since the last *end*: a
-  norm, a convolution or a matrix product with a weight.  Only linear ops may follow until the next end.  So the error
-  stays a h |g| for each element, and no factor is large just where the gradient is small.  At an end a gradient becomes
-  a sum over many values, and errors and gradients are scaled alike.
-* **Parameters.**  A sum of products of a gradient and a copy is returned: no op reads it that is not linear.
+* **Copies** read copies by FOLLOWS, and by FACTOR with a number or a parameter.  MIXES and SLOPE read *sized* values: a
+  norm has set their size, so no input makes h large beside the width of a slope or beside a sum.  A function with a
+  kink follows if the side is known exactly.
+* **Ends** are convolutions and matrix products with a weight.  They read copies for its gradient, a sum of g v~ with
+  the error of the sum of g e, and nothing reads that sum.
+* **Between two ends** a gradient meets packed values or *unsteady* factors, in any order, and never both.  A norm and
+  an activation that read packed values bring an error of at most a h |g|.  Other factors are bounded, so it stays that,
+  and the weights at both ends have as large an error anyway.  All else is unsteady: a factor may be large just where
+  the gradient is small, or sums may leave little of it.
+* **Norms** over planes or channels read roots whose groups lie inside of what has the same statistics.
 """
 
 from collections.abc import Iterable
@@ -70,7 +69,7 @@ def _is_of_arguments(value: fx.Node) -> bool:
 
 
 def _is_constant(value: fx.Node) -> bool:
-    """Whether a value is a number, or does not depend on the size of what the graph is given, as predicates do."""
+    """Whether a value reads nothing, or is an integer or a predicate."""
     is_whole = is_tensor(value) and not value_of(value).is_floating_point()
     return is_whole or (value.op == "call_function" and not value.all_input_nodes)
 
@@ -95,11 +94,6 @@ def _is_linear(node: fx.Node) -> bool:
 def _is_returned(node: fx.Node) -> bool:
     """Whether linear ops alone read a node, and nothing reads the last ones."""
     return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
-
-
-def _is_of_a_factor(node: fx.Node) -> bool:
-    """Whether a gradient is that of a parameter which is a factor of a value."""
-    return row_of(node).reads == FACTOR and name_of(node) == "mul" and _is_returned(node)
 
 
 def _keeps_planes(node: fx.Node) -> bool:
@@ -146,10 +140,7 @@ class Rule:
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
-        for node in self.joint.graph.nodes:
-            if exact := self._visit(node):
-                return exact
-        return set()
+        return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
         if node not in self.joint.backward and self._is_sized(node):
@@ -212,12 +203,11 @@ class Rule:
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
-        if isinstance(form, recompute.MaxPool | recompute.Dropout):
-            return set()
-        if isinstance(form, recompute.BatchNorm) or (isinstance(form, recompute.NormActForm) and form.rstd is None):
-            # It would find the statistics of rounded values.
-            return set() if isinstance(form, recompute.NormActForm) and not form.norm.own else {node}
-        return self._norm(call_node(node), self._read(form.x))
+        if isinstance(form, recompute.NormActForm) and form.rstd is not None:
+            return self._norm(call_node(node), self._read(form.x))
+        # A norm would find the statistics of rounded values.
+        has_own = form.norm.own if isinstance(form, recompute.NormActForm) else isinstance(form, recompute.BatchNorm)
+        return {node} if has_own else set()
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
         """What must be exact or packed so that a norm or its gradient may read x: a root, or planes of roots."""
@@ -242,7 +232,9 @@ class Rule:
         """What must be exact so that backward may compute a gradient."""
         row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
         is_steady, exact = self.unsteady.isdisjoint(sources), set[fx.Node]()
-        if (row.reads == SUM and self._is_end(node, copied)) or (copied and is_steady and _is_of_a_factor(node)):
+        # The gradient of a parameter that is a factor is a sum too.
+        is_of_factor = copied and is_steady and name_of(node) == "mul" and _is_returned(node)
+        if is_of_factor or (row.reads == SUM and self._is_end(node, copied)):
             return exact
         is_linear = _is_linear(node) or name_of(node) in BOUNDED
         if row.reads == NORM:
