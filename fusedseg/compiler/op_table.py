@@ -24,8 +24,10 @@ Function = Callable[..., Any]
 # at most the step h of the value's group, which is range / (2**bits - 1), or twice that in groups with both signs.
 # ``low_bit/rule.py`` applies the column to graphs, and docs/low_bits.md has the proofs.
 #
-# The result is linear in its arguments, and follows them: an error of a e, a being the weights of a mean or a sum;
+# The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one: an error e;
 FOLLOWS = "follows"
+# so it is, but summands may cancel each other.  A sum follows values of which norms have set the size;
+MIXES = "mixes"
 # so it is in its first argument; of the others it reads sizes and positions;
 FIRST = "first"
 # a product: an error of a e, if the other factor a is a number or a parameter;
@@ -36,9 +38,9 @@ SUM = "sum"
 # the gradient of a norm.  With statistics that are constant in each group, the error is at most s (2 + s) of the root
 # mean square of the gradient, where s is the step of the normalised values;
 NORM = "norm"
-# an activation f with a bounded slope, or its gradient g f'(v~), in 8 bits.  The errors are at most L e, and
-# min(M h, 1.2) g: (L, M) = (1.10, .50) for SiLU, (1.13, .80) for GELU, (1.09, .65) for Mish.  The gradients of sigmoid
-# and tanh read the result: (.25, .10) and (1, .77);
+# an activation f with a bounded slope, or its gradient g f'(v~), in 8 bits, where a norm has set the size of v.  The
+# errors are at most L e, and min(M h, 1.2) g: (L, M) = (1.10, .50) for SiLU, (1.13, .80) for GELU, (1.09, .65) for
+# Mish.  The gradients of sigmoid and tanh read the result, whose size is set: (.25, .10) and (1, .77);
 SLOPE = "slope"
 # not at all: it needs exact values.  So do all functions without a row;
 EXACT = "exact"
@@ -77,8 +79,8 @@ class OpRow:
     """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    reads: how it reads packed values: FOLLOWS, FIRST, FACTOR, SUM, NORM, SLOPE, EXACT or FORM; of a function with
-        ``kinks``, how it reads them between these.
+    reads: how it reads packed values: FOLLOWS, MIXES, FIRST, FACTOR, SUM, NORM, SLOPE, EXACT or FORM; of a function
+        with ``kinks``, how it reads them between these.
     ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
         "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
@@ -262,16 +264,17 @@ _PRODUCTS = (
     # The numerator alone may be packed.
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
-    *_each(NORM, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
+    # A row may be far smaller than others, and its gradient so much larger.
+    *_each(EXACT, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 
 _LINEAR = (
     OpRow(
-        "add", FOLLOWS, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
+        "add", MIXES, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
         commutative=True,
     ),
-    OpRow("sub", FOLLOWS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
+    OpRow("sub", MIXES, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
     OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
@@ -299,16 +302,16 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(FOLLOWS, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
+    *_each(MIXES, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
     OpRow(
-        "avg_pool", FOLLOWS, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+        "avg_pool", MIXES, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
     OpRow(
-        "adaptive_avg_pool", FOLLOWS, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+        "adaptive_avg_pool", MIXES, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
         _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
     OpRow(
-        "interpolate", FOLLOWS,
+        "interpolate", MIXES,
         (
             "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
             "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
@@ -321,8 +324,9 @@ _LINEAR = (
         "dropout", FOLLOWS, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(FOLLOWS, "rsub", "neg", "where", "masked_fill"),
-    *_each(FOLLOWS, "sum", "mean", inductor=READS, layout=ANY),
+    *_each(FOLLOWS, "neg"),
+    *_each(MIXES, "rsub", "where", "masked_fill"),
+    *_each(MIXES, "sum", "mean", inductor=READS, layout=ANY),
     *_each(FOLLOWS, "repeat", "index", "_unsafe_index", inductor=INSIDE),
     *_each(FOLLOWS, "broadcast_in_dim"),
     # Inductor's call that lays a tensor out in given strides.

@@ -123,15 +123,13 @@ def test_signs_are_exact_where_samples_have_as_many_groups_as_there_are_channels
     torch.testing.assert_close(*found)
 
 
-def test_a_layer_norm_is_rebuilt_from_its_statistics():
-    """Its output was kept beside its input."""
+def test_a_layer_norm_reads_exact_values():
+    """Behind rows of zeros, its gradient was wrong by a factor of a million.  Its output is not kept."""
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8))
     x = torch.randn(128, 32)
-    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(torch.empty(128, 64), "plane", 4) + 2 * 128 * 4
+    assert kept(net, compiled(net, bits=4), [x]) <= 128 * 64 * 4 + 2 * 128 * 4
     torch._dynamo.reset()
-    found = error_of(net, [x], 4, 32)
-    assert found.size > 0
-    assert found.bias < MOST
+    assert error_of(net, [x], 4, 2).size < 1e-12
 
 
 POOLS = {

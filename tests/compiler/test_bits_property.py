@@ -17,10 +17,13 @@ from tests.hunt.pieces import IMAGE, TOKENS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = {**pieces.BY_HAND, **pieces.OF_IMAGES, **pieces.OF_TOKENS}
-# Each of them was wrong when values were packed unless a list of exceptions spoke against it; the last one also when
-# groups of a layer norm were rows.  Gradients of rows that are nearly equal cancel each other in sums over rows, and
-# independent errors do not.
-SEEDS = (3, 5, 10, 17, 19, 23, 24, 32, 45, 58, 63, 70, 322)
+# Each of them was wrong with an earlier rule.  The first ones: values were packed unless a list of exceptions spoke
+# against it.  From 322 on: norms read packed values although a quotient had made the gradient large in a few places
+# (411, 2312, 2502, 2476), activations read values of any size (2566, 3740), and copies followed sums whose terms nearly
+# cancel each other (3606, 3920).
+SEEDS = (3, 17, 24, 45, 63, 322, 411, 2312, 2502, 2566, 3606, 3920)
+# Of the same kinds; eager mode's gradients are 1e200 (3175), or nothing but rounding (3850).
+MORE = (5, 10, 19, 23, 32, 58, 70, 414, 506, 625, 2365, 2476, 3005, 3124, 3175, 3558, 3740, 3850, 3912)
 # What was wrong then, by its name: the shape of the input, what stands behind the first layer, and a piece.
 FEW = ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
 NAMED = {
@@ -31,7 +34,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE)])
 def test_random_programs(seed):
     assert judged(pieces.network(seed)) == Verdict("same")
 

@@ -22,6 +22,7 @@ from fusedseg.compiler.op_table import (
     FLAG,
     FOLLOWS,
     FORM,
+    MIXES,
     NORM,
     OF_OP,
     PASSES,
@@ -221,11 +222,11 @@ def test_the_ops_are_those_of_the_trace(row, call):
             assert is_cheap(node) == row.cheap
 
 
-@each(lambda row: row.reads in (FOLLOWS, FIRST, FACTOR, SUM) and not row.kinks)
+@each(lambda row: row.reads in (FOLLOWS, MIXES, FIRST, FACTOR, SUM) and not row.kinks)
 def test_linear_functions_are_right_on_average(row, name, function):
     whole, spec = tree_flatten(arguments(name))
     varied = [place for place, arg in enumerate(whole) if is_varied(arg) and place in VARIED.get(name, range(99))]
-    for changed in [varied] if row.reads in (FOLLOWS, FIRST) else [[place] for place in varied]:
+    for changed in [varied] if row.reads in (FOLLOWS, MIXES, FIRST) else [[place] for place in varied]:
         other = [torch.randn_like(arg) if place in changed else arg for place, arg in enumerate(whole)]
         middle = [(arg + other[place]) / 2 if place in changed else arg for place, arg in enumerate(whole)]
         results = [run(function, tree_unflatten(given, spec)) for given in (whole, other, middle)]
@@ -310,7 +311,7 @@ def test_rows_agree_about_an_op():
                 if column.name not in OF_FUNCTIONS and said != column.default:
                     assert vars(first)[column.name] == said, (op, column.name)
     assert len({row.name for row in ROWS}) == len(ROWS)
-    assert {row.reads for row in ROWS} == {EXACT, FACTOR, FIRST, FOLLOWS, FORM, NORM, SLOPE, SUM}
+    assert {row.reads for row in ROWS} == {EXACT, FACTOR, FIRST, FOLLOWS, FORM, MIXES, NORM, SLOPE, SUM}
 
 
 def test_rms_norms_on_a_gpu_have_the_row_of_layer_norms():

@@ -35,8 +35,6 @@ class Rounded:
         bits: for each kept node the bits of a value.
         units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
         kinks: for some of these nodes the norm that reads them and whose sign is exact.
-        rows: for some of these nodes the layer or RMS norm that reads them, without whose weight and bias its result is
-            packed in their place.
         integers: the kept nodes with masks or small integers, and the bits of a value.
         branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
             decided.
@@ -45,7 +43,6 @@ class Rounded:
     bits: dict[fx.Node, int] = field(default_factory=dict)
     units: dict[fx.Node, str] = field(default_factory=dict)
     kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
-    rows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
     branching: set[fx.Node] = field(default_factory=set)
 
@@ -113,8 +110,8 @@ class _Choice:
             if node in self.rounded.bits:
                 self.exact.add(node)
                 del self.rounded.bits[node]
-                for notes in (self.rounded.kinks, self.rounded.units, self.rounded.rows):
-                    notes.pop(node, None)
+                self.rounded.kinks.pop(node, None)
+                self.rounded.units.pop(node, None)
             else:
                 self._answer(node)
         return bool(exact)

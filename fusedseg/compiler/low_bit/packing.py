@@ -1,19 +1,17 @@
 """What is packed, written into the graph: the nodes that pack and unpack, and what a step costs with them."""
 
-import functools
 import operator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...memory.step_bytes import StepBytes
 from ...ops.low_bit import graph as ops
 from ...ops.low_bit.graph import unpack_op
-from ...ops.low_bit.spec import FEWEST_OF_TOKENS, SMOOTH_BITS
+from ...ops.low_bit.spec import SMOOTH_BITS
 from .. import passes
-from ..graph import Joint, behind, call, form_in, hinted, items_of, size_of, twin_of, value_of
+from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
 from ..plan import keep, nearly_free
 from ..plan.choose import Choice, Choices
 from ..plan.keep import KEEP, RECOMPUTE, call_node
@@ -21,8 +19,6 @@ from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
 from ..plan.schedule import LOWEST
 from .choose_bits import Rounded, bits_of, settled
-
-aten = torch.ops.aten
 
 
 class Storage:
@@ -33,7 +29,6 @@ class Storage:
         self.packed: dict[fx.Node, tuple[Any, ...]] = {}
         self.packing: list[fx.Node] = []
         self.made: dict[fx.Node, fx.Node] = {}
-        self.rows: dict[fx.Node, tuple[fx.Node, Any]] = {}
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
         order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
         key = call(graph, ops.rounding_key, seed, before=first) if rounded.bits else None
@@ -46,17 +41,13 @@ class Storage:
                 unpack = ops.bits_unpack
                 self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
-            bits, unit, kink, value = rounded.bits[node], rounded.units.get(node, ""), None, node
-            if node in rounded.rows:
-                self.rows[node] = (rounded.rows[node], size)
-                value, unit = _normed(graph, node, rounded.rows[node], after)
-                size, stride = form_in(graph, value, after)
+            bits, unit, kink = rounded.bits[node], rounded.units.get(node, ""), None
             if node in rounded.kinks:
                 norm = rounded.kinks[node]
                 after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = self._pack(call(graph, ops.norm_kink, *of_norm, before=after))
-            given = (value, bits, key, place, kink, unit, stride)
+            given = (node, bits, key, place, kink, unit, stride)
             codes = self._pack(call(graph, ops.round_op, *given, before=after))
             results = [self._pack(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
             self.packed[node] = (unpack_op, *results, kink, bits, unit, size, stride)
@@ -64,35 +55,12 @@ class Storage:
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""
         if node not in self.made:
-            unpacked = call(self.graph, *self.packed[node], before=before)
-            self.made[node] = self._with_rows(node, unpacked, before) if node in self.rows else unpacked
+            self.made[node] = call(self.graph, *self.packed[node], before=before)
         return self.made[node]
 
     def _pack(self, node: fx.Node) -> fx.Node:
         self.packing.append(node)
         return node
-
-    def _with_rows(self, node: fx.Node, normed: fx.Node, before: fx.Node) -> fx.Node:
-        """The values of rows whose mean is not 0 and whose variance is not 1."""
-        (norm, size), make = self.rows[node], functools.partial(call, self.graph, before=before)
-        *mean, rstd = [item for place, item in sorted(items_of(norm).items()) if place > 0]
-        normed = make(aten.view.default, normed, list(size))
-        rows = make(aten.addcdiv.default, *mean, normed, rstd) if mean else make(aten.div.Tensor, normed, rstd)
-        dtype = value_of(node).dtype
-        if value_of(rows).dtype == dtype:
-            return rows
-        return make(torch.ops.prims.convert_element_type.default, rows, dtype)
-
-
-def _normed(graph: fx.Graph, node: fx.Node, norm: fx.Node, before: fx.Node) -> tuple[fx.Node, str]:
-    """Normalised rows, (rows, channels), and the unit of groups: rows of a channel, if there are enough of them."""
-    target: Any = norm.target
-    _, shape, *affine, eps = norm.args
-    made = call(graph, target, node, shape, *(None for _ in affine), eps, before=before)
-    normed = call(graph, operator.getitem, made, 0, before=before)
-    width = form_in(graph, node, before)[0][-1]
-    normed = call(graph, aten.view.default, normed, [-1, width], before=before)
-    return normed, "batch" if hinted(value_of(normed)).shape[0] >= FEWEST_OF_TOKENS else ""
 
 
 def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: StepBytes) -> Choice:

@@ -1,19 +1,18 @@
 """The rule of what backward may compute from packed values: the column ``reads`` of ``op_table.py`` in a graph.
 
-A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  So |v~ - v| <= a h for a
-copy v, where h are the steps of its roots, and a depends on no input.
+A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*, with an error of at most
+a h, where h are their steps, and a depends on no input.
 
-* **Copies** read other copies by FOLLOWS, by FACTOR with a number or a parameter, and by SLOPE.  An activation that is
-  linear on both sides of a kink follows if its side is known exactly.
-* **Norms** read roots alone.  Of a batch, instance or group norm, groups lie inside of what has the same statistics
-  (``Rounded.units``).  The root of a layer or RMS norm is packed as x^ = (x - mean) rstd (``Rounded.rows``): |x^| is at
-  most the root of the length of a row, and so is the error of x^, whatever the groups are.  They are adjacent rows of
-  a channel.  So sums of gradients over rows that are nearly equal have small errors too.
-* **Gradients.**  An activation may bring errors to a gradient where only linear ops have come since the last *end*: a
-  norm, a convolution or a matrix product with a weight.  Only linear ops may follow until the next end.  So the error
-  stays a h |g| for each element, and no factor is large just where the gradient is small.  At an end a gradient becomes
-  a sum over many values, and errors and gradients are scaled alike.
-* **Parameters.**  A sum of products of a gradient and a copy is returned: no op reads it that is not linear.
+* **Copies** read copies by FOLLOWS, and by FACTOR with a number or a parameter.  MIXES and SLOPE read *sized* values: a
+  norm has set their size, so no input makes h large beside the width of a slope or beside a sum.  A function with a
+  kink follows if the side is known exactly.
+* **Ends** are convolutions and matrix products with a weight.  They read copies for its gradient, a sum of g v~ with
+  the error of the sum of g e, and nothing reads that sum.
+* **Between two ends** a gradient meets packed values or *unsteady* factors, in any order, and never both.  A norm and
+  an activation that read packed values bring an error of at most a h |g|.  Other factors are bounded, so it stays that,
+  and the weights at both ends have as large an error anyway.  All else is unsteady: a factor may be large just where
+  the gradient is small, or sums may leave little of it.
+* **Norms** over planes or channels read roots whose groups lie inside of what has the same statistics.
 """
 
 from collections.abc import Iterable
@@ -32,7 +31,6 @@ from ..graph import (
     hinted,
     is_op,
     is_tensor,
-    items_of,
     name_of,
     node_at,
     reads_size_alone,
@@ -41,14 +39,15 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import FACTOR, FIRST, FOLLOWS, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
 # Gradients of activations that are linear between kinks.
 BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
-# Sums, and products with one factor, which is steady.
-SUMS = ("add", "mul", "div", "clone", "_to_copy", "convert_element_type")
+# Gradients of activations, whose slopes are bounded.
+BOUNDED = {row.backward for row in ROWS if row.backward}
+CASTS = ("clone", "_to_copy", "convert_element_type")
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -57,11 +56,9 @@ def is_predicate(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
-def _is_steady(factor: Any, product: fx.Node) -> bool:
-    """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
-    if is_tensor(factor) and size_of(factor) * SMALL > size_of(product):
-        return False
-    stack, seen = [factor] if is_tensor(factor) else [], set[fx.Node]()
+def _is_of_arguments(value: fx.Node) -> bool:
+    """Whether a value follows from arguments of the graph without a convolution or a matrix product: a parameter."""
+    stack, seen = [value], set[fx.Node]()
     while stack:
         one = stack.pop()
         if one.op == "call_function" and (row_of(one).compute_intensive or not is_op(one)):
@@ -71,6 +68,19 @@ def _is_steady(factor: Any, product: fx.Node) -> bool:
     return True
 
 
+def _is_constant(value: fx.Node) -> bool:
+    """Whether a value reads nothing, or is an integer or a predicate."""
+    is_whole = is_tensor(value) and not value_of(value).is_floating_point()
+    return is_whole or (value.op == "call_function" and not value.all_input_nodes)
+
+
+def _is_steady(factor: Any, product: fx.Node) -> bool:
+    """Whether a factor is a number, or is much smaller than the product and follows from arguments of the graph."""
+    if not is_tensor(factor):
+        return True
+    return size_of(factor) * SMALL <= size_of(product) and _is_of_arguments(factor)
+
+
 def _is_linear(node: fx.Node) -> bool:
     """Whether a node is linear in what it reads, but for steady factors, sizes and positions."""
     row = row_of(node)
@@ -78,7 +88,7 @@ def _is_linear(node: fx.Node) -> bool:
         first, second = node.args[:2]
         is_product = name_of(node) == "mul" and _is_steady(first, node)
         return "rounding_mode" not in node.kwargs and (is_product or _is_steady(second, node))
-    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, FIRST) and not row.kinks)
+    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -86,20 +96,12 @@ def _is_returned(node: fx.Node) -> bool:
     return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
 
 
-def _is_of_a_factor(node: fx.Node) -> bool:
-    """Whether a gradient is that of a parameter which is a factor of a value."""
-    return row_of(node).reads == FACTOR and name_of(node) == "mul" and _is_returned(node)
-
-
-def _is_of_rows(norm: fx.Node) -> bool:
-    return "layer_norm" in name_of(norm) or "rms_norm" in name_of(norm)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a copy is a sum of copies, for each of which a norm has statistics of the same planes."""
+def _keeps_planes(node: fx.Node) -> bool:
+    """Whether each plane of a copy is one of the planes that it follows."""
     if is_view(node):
         return hinted(value_of(node)).shape[:2] == hinted(value_of(node_at(node, 0))).shape[:2]
-    return name_of(node) in SUMS or row_of(node).layout == PASSES
+    row = row_of(node)
+    return name_of(node) in CASTS or (row.layout == PASSES and row.reads == FOLLOWS)
 
 
 def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
@@ -124,7 +126,8 @@ class Rule:
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        curved: the gradients for which ops that are not linear have come since the last end.
+        unsteady: the gradients for which a factor has come since then that is not bounded.
+        sized: the values of forward of which norms have set the size.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -132,16 +135,16 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.curved: set[fx.Node] = set()
+        self.unsteady: set[fx.Node] = set()
+        self.sized: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
-        for node in self.joint.graph.nodes:
-            if exact := self._visit(node):
-                return exact
-        return set()
+        return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
+        if node not in self.joint.backward and self._is_sized(node):
+            self.sized.add(node)
         if node in self.rounded.bits:
             self.roots[node] = {node}
             return set()
@@ -159,6 +162,20 @@ class Rule:
             return copied
         self.roots[node] = copied
         return exact
+
+    def _is_sized(self, node: fx.Node) -> bool:
+        """Whether a norm or a bounded function has set the size of a value: no input of the graph makes it large."""
+        row, norm = row_of(node), NormCall.of(node)
+        if (row.statistics == 1 and row.reads != FOLLOWS) or name_of(node) in ("sigmoid", "tanh"):
+            return norm is None or bool(norm.norm.own)
+        tensors = [source for source in node.all_input_nodes if not _is_constant(source)]
+        sized = [source for source in tensors if source in self.sized]
+        if row.reads == SUM:
+            return bool(sized) and all(source in self.sized or _is_of_arguments(source) for source in tensors)
+        if row.reads == FACTOR:
+            return sized == tensors == [node.args[0]]
+        follows = calls_view(node) or not is_op(node) or row.positions or row.reads in (FOLLOWS, MIXES, SLOPE)
+        return bool(sized) and len(sized) == len(tensors) and follows
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
@@ -178,47 +195,35 @@ class Rule:
         row = row_of(call)
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
-        if row.reads == SLOPE:
+        is_sized = all(source in self.sized for source in self.sources(node) if source in self.roots)
+        if row.reads == SLOPE and is_sized:
             self._give_more_bits(copied)
             return set()
-        follows = _is_linear(call) or (row.reads == FOLLOWS and self._has_exact_sign(node))
-        return set() if follows else {node}
+        is_linear = _is_linear(call) and (row.reads != MIXES or is_sized)
+        return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
-        if isinstance(form, recompute.MaxPool | recompute.Dropout):
-            return set()
-        if isinstance(form, recompute.BatchNorm) or (isinstance(form, recompute.NormActForm) and form.rstd is None):
-            # It would find the statistics of rounded values.
-            return set() if isinstance(form, recompute.NormActForm) and not form.norm.own else {node}
-        return self._norm(call_node(node), self._read(form.x))
+        if isinstance(form, recompute.NormActForm) and form.rstd is not None:
+            return self._norm(call_node(node), self._read(form.x))
+        # A norm would find the statistics of rounded values.
+        has_own = form.norm.own if isinstance(form, recompute.NormActForm) else isinstance(form, recompute.BatchNorm)
+        return {node} if has_own else set()
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
-        """What must be exact or packed so that a norm or its gradient may read x: a root, or a sum of roots."""
-        if _is_of_rows(norm):
-            return self._norm_of_rows(norm, x) if x in self.roots else set()
+        """What must be exact or packed so that a norm or its gradient may read x: a root, or planes of roots."""
         stack = [x] if x in self.roots else []
         while stack:
             one = stack.pop()
-            if one in self.found.recomputed and _is_sum(one):
+            if one not in self.rounded.bits and one in self.found.recomputed and _keeps_planes(one):
                 stack += [source for source in self.sources(one) if source in self.roots]
                 continue
             unit = _unit(norm, hinted(value_of(x)), hinted(value_of(one)))
-            is_packed = one in self.rounded.bits and one not in self.rounded.rows
-            if unit is None or not (is_packed or one in self.found.recomputed):
+            if unit is None or not (one in self.rounded.bits or one in self.found.recomputed):
                 return self._of([one])
             if one not in self.rounded.bits:
                 return {one}
             self.rounded.units[one] = max(unit, self.rounded.units.get(one, ""))
         return set()
-
-    def _norm_of_rows(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
-        """What must be exact or packed so that a layer or RMS norm, or its gradient, may read x: a root."""
-        made = call_node(node_at(norm, 3)) if "backward" in name_of(norm) else norm
-        statistics = {item for place, item in items_of(made).items() if place > 0}
-        again = (statistics | {x}) & self.found.recomputed.keys()
-        first = self.rounded.rows.setdefault(x, made) if x in self.rounded.bits else made
-        alike = (first.target, first.args[:2], first.args[-1]) == (made.target, made.args[:2], made.args[-1])
-        return again if again or (alike and x not in self.rounded.units) else self._of([x])
 
     def _give_more_bits(self, roots: set[fx.Node]) -> None:
         self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in roots})
@@ -226,38 +231,36 @@ class Rule:
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
         row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        is_curved = any(source in self.curved for source in sources)
+        is_steady, exact = self.unsteady.isdisjoint(sources), set[fx.Node]()
+        # The gradient of a parameter that is a factor is a sum too.
+        is_of_factor = copied and is_steady and name_of(node) == "mul" and _is_returned(node)
+        if is_of_factor or (row.reads == SUM and self._is_end(node, copied)):
+            return exact
+        is_linear = _is_linear(node) or name_of(node) in BOUNDED
         if row.reads == NORM:
-            return self._norm(node, self._read(node.args[1]))
-        if row.reads == SUM:
-            return set() if self._is_weight_gradient(node) else copied
-        if copied and not (noise or is_curved) and _is_of_a_factor(node):
-            return set()
-        if self._has_exact_sign(node) or (_is_linear(node) and (row.reads == FIRST or not copied)):
-            self.noise[node] = noise
-            if is_curved:
-                self.curved.add(node)
-            return set()
-        self.curved.add(node)
-        if row.reads == SLOPE and not noise and not (copied and is_curved):
+            noise, exact = noise | copied, self._norm(node, self._read(node.args[1])) if is_steady else copied
+        elif copied and row.reads == SLOPE and is_steady and self._read(node.args[1]) in self.sized:
+            noise = noise | copied
             self._give_more_bits(copied)
-            self.noise[node] = copied
-            return set()
-        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
-            self.rounded.branching.add(node)
-            return set()
-        return copied | noise
+        elif not self._has_exact_sign(node) and not (is_linear and (row.reads == FIRST or not copied)):
+            if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+                self.rounded.branching.add(node)
+                return exact
+            is_steady, exact = False, copied | noise
+        self.noise[node] = noise
+        if not is_steady:
+            self.unsteady.add(node)
+        return exact
 
-    def _is_weight_gradient(self, node: fx.Node) -> bool:
-        """Whether a convolution or a matrix product of backward reads copies for the gradient of a weight alone."""
-        factors = [self._read(factor) for factor in node.all_input_nodes]
-        if name_of(node) != "convolution_backward":
-            return not any(factor in self.roots for factor in factors) or _is_returned(node)
-        # The second result is the gradient of the weight.  The first one reads the weight.
-        results = [user for user in node.users if user.args[1] == 1]
-        return self._read(node.args[2]) not in self.roots and (
-            factors[1] not in self.roots or all(map(_is_returned, results))
-        )
+    def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
+        """Whether a convolution or a matrix product has a weight, and reads copies for the weight's gradient alone."""
+        if name_of(node) == "convolution_backward":
+            # The second result is the gradient of the weight.  The first one reads the weight.
+            results = [user for user in node.users if user.args[1] == 1]
+            is_copy = self._read(node.args[1]) in self.roots
+            return _is_of_arguments(self._read(node.args[2])) and (not is_copy or all(map(_is_returned, results)))
+        factors = [self._read(factor) for factor in node.all_input_nodes if factor not in self.joint.backward]
+        return _is_returned(node) or (not copied and any(map(_is_of_arguments, factors)))
 
     def _has_exact_sign(self, node: fx.Node) -> bool:
         """Whether the node asks for the sign of a value that is rebuilt with the right one."""
@@ -265,8 +268,8 @@ class Rule:
         if source is None:
             return False
         if name_of(source) == "relu" and source in self.rounded.bits:
-            # 0 is a value of the grid, but for the grid of rows.
-            return not any(map(_is_of_rows, source.users))
+            # 0 is a value of the grid.
+            return True
         source = bent(source)
         norm = recompute.form_of(source) if source in self.found.recomputed else None
         if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
@@ -274,7 +277,7 @@ class Rule:
         x = norm.x
         while x not in self.rounded.bits and is_view(x):
             x = node_at(x, 0)
-        if x not in self.rounded.bits or x in self.rounded.rows or self.rounded.kinks.get(x, norm) != norm:
+        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
             return False
         value, unit = hinted(value_of(x)), "plane" if norm.of_samples else "batch"
         unit = max(unit, self.rounded.units.get(x, ""))

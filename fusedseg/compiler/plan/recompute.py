@@ -8,12 +8,10 @@ layer norm: its rows lie in the cache, and one kernel takes less time than a dif
 
 Dropout would draw another mask.  Its output is its input times the mask that backward reads anyway.
 
-With the option "bits" the input is rounded, so last bits do not count.  Then a layer norm is rebuilt from its
-statistics too; and a max-pool of this package picks the values at the positions that backward reads anyway, because the
-maximum of rounded values would be too large on average.
+With the option "bits" the input is rounded.  Then a max-pool of this package picks the values at the positions that
+backward reads anyway, because the maximum of rounded values would be too large on average.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from ... import _torch
 from ...ops.check import wide_dtype
 from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
 from ...ops.norm.graph import NormCall, norm_op
-from ..graph import arguments_of, call, form_in, has_same_form, items_of, name_of, node_at, value_of
+from ..graph import arguments_of, call, has_same_form, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
 # The mark of calls whose inputs may be rounded in backward.
@@ -69,29 +67,6 @@ class NormActForm(NormCall):
         again = NormCall(self.norm, *map(read, self.tensors))
         recomputed = call(graph, norm_op, *again.arguments, before=before)
         return call(graph, operator.getitem, recomputed, 0, before=before)
-
-
-class LayerNorm(NamedTuple):
-    """The output of a layer norm, from the statistics of its rows; only for rounded inputs."""
-
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    mean: fx.Node
-    rstd: fx.Node
-
-    def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that recomputes the output: the batch norm of one sample whose channels are the rows."""
-        x, weight, bias, mean, rstd = map(read, self)
-        make = functools.partial(call, graph, before=before)
-        shape = form_in(graph, x, before)[0]
-        rstd, mean = (make(aten.view.default, statistic, [-1]) for statistic in (rstd, mean))
-        rows = form_in(graph, mean, before)[0]
-        flat = make(aten.view.default, x, [1, *rows, -1])
-        recomputed = make(aten.view.default, _normed(graph, flat, rstd, None, mean, before), list(shape))
-        if weight is not None:
-            recomputed = make(aten.mul.Tensor, recomputed, weight)
-        return recomputed if bias is None else make(aten.add.Tensor, recomputed, bias)
 
 
 def _widened(graph: fx.Graph, x: fx.Node, t: fx.Node, before: fx.Node) -> fx.Node:
@@ -150,7 +125,7 @@ class Dropout(NamedTuple):
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
-Form = BatchNorm | NormActForm | LayerNorm | Dropout | MaxPool
+Form = BatchNorm | NormActForm | Dropout | MaxPool
 
 
 def read_by(form: Form) -> list[fx.Node]:
@@ -199,20 +174,9 @@ def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> No
     return form._replace(mean=items[1], rstd=items[2]) if {1, 2} <= set(items) else form
 
 
-def _layer_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> LayerNorm | None:
-    """The norm, unless it has parameters of another dtype, by which a product would be another one too."""
-    if ROUNDED not in made.meta or not {1, 2} <= set(items):
-        return None
-    norm = LayerNorm(given["input"], given["weight"], given["bias"], items[1], items[2])
-    x = value_of(norm.x)
-    alike = all(value_of(t).dtype == x.dtype for t in (norm.weight, norm.bias) if t is not None)
-    return norm if x.is_contiguous() and alike else None
-
-
 # The ops that run again in another form, and the function that returns the form.
 FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
     "native_dropout": _dropout,
-    "native_layer_norm": _layer_norm,
     "norm": _norm,
     "_native_batch_norm_legit_functional": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
