@@ -165,9 +165,9 @@ def test_a_window_that_steps_over_x_is_refused():
 
 def test_a_fake_call_leaves_no_fake_tables():
     """Where aten pools on a GPU, the call that lists a graph's kernels left its tables to calls with values."""
-    before = reference._remembered_tables.cache_info().currsize
+    before = reference._remembered_distances.cache_info().currsize
     with _torch.ListingMode(allow_non_fake_inputs=True):
         x = torch.empty(1, 2, 11, 13, device=torch.device("cuda", 0))
-        code_of, _ = reference._tables((11, 13), Pool((2, 2), (2, 2), (0, 0), (1, 1), False), x)
-    assert isinstance(code_of, _torch.FakeTensor)
-    assert reference._remembered_tables.cache_info().currsize == before
+        distances = reference._distances((11, 13), Pool((2, 2), (2, 2), (0, 0), (1, 1), False), x)
+    assert isinstance(distances, _torch.FakeTensor)
+    assert reference._remembered_distances.cache_info().currsize == before

@@ -34,47 +34,33 @@ def steps(size: tuple[int, ...]) -> list[int]:
     return [math.prod(size[axis + 1 :]) for axis in range(len(size))]
 
 
-def rows_told_apart(size: tuple[int, ...], pool: Pool) -> bool:
-    """Whether the distance to the window's first position determines a position, as in windows not wider than x."""
-    reach = 0
-    for k, d, step in zip(reversed(pool.kernel), reversed(pool.dilation), reversed(steps(size)), strict=True):
-        if k > 1 and reach >= d * step:
-            return False
-        reach += (k - 1) * d * step
-    return True
+def first_positions(size: tuple[int, ...], count: tuple[int, ...], pool: Pool, device: torch.device) -> Tensor:
+    """The flat index of the first position of every window, which may lie in the padding."""
+    along = [np.arange(c) * s - p for c, s, p in zip(count, pool.stride, pool.padding, strict=True)]
+    return _summed(along, steps(size), device)
 
 
-def first_positions(
-    size: tuple[int, ...],
-    count: tuple[int, ...],
-    pool: Pool,
-    device: torch.device,
-    least: tuple[int, ...] | None = None,
-) -> Tensor:
-    """The flat index of the first position of every window, which may lie in the padding.
+def first_codes(count: tuple[int, ...], pool: Pool, device: torch.device) -> Tensor:
+    """The code of the first position of every window that does not lie in the padding before x."""
+    before = [
+        -(-np.maximum(p - np.arange(c) * s, 0) // d)
+        for c, s, p, d in zip(count, pool.stride, pool.padding, pool.dilation, strict=True)
+    ]
+    return _summed(before, steps(pool.kernel), device)
 
-    With ``least`` it is the first position of the window that is at least ``least[axis]`` along each dimension.
-    """
-    first = np.zeros((), dtype=np.int64)
-    for axis, (step, s, p, d) in enumerate(zip(steps(size), pool.stride, pool.padding, pool.dilation, strict=True)):
-        along = np.arange(-p, count[axis] * s - p, s)
-        if least is not None:
-            missing = np.maximum(least[axis] - along, 0)
-            along = along + -(-missing // d) * d
-        first = first + (along * step).reshape(-1, *(1,) * (len(size) - 1 - axis))
+
+def _summed(along: list[np.ndarray], factors: list[int], device: torch.device) -> Tensor:
+    """For each window the sum of its numbers along each dimension, times the factor of the dimension."""
+    found = np.zeros((), dtype=np.int64)
+    for numbers, factor in zip(along, factors, strict=True):
+        found = found[..., None] + numbers * factor
     # No op of torch has made the tensor, so the memory report does not take it for a tensor of the model.
-    return torch.from_numpy(first).to(device)
+    return torch.from_numpy(found).to(device)
 
 
-def distances(size: tuple[int, ...], pool: Pool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The code of each distance from the first position of a window, and the distance of each code, in flat indices.
-
-    The first table is right if distances determine positions (``rows_told_apart``).
-    """
+def distances(size: tuple[int, ...], pool: Pool, device: torch.device) -> Tensor:
+    """The distance of each code from the first position of a window, in flat indices."""
     axes = (
         range(0, k * d * step, d * step) for k, d, step in zip(pool.kernel, pool.dilation, steps(size), strict=True)
     )
-    distance_of = np.array([sum(at) for at in itertools.product(*axes)])
-    code_of = np.zeros(distance_of.max() + 1, dtype=np.uint8)
-    code_of[distance_of] = np.arange(len(distance_of))
-    return torch.from_numpy(code_of).to(device), torch.from_numpy(distance_of).to(device)
+    return torch.from_numpy(np.array([sum(at) for at in itertools.product(*axes)])).to(device)
