@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 # A CPU takes samples of about this many bytes together.  They stay in its cache, and indices of the whole tensor would
 # take twice the bytes of an fp32 result.
-PART_BYTES = 2**21
+PART_BYTES = 2**22
 # The integers of as many bytes as a floating-point number.
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _parts(rows: bool, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same samples of each tensor.  If contiguous (not ``rows``), each channel counts as a sample."""
-    if _backend.off_cpu(tensors[0]):
+    if _backend.off_cpu(tensors[0]) or tensors[0].nbytes <= PART_BYTES:
         yield tensors
         return
     # The tensors are dense, so that both are views.
