@@ -48,6 +48,8 @@ ROOT = Path(__file__).parents[2]
 # The files whose calls are ours, and the name that generated code has in place of a file.
 OURS = (str(ROOT / "fusedseg"), str(ROOT / "kernels"), "<fusedseg compiler>")
 TARGET = GPUTarget("cuda", 90, 32)
+# The calls that are timed at once, and how often.
+CALLS, ROUNDS = 2000, 150
 FAMILIES = ("norm", "conv", "pool", "upsample", "concat", "sums", "low_bit")
 
 
@@ -236,9 +238,11 @@ def cost_of_checks() -> dict[str, dict[str, float]]:
 
         run = at_size.checked(check.family, check.kind, check.results)(bare)
         at_size._checks.pop().seen.add(check.kind(*call))
-        times = {f: min(timeit.repeat(lambda f=f, call=call: f(*call), number=10000, repeat=25)) for f in (run, bare)}
+        # The two are timed in turns, so that a slow second of the machine counts for both or for none.
+        timers = [timeit.Timer(lambda f=f, call=call: f(*call)) for f in (run, bare)]
+        of_run, of_bare = map(min, zip(*([timer.timeit(CALLS) for timer in timers] for _ in range(ROUNDS)), strict=True))
         calls = calls_of(lambda run=run, call=call: run(*call)).python - calls_of(lambda call=call: bare(*call)).python
-        rows[name] = {"calls": calls, "µs": round((times[run] - times[bare]) / 10000 * 1e6, 2)}
+        rows[name] = {"calls": calls, "µs": round((of_run - of_bare) / CALLS * 1e6, 2)}
     return rows
 
 

@@ -35,9 +35,10 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | No
                 x if b is None else x + b.view(-1, *(1,) * (x.dim() - 2)) for x, b in zip(tensors, biases, strict=True)
             ]
         return torch.cat(list(tensors), dim)
-    shape = [first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]]
+    channels = tuple([x.shape[1] for x in tensors])
+    shape = [first.shape[0], sum(channels), *first.shape[2:]]
     y = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=FORMATS[first.dim()])
-    _launch(y, tensors, pitches, biases)
+    _launch(y, tensors, channels, pitches, biases)
     return y
 
 
@@ -64,11 +65,11 @@ def dense(x: Tensor) -> Tensor:
     pitches = _served((x,)) if rows else None
     if pitches is None:
         return y.copy_(x)
-    _launch(y, (x,), pitches, ())
+    _launch(y, (x,), (x.shape[1],), pitches, ())
     return y
 
 
-def pitches_of(tensors: Sequence[Tensor]) -> list[int] | None:
+def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """The pitches of tensors that the kernel can join if ``torch.cat`` would return channels_last; otherwise None."""
     first = tensors[0]
     if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES:
@@ -82,10 +83,10 @@ def pitches_of(tensors: Sequence[Tensor]) -> list[int] | None:
         if pitch is None or not suggests_channels_last(x):
             return None
         pitches.append(pitch)
-    return pitches
+    return tuple(pitches)
 
 
-def _served(tensors: Sequence[Tensor]) -> list[int] | None:
+def _served(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """The pitches of tensors that the kernel joins; None for others."""
     pitches = pitches_of(tensors)
     return pitches if pitches is not None and _backend.use_triton(tensors[0], FAMILY) else None
@@ -93,8 +94,8 @@ def _served(tensors: Sequence[Tensor]) -> list[int] | None:
 
 def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The parts of a concatenation, which copies, or adds a bias and rounds once."""
-    y, tensors, _, biases = before
-    parts = y.split([x.shape[1] for x in tensors], dim=1)
+    y, tensors, channels, _, biases = before
+    parts = y.split(channels, dim=1)
     for x, bias, part in zip(tensors, biases or (None,) * len(tensors), parts, strict=True):
         for a, b in channel_ranges(x):
             exact = exactly(wide(x, a, b))
@@ -103,16 +104,25 @@ def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iter
             yield exact.near("y", part[:, a:b])
 
 
-def _kind(y: Tensor, tensors: Sequence[Tensor], pitches: Sequence[int], biases: Sequence[Tensor | None]) -> tuple:
+def _kind(
+    y: Tensor,
+    tensors: Sequence[Tensor],
+    channels: tuple[int, ...],
+    pitches: tuple[int, ...],
+    biases: Sequence[Tensor | None],
+) -> tuple[Any, ...]:
     """A pitch has the strides of a source."""
-    return (
-        y.dtype, y.get_device(), y.shape, *pitches, *[x.shape[1] for x in tensors],
-        *[b if b is None else b.dtype for b in biases],
-    )  # fmt: skip
+    return y.shape, y.dtype, y.get_device(), channels, pitches, *[b if b is None else b.dtype for b in biases]
 
 
 @checked(FAMILY, _kind, _results)
-def _launch(y: Tensor, tensors: Sequence[Tensor], pitches: Sequence[int], biases: Sequence[Tensor | None]) -> None:
+def _launch(
+    y: Tensor,
+    tensors: Sequence[Tensor],
+    channels: tuple[int, ...],
+    pitches: tuple[int, ...],
+    biases: Sequence[Tensor | None],
+) -> None:
     from ..kernels import concat as kernels
 
     # The kernel reads vectors whose elements are adjacent; a bias may be a column of a matrix.

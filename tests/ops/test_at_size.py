@@ -200,6 +200,24 @@ def test_a_wrong_kernel_is_replaced_in_the_call_that_finds_it(
         alike(results(), wanted if run is None else step(twin, twin, x))
 
 
+def test_a_wrong_number_of_batches_is_replaced(watched, monkeypatch, device):
+    """A kernel of a module in eager mode counts the batch."""
+    from fusedseg.kernels import norm_act
+
+    launch = norm_act.norm_act_fwd
+
+    def wrong(*given, batches, **options):
+        found = launch(*given, batches=batches, **options)
+        batches += 5
+        return found
+
+    monkeypatch.setattr(norm_act, "norm_act_fwd", wrong)
+    norm = fusedseg.BatchNormAct(4).to(device)
+    with pytest.warns(RuntimeWarning, match="1 values of batches are off by up to 5.0"):
+        norm(torch.randn(2, 4, 6, 6, device=device))
+    assert norm.num_batches_tracked == 1
+
+
 def test_a_wrong_kernel_is_not_replayed(watched, direct, compiled_afresh, monkeypatch):
     """The call that finds it is the one whose launches would be noted."""
     monkeypatch.setattr(_backend, "_name", "auto")

@@ -1,12 +1,13 @@
 """Which calls count as one kind, so that the comparison of one with PyTorch's ops stands for the others."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fusedseg.activation import Activation
-from fusedseg.ops import concat, upsample
+from fusedseg.ops import at_size, concat, upsample
 from fusedseg.ops.layout import FORMATS, pitch_of
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.low_bit.spec import lines_of
@@ -17,6 +18,8 @@ from fusedseg.ops.norm.call import Norm, Operands, OutputGradient, Statistics
 from fusedseg.ops.norm.statistic import BATCH, INSTANCE, Statistic
 from fusedseg.ops.segmentation import launches as sums
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
+from tests.ops import draws
+from tests.ops.test_at_size import LAUNCHERS
 
 HALF, FULL = torch.float16, torch.float32
 RELU, SILU = Activation("relu", 0.0), Activation("silu", 0.0)
@@ -34,9 +37,9 @@ def has_kept(count):
     return None if count is None else SimpleNamespace(count=count)
 
 
-def operands(of, weight=FULL, bias=FULL, residual=False, running=None):
-    x = image(**of)
-    return Operands(x, vector(weight), vector(bias), x if residual else None, None, vector(running), vector(running))
+def operands(of, weight=FULL, bias=FULL, residual=False, running=None, counts=False):
+    x, moved = image(**of), (vector(running), vector(running), vector(torch.long, 1) if counts else None)
+    return Operands(x, vector(weight), vector(bias), x if residual else None, None, *moved)
 
 
 def norm_of(keep="input", act=RELU, eps=1e-5, momentum=0.1, own=True, over=BATCH):
@@ -48,7 +51,7 @@ def split(options, *names):
     return {k: v for k, v in options.items() if k in names}, {k: v for k, v in options.items() if k not in names}
 
 
-IMAGE, VECTORS = ("shape", "dtype", "rows"), ("weight", "bias", "residual", "running")
+IMAGE, VECTORS = ("shape", "dtype", "rows"), ("weight", "bias", "residual", "running", "counts")
 
 
 def norm_forward(kept=None, out=False, **options):
@@ -104,7 +107,7 @@ def sources(channels=(8, 8), dtype=FULL, gap=0, biases=(None, FULL), shape=(2, 4
     N, *spatial = shape
     tensors = [image((N, C + gap, *spatial), dtype, rows=True)[:, :C] for C in channels]
     y = image((N, sum(channels), *spatial), dtype, rows=True)
-    return y, tensors, [pitch_of(x) for x in tensors], [vector(of, 4) for of in biases]
+    return y, tensors, tuple(channels), tuple(pitch_of(x) for x in tensors), [vector(of, 4) for of in biases]
 
 
 def packed(bits=8, kink=None, unit="", shape=(2, 8, 8, 8), **of):
@@ -117,20 +120,20 @@ def unpacked(**options):
     return flat, None, kink, lines, bits
 
 
-def kinks(count=8, statistics=8, dtype=FULL, weight=FULL, bias=FULL):
+def kinks(count=16, statistics=16, dtype=FULL, weight=FULL, bias=FULL, channels=16):
     mean = vector(dtype, statistics)
-    return mean, mean, vector(weight), vector(bias), vector(FULL, count)
+    return mean, mean, vector(weight, channels), vector(bias, channels), vector(FULL, count)
 
 
 def spec_of(**options):
     return SumsSpec(**{"probability": "softmax", "likelihood": "softmax", **options})
 
 
-def sums_forward(target=torch.long, mask=None, **options):
+def sums_forward(target=torch.long, target_rows=False, mask=None, dense=False, **options):
     of, options = split(options, *IMAGE)
-    x, spec = image(**of), spec_of(**options)
+    x, spec = image(**of), spec_of(dense=dense or target_rows, **options)
     N, K, *spatial = x.shape
-    target = torch.empty((N, K if spec.dense else 1, *spatial), dtype=target)
+    target = image((N, K if spec.dense else 1, *spatial), target, rows=target_rows)
     mask = None if mask is None else torch.empty((N, *spatial), dtype=mask)
     return x, target, mask, sizes_of(x), spec
 
@@ -160,12 +163,12 @@ PACKED = {
 SPECS = {
     **IMAGES, "probability": ["sigmoid"], "likelihood": ["none"], "ignore": [0],
     "squared": [True], "minimum": [True], "dense": [True], "gamma": [2.0], "target": [torch.uint8, FULL],
-    "mask": [FULL, torch.bool],
+    "target_rows": [True], "mask": [FULL, torch.bool],
 }  # fmt: skip
 # For each function that launches kernels the kind of its calls, how a call is made, and what a call may have otherwise.
 KINDS = {
     "norm": (exact.forward_kind, norm_forward, NORMS | {
-        "running": [FULL, HALF], "kept": [1, 2, 4, 5], "out": [True]}),
+        "running": [FULL, HALF], "counts": [True], "kept": [1, 2, 4, 5], "out": [True]}),
     "norm again": (exact.recompute_kind, norm_recompute, NORMS | {"out": [True]}),
     # It reads rstd, and no eps.
     "gradient of a norm": (exact.backward_kind, norm_backward, {k: v for k, v in NORMS.items() if k != "eps"} | {
@@ -183,7 +186,8 @@ KINDS = {
     "packing": (low_bit._pack_kind, packed, PACKED),
     "unpacking": (low_bit._unpack_kind, unpacked, PACKED),
     "kinks": (low_bit._kink_kind, kinks, {
-        "count": [16], "statistics": [4], "dtype": [torch.float64], "weight": [HALF, None], "bias": [HALF, None]}),
+        "count": [32], "statistics": [4], "dtype": [torch.float64], "weight": [HALF, None], "bias": [HALF, None],
+        "channels": [8]}),
     "sums": (sums._kind, sums_forward, SPECS),
     "gradient of sums": (sums._kind, sums_backward, SPECS),
     "moments": (exact.moments_kind, lambda **of: (image(**of),), IMAGES),
@@ -193,7 +197,9 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_call_with_another_option_is_of_another_kind(name):
-    """A wrong hit would let a kernel go unseen; the dtype of a bias of a concatenation was not part of its kind."""
+    """A wrong hit would let a kernel go unseen: kinds did not have the dtype of a bias of a concatenation, the strides
+    of a target, the channels of kinks, and whether a norm counts batches.
+    """
     kind, call, others = KINDS[name]
     keys = {"": kind(*call())}
     for option, values in others.items():
@@ -205,6 +211,14 @@ def test_a_call_with_another_option_is_of_another_kind(name):
     assert [alike for alike in by_key.values() if len(alike) > 1] == []
     # Other tensors with the same options.
     assert kind(*call()) == keys[""]
+
+
+def test_every_check_is_tested():
+    """A new check needs a row of ``KINDS``, random calls in ``draws.py``, and a wrong kernel in ``test_at_size.py``."""
+    importlib.import_module("fusedseg.ops.norm.triton")
+    assert {check.kind for check in at_size._checks} == {kind for kind, _, _ in KINDS.values()}
+    families = {check.family for check in at_size._checks}
+    assert families == {*draws.FAMILIES} == {family for *_, family in LAUNCHERS.values()}
 
 
 def test_what_every_step_changes_makes_no_new_kind():

@@ -143,8 +143,9 @@ def _kink_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) ->
 
 
 def _kink_kind(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> tuple[Any, ...]:
-    dtypes = mean.dtype, weight if weight is None else weight.dtype, bias if bias is None else bias.dtype
-    return kink.shape, mean.shape, mean.get_device(), dtypes
+    """A bias tells the number of channels from that of kinks.  Without one, no kernel reads the weight."""
+    of_bias = bias if bias is None else (bias.shape, bias.dtype, weight if weight is None else weight.dtype)
+    return kink.shape, mean.shape, mean.dtype, mean.get_device(), of_bias
 
 
 @checked("low_bit", _kink_kind, _kink_results)

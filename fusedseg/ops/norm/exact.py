@@ -23,13 +23,15 @@ MANY = 5
 
 
 def forward_kind(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
-    """A residual has the dtype of x.  Kernels read the momentum, which may differ in each call."""
-    x, weight, bias, residual, _, mean, _, _ = given
+    """x is dense, so that its strides follow from one answer.  A residual has its dtype and its strides.  Kernels read
+    the momentum, which may differ in each call.
+    """
+    x, weight, bias, residual, _, mean, _, batches = given
     keep, act, eps, _, own, over, _ = norm
     return (
-        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, eps, own, over, residual is None, out is None,
+        x.shape, x.is_contiguous(), x.dtype, x.get_device(), keep, act, eps, own, over, residual is None, out is None,
         weight if weight is None else weight.dtype, bias if bias is None else bias.dtype,
-        mean if mean is None else mean.dtype, kept if kept is None else min(kept.count, MANY),
+        mean if mean is None else mean.dtype, batches is None, kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
 
 
@@ -45,20 +47,22 @@ def backward_kind(
     _, into, also, spare = incoming
     keep, act, _, _, own, over, _ = norm
     return (
-        x.shape, x.stride(), x.dtype, x.get_device(), keep, act, own, over, residual is None, exchange is None,
+        x.shape, x.is_contiguous(), x.dtype, x.get_device(), keep, act, own, over, residual is None, exchange is None,
         weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None, spare,
         also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
 
 
 def moments_kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.get_device()
+    return x.shape, x.is_contiguous(), x.dtype, x.get_device()
 
 
 def copied(given: Operands, over: Tensor | None) -> Operands:
     """The operands before the kernels write over running statistics, and over x if ``over`` is in its memory."""
-    mean, var = (None if v is None else v.clone() for v in (given.running_mean, given.running_var))
-    return given._replace(x=copy_of(given.x, over), running_mean=mean, running_var=var)
+    mean, var, batches = (
+        v if v is None else v.clone() for v in (given.running_mean, given.running_var, given.batches)
+    )
+    return given._replace(x=copy_of(given.x, over), running_mean=mean, running_var=var, batches=batches)
 
 
 def before_forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
@@ -184,8 +188,10 @@ def _parts(given: Operands, norm: Norm) -> Iterator[Channels]:
 
 
 def forward(found: tuple[Tensor, Statistics], now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
-    """The parts of what a forward pass finds: z, the statistics, xhat of kept channels, and moved statistics."""
+    """The parts of what a forward pass finds: z, the statistics, xhat of kept channels, and what moves."""
     (z, stats), (given, norm, kept) = found, before
+    if given.batches is not None:
+        yield exactly(given.batches + 1).near("batches", now[0].batches)
     for part in _parts(given, norm):
         if norm.own:
             mean, var = part.moments()

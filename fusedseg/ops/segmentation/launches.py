@@ -16,9 +16,9 @@ from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Sizes, SumsSpec
 def _kind(
     x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, *rest: Tensor
 ) -> tuple[Any, ...]:
-    """``sizes`` has the strides of x; target and mask are contiguous."""
+    """x is dense, and kernels read a contiguous mask.  A target has one shape for each number of strides."""
     mask_dtype = mask if mask is None else mask.dtype
-    return x.shape, x.dtype, x.get_device(), target.dtype, target.shape, mask_dtype, sizes, spec
+    return x.shape, x.dtype, x.get_device(), target.dtype, target.stride(), mask_dtype, sizes.rows, spec
 
 
 def _tiles(
@@ -130,7 +130,7 @@ def _argmax_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
 
 
 def _argmax_kind(x: Tensor, labels: Tensor, sizes: Sizes) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.get_device(), labels.dtype, sizes
+    return x.shape, x.dtype, x.get_device(), labels.dtype, sizes.rows
 
 
 @checked("sums", _argmax_kind, _argmax_results)
