@@ -35,8 +35,8 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
     own, layout = norm.own, _layout(x, norm)
-    # Kernels move the running statistics of a batch only.  A single sample is a batch of one.
-    of_batch = layout.I * layout.D == 1
+    # Kernels move the running statistics of a batch only.
+    of_batch = not norm.over.of_samples or (norm.keep == "output" and layout.I * layout.D == 1)
     if not of_batch:
         running_mean = running_var = None
     counted = batches if own and running_mean is not None and _can_count(batches, x) else None
