@@ -22,9 +22,10 @@ from .registry import Result, family, graph_op, serve
 from .self_test.cases import TOLERANCE, image
 
 FAMILY = "concat"
+Ints, Biases = tuple[int, ...], Sequence[Tensor | None]
 
 
-def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | None] = ()) -> Tensor:
+def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Biases = ()) -> Tensor:
     """``torch.cat``, whose result is no view of a source.
 
     ``biases`` has for each source a vector that is added to its channels, or None.
@@ -44,7 +45,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Sequence[Tensor | No
     return y
 
 
-def concat_biased(tensors: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def concat_biased(tensors: Sequence[Tensor], biases: Biases) -> Tensor:
     """The concatenation of the channels of images, with their biases, as an op of graphs."""
     return concat(tensors, 1, biases)
 
@@ -74,7 +75,7 @@ def dense(x: Tensor) -> Tensor:
 serve(dense, dense)
 
 
-def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+def pitches_of(tensors: Sequence[Tensor]) -> Ints | None:
     """The pitches of tensors that the kernel can join if ``torch.cat`` would return channels_last; otherwise None."""
     first = tensors[0]
     if first.dim() not in FORMATS or first.dtype not in ACTIVATION_DTYPES:
@@ -91,7 +92,7 @@ def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     return tuple(pitches)
 
 
-def _served(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+def _served(tensors: Sequence[Tensor]) -> Ints | None:
     """The pitches of tensors that the kernel joins; None for others."""
     pitches = pitches_of(tensors)
     return pitches if pitches is not None and _backend.use_triton(tensors[0], FAMILY) else None
@@ -109,25 +110,13 @@ def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iter
             yield exact.near("y", part[:, a:b])
 
 
-def _kind(
-    y: Tensor,
-    tensors: Sequence[Tensor],
-    channels: tuple[int, ...],
-    pitches: tuple[int, ...],
-    biases: Sequence[Tensor | None],
-) -> tuple[Any, ...]:
+def _kind(y: Tensor, tensors: Sequence[Tensor], channels: Ints, pitches: Ints, biases: Biases) -> tuple[Any, ...]:
     """A pitch has the strides of a source."""
     return y.shape, y.dtype, y.get_device(), channels, pitches, *[b if b is None else b.dtype for b in biases]
 
 
 @checked(FAMILY, _kind, _results)
-def _launch(
-    y: Tensor,
-    tensors: Sequence[Tensor],
-    channels: tuple[int, ...],
-    pitches: tuple[int, ...],
-    biases: Sequence[Tensor | None],
-) -> None:
+def _launch(y: Tensor, tensors: Sequence[Tensor], channels: Ints, pitches: Ints, biases: Biases) -> None:
     from ..kernels.concat import concat as launch
 
     # The kernel reads vectors whose elements are adjacent; a bias may be a column of a matrix.
