@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fusedseg.compiler
 from fusedseg.compiler import NotCompiled
-from fusedseg.compiler.capture import norms
+from fusedseg.compiler.capture import stock_norms as norms
 
 from .networks import MORE, NETWORKS, Network
 

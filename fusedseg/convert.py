@@ -29,11 +29,11 @@ from ._module_hooks import has_global_hooks
 from ._torch import FakeTensor, FakeTensorMode
 from .activation import IDENTITY, OF_MODULE, TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
-from .ops.max_pool import op as pools
+from .ops.max_pool import pool as pools
 from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
+from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.op import normalise_eagerly
 from .ops.norm.statistic import INSTANCE, Statistic
 
 OP = "fusedseg.convert"

@@ -24,12 +24,11 @@ from fusedseg.functional import (
 from fusedseg.ops import avg_pool, concat
 from fusedseg.ops import upsample as interpolation
 from fusedseg.ops.low_bit import graph as low_bit
-from fusedseg.ops.max_pool import op as pool
+from fusedseg.ops.max_pool import pool as pool
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
 from fusedseg.ops.norm.statistic import statistic_of
-from fusedseg.ops.segmentation import op as sums
-from fusedseg.ops.segmentation import positions
+from fusedseg.ops.segmentation import positions, sums
 from tests.tools.tensors import channels_last
 
 IMAGE, C = (2, 3, 4, 5), 3

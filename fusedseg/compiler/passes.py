@@ -89,7 +89,7 @@ PASSES = (
     Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
     Pass("capture.convolve_first:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE, after=("capture.passes:unfold",)),
     Pass(
-        "capture.norms:rewrite", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),
+        "capture.stock_norms:rewrite", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),
         after=("capture.dead_bias:rewrite", "capture.convolve_first:rewrite"),
     ),
     Pass(
@@ -117,10 +117,10 @@ PASSES = (
     Pass("rewrite.residual_norms:rewrite", Stage.PACKED, (JOINT,)),
     Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
     Pass("plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused")),
-    Pass("codegen.norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
+    Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
     Pass(
         "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
-        after=("codegen.norms:divide",),
+        after=("codegen.divided_norms:divide",),
     ),
     Pass("codegen.activations:rewrite", Stage.JOINED, PARTS, after=("rewrite.residual_norms:rewrite",)),
     Pass("codegen.casts:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS),
@@ -131,7 +131,7 @@ PASSES = (
     Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS),
     # Behind a write to an argument no cast is moved.
     Pass(
-        "codegen.norms:write_statistics", Stage.CALLS, PARTS,
+        "codegen.divided_norms:write_statistics", Stage.CALLS, PARTS,
         after=("codegen.casts:rewrite", "codegen.shorter:rewrite"),
     ),
     Pass("codegen.concatenation:rewrite", Stage.CALLS, PARTS, after=("rewrite.late_bias:rewrite",)),

@@ -8,8 +8,8 @@ from ..activation import parse_activation, parse_invertible
 from ..ops.check import check_choice
 from ..ops.norm.call import NAMES, Norm, Operands
 from ..ops.norm.checks import check
+from ..ops.norm.eager import normalise
 from ..ops.norm.kept import find
-from ..ops.norm.op import normalise
 from ..ops.norm.statistic import INSTANCE, Statistic, statistic_of
 from ..ops.norm.statistic import NAMES as STATISTICS
 

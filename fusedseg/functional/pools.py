@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..ops.check import check_tensor
-from ..ops.max_pool import op as _max_pool
+from ..ops.max_pool import pool as _max_pool
 
 
 def max_pool(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..ops.segmentation.conv_logits import Logits
-from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, TARGET, SumsInputs, SumsSpec
+from ..ops.segmentation.sums import sums
 
 OP = "fusedseg.CrossEntropyLoss"
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
-from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import NLL, OTHER_NLL, SumsInputs, SumsSpec, differs
+from ..ops.segmentation.sums import sums
 from .monai import DiceLoss, InputForm, LossCall, check_not_negative, checked_reduction, class_weight
 
 

@@ -11,8 +11,8 @@ from torch.nn.modules.loss import _Loss
 from ..ops.check import check_choice
 from ..ops.segmentation.checks import check_hard
 from ..ops.segmentation.conv_logits import Logits
-from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec, differs
+from ..ops.segmentation.sums import sums
 from .cross_entropy import CrossEntropy, binary_total, positions_of
 
 

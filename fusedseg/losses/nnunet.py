@@ -8,9 +8,9 @@ from torch import Tensor, distributed, nn
 
 from ..ops.norm.sync import gather
 from ..ops.segmentation.conv_logits import Logits
-from ..ops.segmentation.op import sums
 from ..ops.segmentation.positions import cross_entropy
 from ..ops.segmentation.spec import TARGET, SumsInputs, SumsSpec
+from ..ops.segmentation.sums import sums
 from .cross_entropy import CrossEntropy, binary_total, check_reduction, positions_of
 
 DICE_CLASSES = ("SoftDiceLoss", "MemoryEfficientSoftDiceLoss")

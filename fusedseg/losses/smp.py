@@ -8,8 +8,8 @@ from torch.nn.modules.loss import _Loss
 
 from ..ops.check import check_choice
 from ..ops.segmentation.conv_logits import Logits
-from ..ops.segmentation.op import sums
 from ..ops.segmentation.spec import TARGET, SumsInputs, SumsSpec
+from ..ops.segmentation.sums import sums
 
 MODES = ("binary", "multiclass", "multilabel")
 

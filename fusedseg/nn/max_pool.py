@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.max_pool import op
+from ..ops.max_pool import pool as op
 from .unscriptable import Unscriptable
 
 

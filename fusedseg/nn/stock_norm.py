@@ -12,8 +12,8 @@ from ..activation import Activation
 from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
+from ..ops.norm.eager import normalise
 from ..ops.norm.kept import Kept
-from ..ops.norm.op import normalise
 from .norm_statistics import COUNTED
 from .unscriptable import Unscriptable
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.compiler.capture import dead_bias
-from fusedseg.compiler.codegen import norms
+from fusedseg.compiler.codegen import divided_norms as norms
 from fusedseg.compiler.settings import Settings
 from tests.compiler.networks import CODEGENS, compiled, in_both, results, same
 from tests.compiler.test_passes import names, traced

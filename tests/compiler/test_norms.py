@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler.capture import norms, passes, pools_and_upsampling
-from fusedseg.compiler.capture.norms import How
+from fusedseg.compiler.capture import passes, pools_and_upsampling
+from fusedseg.compiler.capture import stock_norms as norms
+from fusedseg.compiler.capture.stock_norms import How
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm

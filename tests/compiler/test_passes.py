@@ -9,7 +9,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedseg.compiler.codegen import in_place, norms
+from fusedseg.compiler.codegen import divided_norms as norms
+from fusedseg.compiler.codegen import in_place
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import name_of
 from fusedseg.compiler.low_bit import rule

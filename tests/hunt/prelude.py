@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
 from fusedseg.compiler import backend
-from fusedseg.compiler.capture import norms, passes
+from fusedseg.compiler.capture import passes
+from fusedseg.compiler.capture import stock_norms as norms
 from fusedseg.compiler.low_bit import choose_bits as compiled_bits
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings

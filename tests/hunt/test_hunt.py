@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fusedseg.ops.norm import op
+from fusedseg.ops.norm import eager as op
 from tests.hunt import compiled, crew, prelude
 from tests.hunt.judge import Verdict, judged, quiet, shrunk
 from tests.hunt.networks import grown_network

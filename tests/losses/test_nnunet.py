@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.losses import DC_and_BCE_loss, DC_and_CE_loss, DeepSupervision, nnunet
-from fusedseg.ops.segmentation import op
+from fusedseg.ops.segmentation import sums as op
 from tests.losses.compare import check_same
 from tests.losses.formulas import nnunet_dc_and_bce, nnunet_dc_and_ce
 

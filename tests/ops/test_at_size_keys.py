@@ -11,7 +11,7 @@ from fusedseg.ops import at_size, concat, upsample
 from fusedseg.ops.layout import FORMATS, pitch_of
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.low_bit.spec import lines_of
-from fusedseg.ops.max_pool import op as max_pool
+from fusedseg.ops.max_pool import pool as max_pool
 from fusedseg.ops.max_pool.windows import Pool
 from fusedseg.ops.norm import exact
 from fusedseg.ops.norm.call import Norm, Operands, OutputGradient, Statistics

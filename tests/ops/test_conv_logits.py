@@ -10,7 +10,8 @@ from fusedseg.functional import ConvLogits, argmax_labels, segmentation_sums, tp
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.layout import FORMATS
-from fusedseg.ops.segmentation import op, tiles
+from fusedseg.ops.segmentation import sums as op
+from fusedseg.ops.segmentation import tiles
 from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec
 from tests import reference
 from tests.reference import relative_error

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fusedseg.activation import Activation
-from fusedseg.ops.norm import op, sync
+from fusedseg.ops.norm import eager as op
+from fusedseg.ops.norm import sync
 from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.checks import check
 from fusedseg.ops.norm.graph import NormCall, norm_op

@@ -5,8 +5,9 @@ import torch
 
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
-from fusedseg.ops.segmentation import op, tiles
 from fusedseg.ops.segmentation import reference as plain
+from fusedseg.ops.segmentation import sums as op
+from fusedseg.ops.segmentation import tiles
 from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec
 from tests import reference
 from tests.reference import relative_error

@@ -9,7 +9,7 @@ import fusedseg
 from fusedseg.functional import segmentation_sums
 from fusedseg.memory import SavedBytes, allocator_peak
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.segmentation import op
+from fusedseg.ops.segmentation import sums as op
 
 
 def dice_ce(x, labels, **options):

@@ -8,7 +8,7 @@ from fusedseg.activation import Activation
 from fusedseg.ops.conv import conv_abn
 from fusedseg.ops.conv.geometry import Geometry
 from fusedseg.ops.conv.sources import Convolution
-from fusedseg.ops.norm import op as norm
+from fusedseg.ops.norm import eager as norm
 from fusedseg.ops.norm.call import Norm, Operands
 from tests.tools.tensors import WAYS, with_strides
 

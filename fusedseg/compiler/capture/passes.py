@@ -10,7 +10,7 @@ from ... import _torch
 from .. import passes
 from ..graph import captured_value_of, node_at
 from ..settings import Settings
-from . import norms
+from . import stock_norms
 
 JOINING = (F.interpolate, torch.cat)
 
@@ -46,5 +46,5 @@ def rewrite(module: fx.GraphModule, settings: Settings, for_gpu: bool = False) -
     if any(map(_torch.is_functorch_wrapped_tensor, values)):
         # A transform of torch.func differentiates or maps each call.  The ops that are put in here are no part of that.
         return module
-    passes.run(passes.Stage.CAPTURE, passes.CAPTURED, module, settings, norms=norms.wanted_by(settings, for_gpu))
+    passes.run(passes.Stage.CAPTURE, passes.CAPTURED, module, settings, norms=stock_norms.wanted_by(settings, for_gpu))
     return module

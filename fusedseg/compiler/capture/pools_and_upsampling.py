@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ... import _torch
 from ...ops import upsample
 from ...ops.check import HALF
-from ...ops.max_pool import op as pools
+from ...ops.max_pool import pool as pools
 from ..graph import captured_value_of
 
 

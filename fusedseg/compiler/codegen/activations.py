@@ -3,9 +3,10 @@
     act(norm(x))                                 one pass over x in place of two
     norm_backward(act_backward(dz, ...), x)      the norm's kernels compute the gate from x
 
-Without the option "bits" norms are captured with their activations (``capture/norms.py``).  With it they are captured
-apart, because what backward asks about the sign of a result must be found in the joint graph.  Once it is decided what
-is packed, nothing keeps them apart any longer: the sign of a packed input's norm is exact (``ops/low_bit/graph.py``).
+Without the option "bits" norms are captured with their activations (``capture/stock_norms.py``).  With it they are
+captured apart, because what backward asks about the sign of a result must be found in the joint graph.  Once it is
+decided what is packed, nothing keeps them apart any longer: the sign of a packed input's norm is exact
+(``ops/low_bit/graph.py``).
 
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """

@@ -10,7 +10,7 @@ from torch import fx
 
 from ... import _torch
 from ...ops.norm.graph import GradientCall, NormCall
-from ..capture.norms import kept_by_eager
+from ..capture.stock_norms import kept_by_eager
 from ..graph import (
     Joint,
     Outputs,

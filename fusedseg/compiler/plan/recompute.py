@@ -1,6 +1,6 @@
 """Calls that backward recomputes in another form, because the same call would do more than compute its result.
 
-A norm of this package (``capture/norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that
+A norm of this package (``capture/stock_norms.py``) is rebuilt in one pass, from the mean and 1 / sqrt(var + eps) that
 backward reads anyway.  On a CPU PyTorch rounds weight / sqrt(var + eps) once in both calls, so the bits are the same.
 So is a batch norm of PyTorch, as which PyTorch computes instance norms too; where it has rounded its statistics to half
 precision, it runs again with those of the batch.  Norms in eval mode and group norms run again as they are.  So does a
@@ -21,7 +21,7 @@ from torch import fx
 
 from ... import _torch
 from ...ops.check import wide_dtype
-from ...ops.max_pool.op import max_pool_op, max_pool_pick_op
+from ...ops.max_pool.pool import max_pool_op, max_pool_pick_op
 from ...ops.norm.graph import NormCall, norm_op
 from ..graph import arguments_of, call, has_same_form, items_of, name_of, node_at, value_of
 

@@ -28,7 +28,7 @@ from ... import _torch
 from ...ops import avg_pool
 from ...ops.check import HALF
 from ...ops.layout import FORMATS, suggests_channels_last
-from ...ops.max_pool import op as pools
+from ...ops.max_pool import pool as pools
 from ...ops.norm import graph as norms
 from .. import graph as graphs
 from ..graph import arguments_of, computed, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of

@@ -2,9 +2,9 @@
 
     norm(x) + y        three reads and two writes of a tensor become two reads and one write
 
-Without the option "bits" norms are captured with their residuals (``capture/norms.py``).  With it they are captured
-apart, because what backward asks about the sum must be found in the joint graph.  Once it is decided what is packed,
-the norms that backward recomputes get their residuals here, and those of forward in its code.
+Without the option "bits" norms are captured with their residuals (``capture/stock_norms.py``).  With it they are
+captured apart, because what backward asks about the sum must be found in the joint graph.  Once it is decided what is
+packed, the norms that backward recomputes get their residuals here, and those of forward in its code.
 
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """

@@ -2,11 +2,11 @@
 y = conv(x, conv_weight).
 
 Kept for backward: x, conv_weight, z, rstd, weight, bias and xhat of the kept channels; y is freed.  Backward first runs
-the backward of ``ops/norm/op.py``, which computes dy from z and dz, and then ``aten.convolution_backward``.
+the backward of ``ops/norm/eager.py``, which computes dy from z and dz, and then ``aten.convolution_backward``.
 
 In training the norm subtracts the mean, which contains the bias of the convolution.  Therefore the bias is left out of
 y, it moves running_mean by momentum * conv_bias, and its gradient is exactly zero.  Compiled code runs the stock
-convolution with its bias, and the norm of ``ops/norm/op.py``; there this gradient is zero up to rounding, unless the
+convolution with its bias, and the norm of ``ops/norm/eager.py``; there this gradient is zero up to rounding, unless the
 backend "fusedseg" leaves the bias out (``compiler/capture/dead_bias.py``).
 
 All functions below take the same objects: ``call`` describes the convolution, ``given`` and ``norm`` describe the norm
@@ -24,7 +24,7 @@ from ... import _backend
 from ..._backend import launching
 from .. import unfused
 from ..layout import dense, layout_of
-from ..norm import op as norm_op
+from ..norm import eager as norm_op
 from ..norm.call import Norm, Operands, Statistics, adjacent, on_adjacent
 from ..norm.checks import check_norm
 from ..norm.kept import Kept

@@ -1,6 +1,6 @@
 """The two passes of the norm op, and the choice of who computes them: ``triton.py`` or ``reference.py``.
 
-The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``op.py``).
+The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``eager.py``).
 """
 
 from typing import Protocol

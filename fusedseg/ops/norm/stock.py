@@ -1,7 +1,7 @@
 """The norm op as stock functions: for programs that run without this package, and for a compiler to trace and fuse.
 
 ``norm_act`` is the op of exported programs, and in compiled code the op that keeps its input.  It stands for the
-functional op too where a compiler decides by itself what is kept (``compiler/capture/norms.py``).
+functional op too where a compiler decides by itself what is kept (``compiler/capture/stock_norms.py``).
 """
 
 import torch

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .conv_logits import Logits, is_target_dense
-from .op import sums
 from .spec import OVERLAP, PREDICTION, TARGET, SumsInputs, SumsSpec
+from .sums import sums
 
 
 class SegmentationSums(NamedTuple):

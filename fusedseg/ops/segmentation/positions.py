@@ -16,9 +16,9 @@ from ..registry import graph_op
 from . import launches, reference
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
-from .op import dense_logits, no_autocast
 from .reference import check_whole
 from .spec import SumsInputs, SumsSpec
+from .sums import dense_logits, no_autocast
 
 OP = "fusedseg.argmax_labels"
 
