@@ -22,7 +22,8 @@ from .registry import Result, family, graph_op, serve
 from .self_test.cases import TOLERANCE, image
 
 FAMILY = "concat"
-Ints, Biases = tuple[int, ...], Sequence[Tensor | None]
+Ints = tuple[int, ...]
+Biases = Sequence[Tensor | None]
 
 
 def concat(tensors: Sequence[Tensor], dim: int = 0, biases: Biases = ()) -> Tensor:
