@@ -32,7 +32,7 @@ from .statistic import Statistic
 # The arguments of ``flat`` in a schema.
 _SPEC = (
     "str keep, str activation, float activation_param, float eps, float momentum, bool own, bool of_samples, "
-    "SymInt groups, str? process_group"
+    "SymInt? groups, str? process_group"
 )
 # The arguments of the op, and of its gradient.
 ARGUMENTS = (

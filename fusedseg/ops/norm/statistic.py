@@ -19,20 +19,20 @@ class Statistic(NamedTuple):
     """The values of a channel ("batch"), of a channel of one sample ("instance"), or of one of ``groups`` equal groups
     of a sample's channels ("group").
 
-    ``of_samples`` says whether each sample has statistics of its own; ``groups`` is 0 unless channels share one.
+    ``of_samples`` says whether each sample has statistics of its own; ``groups`` is None unless channels share one.
     """
 
     of_samples: bool = False
-    groups: int = 0
+    groups: int | None = None
 
     @property
     def is_grouped(self) -> bool:
         """Whether channels of a sample share a statistic."""
-        return self.groups > 0
+        return self.groups is not None
 
     def groups_of(self, C: int) -> int:
         """The number of statistics of C channels: of all samples, or of each one."""
-        return self.groups or C
+        return C if self.groups is None else self.groups
 
     def count(self, x: Tensor) -> int:
         """The number of means of ``x``."""
@@ -85,4 +85,4 @@ NAMES = ("batch", "instance", "group")
 
 def statistic_of(name: str, groups: int | None = None) -> Statistic:
     """The statistic of a name; only "group" has a number of groups."""
-    return Statistic(name != "batch", (groups or 0) if name == "group" else 0)
+    return Statistic(name != "batch", groups if name == "group" else None)
