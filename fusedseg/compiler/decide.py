@@ -58,6 +58,7 @@ def decide(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep
         choose.warn_of(found.cost, settings.limits, found.choices)
     module.graph.eliminate_dead_code()
     module.graph.lint()
+    module.recompile()
     return found.decision
 
 

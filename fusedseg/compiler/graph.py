@@ -5,7 +5,6 @@ convolution, a matrix product or attention.  It is kept, unless a second run is 
 of another package, and what is cheap follows from it.
 """
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,9 +45,7 @@ def numel_of(t: Tensor) -> int:
 
 
 def hinted(t: Tensor) -> Tensor:
-    """A tensor without values that has hints in place of symbolic sizes."""
-    if not has_symbols(t):
-        return t
+    """A tensor without memory that has hints in place of symbolic sizes."""
     sizes, strides = (list(map(hint_of, of)) for of in (t.shape, t.stride()))
     return torch.empty_strided(sizes, strides, dtype=t.dtype, device="meta")
 
@@ -137,17 +134,12 @@ def is_random(node: fx.Node) -> bool:
 _NORMS = ("fusedseg::norm", "fusedseg::norm_backward")
 
 
-@functools.cache
-def _name_of_op(op: Any) -> str:
-    return op._schema.name.removeprefix("aten::").removeprefix("prims::")
-
-
 def _name_in_the_table(node: object) -> str:
     """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims.
 
     A norm of this package that is not plain has no row.
     """
-    name = _name_of_op(node.target) if is_op(node) else ""
+    name = op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
     return "" if name in _NORMS and NormCall.of(node) is GradientCall.of(node) is None else name
 
 
