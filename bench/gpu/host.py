@@ -240,7 +240,8 @@ def cost_of_checks() -> dict[str, dict[str, float]]:
         at_size._checks.pop().seen.add(check.kind(*call))
         # The two are timed in turns, so that a slow second of the machine counts for both or for none.
         timers = [timeit.Timer(lambda f=f, call=call: f(*call)) for f in (run, bare)]
-        of_run, of_bare = map(min, zip(*([timer.timeit(CALLS) for timer in timers] for _ in range(ROUNDS)), strict=True))
+        times = [[timer.timeit(CALLS) for timer in timers] for _ in range(ROUNDS)]
+        of_run, of_bare = map(min, zip(*times, strict=True))
         calls = calls_of(lambda run=run, call=call: run(*call)).python - calls_of(lambda call=call: bare(*call)).python
         rows[name] = {"calls": calls, "µs": round((of_run - of_bare) / CALLS * 1e6, 2)}
     return rows

@@ -59,9 +59,7 @@ def moments_kind(x: Tensor) -> tuple[Any, ...]:
 
 def copied(given: Operands, over: Tensor | None) -> Operands:
     """The operands before the kernels write over running statistics, and over x if ``over`` is in its memory."""
-    mean, var, batches = (
-        v if v is None else v.clone() for v in (given.running_mean, given.running_var, given.batches)
-    )
+    mean, var, batches = (v if v is None else v.clone() for v in (given.running_mean, given.running_var, given.batches))
     return given._replace(x=copy_of(given.x, over), running_mean=mean, running_var=var, batches=batches)
 
 
