@@ -162,7 +162,7 @@ def _stock(call: NormCall) -> Tensor:
     """The norm as PyTorch's function computes it."""
     x, weight, bias, norm = call.x, call.weight, call.bias, call.norm
     if norm.over.is_grouped:
-        return F.group_norm(x, norm.over.groups, weight, bias, norm.eps)
+        return F.group_norm(x, norm.over.groups_of(x.shape[1]), weight, bias, norm.eps)
     function: Any = F.instance_norm if norm.over.of_samples else F.batch_norm
     return function(x, call.running_mean, call.running_var, weight, bias, norm.own, norm.momentum, norm.eps)
 

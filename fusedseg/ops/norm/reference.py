@@ -139,7 +139,7 @@ def _stock_group_norm(given: Operands, norm: Norm) -> tuple[Tensor, Statistics]:
     # PyTorch recognises channels_last by four dimensions, whatever number of dimensions x has.
     image = x if x.is_contiguous() else x.as_strided((N, C, 1, S), (S * C, 1, S * C, C))
     y, mean, rstd = torch.native_group_norm(
-        image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.over.groups, norm.eps
+        image, cast(weight, acc), cast(given.bias, acc), N, C, S, norm.over.groups_of(C), norm.eps
     )
     if image is not x:
         # Autograd refuses writes into views that a function returns.  The result of ``data`` is none.

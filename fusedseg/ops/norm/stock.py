@@ -28,7 +28,7 @@ def norm_act(given: Operands, norm: Norm) -> Tensor:
     if norm.over.is_grouped:
         # Not all devices take parameters of another dtype than x here; autocast returns fp32.
         wide = x if weight is None else x.to(weight.dtype)
-        y = F.group_norm(wide, norm.over.groups, weight, bias, norm.eps).to(x.dtype)
+        y = F.group_norm(wide, norm.over.groups_of(x.shape[1]), weight, bias, norm.eps).to(x.dtype)
     elif norm.over.of_samples and norm.own:
         y = F.instance_norm(x, running_mean, running_var, weight, bias, True, norm.momentum, norm.eps)
     else:
