@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import fusedseg
 from fusedseg.compiler.codegen import aten as codegen
-from fusedseg.compiler.codegen import gradient_sums
+from fusedseg.compiler.codegen import gradient_sums, replays
 from fusedseg.memory import allocator_peak
 from fusedseg.ops.norm.graph import Backward
 from tests.compiler.networks import compiled
@@ -93,7 +93,7 @@ def backward(monkeypatch):
 def on_triton(monkeypatch):
     monkeypatch.setattr(fusedseg, "backend", "triton")
     # Replays hide the ops of a graph.
-    monkeypatch.setattr(codegen.replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
 
 
 def made(name, rows):
