@@ -1,8 +1,9 @@
 """Max-pooling with window codes on aten ops, for every device: the mathematics of ``kernels/max_pool.py``.
 
-Forward compares the positions of all windows one after the other, without branches.  On a CPU that takes a third of the
-time of aten's pooling, and no int64 index is written.  Backward looks up the distance of each code, and gives aten's
-backward the indices.
+Forward compares the positions of all windows one after the other, without branches, and writes no int64 index.  On a
+CPU that takes a third of the time of aten's pooling for windows of 2x2, and two thirds for 3x3 and 2x2x2; but three
+times as long for 13x13, because it grows with the positions of a window.  Backward looks up the distance of each code,
+and gives aten's backward the indices.
 
 CUDA's kernel of backward writes 3D results into contiguous memory alone, whatever the strides of ``grad_input`` are.
 """
