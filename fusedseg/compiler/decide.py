@@ -46,7 +46,7 @@ def decide(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep
         found = _exact(module.graph, eager, settings)
     else:
         found = _exact(twin_of(module.graph)[0], eager, settings)
-        rounded = _rounded(module.graph, eager, settings, found.cost)
+        rounded = _rounded(module.graph, eager, settings, found)
         if rounded is None:
             note_unpacked()
         found = rounded or found
@@ -75,18 +75,22 @@ def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings) -> Candidate:
     return Candidate(graph, choices, decision, cost, met)
 
 
-def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: StepBytes | None) -> Candidate | None:
-    """What is best with bits; None if nothing may be packed, or if it costs more than ``exact``."""
+def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: Candidate) -> Candidate | None:
+    """What is best with bits; None if nothing may be packed, or if ``exact`` is better."""
     assert settings.bits is not None
-    assert exact is not None
+    assert exact.cost is not None
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
     joint, fused = Joint(graph, eager.outputs), settings.fused_code
-    choices = packing.RoundedChoices(joint, eager.kept, fused, settings.bits, exact)
+    choices = packing.RoundedChoices(joint, eager.kept, fused, settings.bits, exact.cost)
     wanted, met = None, True
     if settings.limits is not None:
-        (wanted, _), met = choose.nearest(choices, settings.limits, exact)
+        (wanted, _), met = choose.nearest(choices, settings.limits, exact.cost)
     of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
-    decision, cost = packing.packed(of, decided, found, settings.seed, fused, exact)
-    worth = bool(found.bits or found.integers) and cost.is_within(exact)
+    decision, cost = packing.packed(of, decided, found, settings.seed, fused, exact.cost)
+    is_better = cost.is_within(exact.cost)
+    if settings.limits is not None:
+        # The lower peak, so that a smaller budget has no higher one.
+        is_better |= (not met, cost.peak) < (not exact.met, exact.cost.peak)
+    worth = is_better and bool(found.bits or found.integers)
     return Candidate(graph, choices, decision, cost, met) if worth else None

@@ -31,6 +31,10 @@ NAMED = {
     "F.layer_norm behind a ReLU that leaves few values": (IMAGE, FEW, "F.layer_norm of channels"),
     "F.normalize behind a ReLU that leaves few values": (IMAGE, FEW, "F.normalize"),
     "tokens standardised by hand": (TOKENS, ("{first}({x})",), "standardised"),
+    # Terms of a sum that have a value in common.
+    "an image less its blurred copy": (IMAGE, FEW, "difference to the upsampled"),
+    # The compilation did not end.
+    "the skeleton of clDice": (TOKENS, FEW[:1], "skeleton"),
 }
 
 

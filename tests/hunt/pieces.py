@@ -205,6 +205,8 @@ OF_IMAGES = {
     "L2 pool": "F.lp_pool2d({x}, 2.0, 2)",
     "soft pool": "e = ({x} / {k}).exp(); F.avg_pool2d(e * {x}, 2) / F.avg_pool2d(e, 2)",
     "local response norm": "F.local_response_norm({x}, 3)",
+    "difference to the upsampled": "{x} - F.interpolate(F.avg_pool2d({x}, 2), scale_factor=2.0, mode='bilinear')",
+    "token mixer of PoolFormer": "a = F.instance_norm({x}); {x} + {w} * (F.avg_pool2d(a, 3, 1, 1) - a)",
     "block of ConvNeXt": "a = {depthwise}({x}).movedim(1, -1); a = {linear}(F.layer_norm(a, ({c},))); "
     "a = {linear}(F.gelu(a)); {x} + a.movedim(-1, 1)",
     "block of ConvNeXt V2": "a = F.gelu({linear}(F.layer_norm({depthwise}({x}).movedim(1, -1), ({c},)))); "
@@ -259,6 +261,7 @@ OF_TOKENS = {
     "feed-forward": "{x} + {linear}(F.gelu({linear}(F.layer_norm({x}, ({c},)))))",
     "block of rms norms": "{x} + {linear}(F.silu({linear}(F.rms_norm({x}, ({c},)))))",
     "two-dimensional": "{linear}({x}.flatten(0, -2))",
+    "skeleton": "a = -F.max_pool2d(-{x}, 3, 1, 1); b = F.relu({x} - F.max_pool2d(a, 3, 1, 1)); b + F.relu(a - b * a)",
     "product of values": "a = {linear}({x}); a @ (a.mT @ {x}) / 128",
     "distances of prototypes": "F.softmax(-({linear}({x}) - {w}).square(), -1)",
 }  # fmt: skip

@@ -202,7 +202,8 @@ def settled(
     """
     stuck, exact, before = set[fx.Node](), set[fx.Node](), set(graph.nodes)
     while True:
-        joint = Joint(graph, outputs)
+        # A chain that is added to answer a question is another one in each round.
+        nodes, joint = set(graph.nodes), Joint(graph, outputs)
         if chosen is None:
             decided = decide(joint, nearly_free.scores)
         else:
@@ -213,10 +214,10 @@ def settled(
         while choice.settle():
             pass
         if not choice.rounded.branching:
-            if choice.exact == exact:
+            if choice.exact & nodes == exact:
                 return joint, decided, choice.rounded
             # Once more, without answers for values that are exact.
-            exact = choice.exact
+            exact = choice.exact & nodes
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         branching = [node for node in graph.nodes if node in choice.rounded.branching]
         stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
