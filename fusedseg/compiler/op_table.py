@@ -26,9 +26,7 @@ Function = Callable[..., Any]
 #
 # The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one: an error e;
 FOLLOWS = "follows"
-# so it is, but by a mask, which may leave none but small values: it follows values of which norms have set the size;
-SELECTS = "selects"
-# so it is, but summands may cancel each other: they also have no origin in common;
+# so it is, but summands may cancel each other.  A sum follows values of which norms have set the size;
 MIXES = "mixes"
 # so it is in its first argument; of the others it reads sizes and positions;
 FIRST = "first"
@@ -81,8 +79,8 @@ class OpRow:
     """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    reads: how it reads packed values, by one of the words above; of a function with ``kinks``, how it reads them
-        between these.
+    reads: how it reads packed values: FOLLOWS, MIXES, FIRST, FACTOR, SUM, NORM, SLOPE, EXACT or FORM; of a function
+        with ``kinks``, how it reads them between these.
     ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
         "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
@@ -327,8 +325,7 @@ _LINEAR = (
         cheap=False,
     ),
     *_each(FOLLOWS, "neg"),
-    *_each(MIXES, "rsub"),
-    *_each(SELECTS, "where", "masked_fill"),
+    *_each(MIXES, "rsub", "where", "masked_fill"),
     *_each(MIXES, "sum", "mean", inductor=READS, layout=ANY),
     *_each(FOLLOWS, "repeat", "index", "_unsafe_index", inductor=INSIDE),
     *_each(FOLLOWS, "broadcast_in_dim"),

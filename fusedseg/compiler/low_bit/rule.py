@@ -3,10 +3,9 @@
 A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*, with an error of at most
 a h, where h are their steps, and a depends on no input.
 
-* **Copies** read copies by FOLLOWS, and by FACTOR with a number or a parameter.  SELECTS, MIXES and SLOPE read *sized*
-  values: a norm has set their size, so no input makes h large beside the width of a slope or beside a sum.  The terms
-  of a sum have no *origin* in common, as a value and its mean have.  A function with a kink follows if the side is
-  known exactly.
+* **Copies** read copies by FOLLOWS, and by FACTOR with a number or a parameter.  MIXES and SLOPE read *sized* values: a
+  norm has set their size, so no input makes h large beside the width of a slope or beside a sum.  A function with a
+  kink follows if the side is known exactly.
 * **Ends** are convolutions and matrix products with a weight.  They read copies for its gradient, a sum of g v~ with
   the error of the sum of g e, and nothing reads that sum.
 * **Between two ends** a gradient meets packed values or *unsteady* factors, in any order, and never both.  A norm and
@@ -40,7 +39,7 @@ from ..graph import (
     tensors_of,
     value_of,
 )
-from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SELECTS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -89,7 +88,7 @@ def _is_linear(node: fx.Node) -> bool:
         first, second = node.args[:2]
         is_product = name_of(node) == "mul" and _is_steady(first, node)
         return "rounding_mode" not in node.kwargs and (is_product or _is_steady(second, node))
-    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, SELECTS, MIXES, FIRST) and not row.kinks)
+    return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -129,7 +128,6 @@ class Rule:
         noise: for each gradient the roots that have brought an error since the last end.
         unsteady: the gradients for which a factor has come since then that is not bounded.
         sized: the values of forward of which norms have set the size.
-        origins: for each value of forward the arguments, convolutions and matrix products that it is computed from.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -139,17 +137,14 @@ class Rule:
         self.noise: dict[fx.Node, set[fx.Node]] = {}
         self.unsteady: set[fx.Node] = set()
         self.sized: set[fx.Node] = set()
-        self.origins: dict[fx.Node, set[fx.Node]] = {}
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
         return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
-        if node not in self.joint.backward:
-            self.origins[node] = self._origins_of(node)
-            if self._is_sized(node):
-                self.sized.add(node)
+        if node not in self.joint.backward and self._is_sized(node):
+            self.sized.add(node)
         if node in self.rounded.bits:
             self.roots[node] = {node}
             return set()
@@ -179,18 +174,8 @@ class Rule:
             return bool(sized) and all(source in self.sized or _is_of_arguments(source) for source in tensors)
         if row.reads == FACTOR:
             return sized == tensors == [node.args[0]]
-        follows = calls_view(node) or not is_op(node) or row.positions or row.reads in (FOLLOWS, SELECTS, MIXES, SLOPE)
+        follows = calls_view(node) or not is_op(node) or row.positions or row.reads in (FOLLOWS, MIXES, SLOPE)
         return bool(sized) and len(sized) == len(tensors) and follows
-
-    def _origins_of(self, node: fx.Node) -> set[fx.Node]:
-        if node.op != "call_function" or row_of(node).compute_intensive:
-            return {node}
-        return set().union(*(self.origins[source] for source in node.all_input_nodes))
-
-    def _may_cancel(self, terms: list[fx.Node]) -> bool:
-        """Whether two terms of a sum have an origin in common: a value less its mean is much smaller than the value."""
-        origins = [self.origins[term] for term in terms]
-        return sum(map(len, origins)) > len(set().union(*origins))
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads to compute a node."""
@@ -210,13 +195,11 @@ class Rule:
         row = row_of(call)
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
-        copies = [source for source in self.sources(node) if source in self.roots]
-        is_sized = all(source in self.sized for source in copies)
+        is_sized = all(source in self.sized for source in self.sources(node) if source in self.roots)
         if row.reads == SLOPE and is_sized:
             self._give_more_bits(copied)
             return set()
-        may_be_small = row.reads in (SELECTS, MIXES) and not is_sized
-        is_linear = _is_linear(call) and not may_be_small and not (row.reads == MIXES and self._may_cancel(copies))
+        is_linear = _is_linear(call) and (row.reads != MIXES or is_sized)
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
