@@ -106,7 +106,7 @@ def _largest(
     The codes of adjacent windows are ``step`` apart, beside ``code``, those of ``value``.
     """
     z = value[windows[0]].clone()
-    before = [0] * len(windows) if code is None else [code[window] for window in windows]
+    before: list[int | Tensor] = [0] * len(windows) if code is None else [code[window] for window in windows]
     # Where all values of a window are -inf, the code stays that of its first position inside of x.
     best = None if first is None else torch.empty_like(z, dtype=torch.uint8).copy_(before[0] + first)
     found = torch.empty_like(z)
