@@ -221,7 +221,7 @@ def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, t
     index = tl.int64 if max(M, C * x_strides[1] + sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
     tensor_cores = tf32 or dtype != torch.float32
-    blocks = conv_blocks(M, C, K // groups, groups, dtype, tensor_cores, device, epilogue == "norm")
+    blocks = conv_blocks(M, w_shape, groups, dtype, tensor_cores, device, epilogue == "norm", x_layout.rows)
     constants: dict[str, Any] = geometry.constants(kernel)
     constants |= {
         "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,

@@ -116,11 +116,14 @@ def most_registers(layout, dtype: torch.dtype, K: int, backward: bool, joined: b
     return registers_for(THREADS * programs_per_sm(layout, backward, joined))
 
 
+def on_amd() -> bool:
+    """Whether kernels are compiled for AMD's GPUs."""
+    return not interpreted() and driver.active.get_current_target().backend == "hip"
+
+
 def registers_for(threads: int) -> dict[str, int]:
     """The option that lets so many threads be resident in a multiprocessor.  AMD's compiler has no such option."""
-    if interpreted() or driver.active.get_current_target().backend != "cuda":
-        return {}
-    return {"maxnreg": REGISTERS // threads // 8 * 8}
+    return {} if interpreted() or on_amd() else {"maxnreg": min(255, REGISTERS // threads // 8 * 8)}
 
 
 def vector_of(layout, dtype: torch.dtype) -> int:

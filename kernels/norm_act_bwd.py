@@ -261,13 +261,14 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr
     s2 = channel_sum(g * xhat, STAT, ROWS)
     store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
     m = tl.cast(N, ACC) * S * D
+    # They are loaded here, the weight again, because fewer registers are in use at this point.
+    w = load_channel(weight_ptr, c, valid, 1.0, ACC)
+    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     if STAT == "group":
         s1 = group_sum(s1 * w)
         s2 = group_sum(s2 * w)
     s1 /= m
     s2 /= m
-    # rstd is loaded here, because fewer registers are in use at this point.
-    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
     store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 

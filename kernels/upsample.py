@@ -37,8 +37,9 @@ TILE_BYTES, PLANES_BWD_TILE_BYTES, THREADS = 2048, 1024, 128
 # another one reads too, and short walks give enough programs.
 MOST_LINES, FEWEST_LINES = 32, 8
 PROGRAMS_PER_SM = 16
-# The number of values along an axis whose loads are unrolled.
-UNROLLED = tl.constexpr(5)
+# The number of values along a row whose loads are unrolled, and of values of several rows.  Where corners are aligned,
+# 25 values of a volume would take 168 registers.
+UNROLLED, UNROLLED_ROWS = tl.constexpr(5), tl.constexpr(16)
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def read_line(x_ptr, b, a, first_a, w, first_w, rest, mask, pitch, B, W, a_small
         line = ((a * B + b) * W).to(tl.int64) * pitch
         acc = read_row(x_ptr + line, w, first_w, rest, mask, pitch, w_small, w_large, w_step, w_shift, w_den,
                        KW, ACC, FORWARD, BLOCK_O, BLOCK_I)  # fmt: skip
-    elif KA <= UNROLLED:
+    elif KA * KW <= UNROLLED_ROWS:
         acc = tl.zeros((BLOCK_O, BLOCK_I), ACC)
         for k in tl.static_range(KA):
             at, weight = tap(a, first_a, k, a_small, a_large, a_step, a_shift, a_den, ACC, FORWARD)

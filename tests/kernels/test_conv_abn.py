@@ -167,7 +167,7 @@ SPLIT = Conv((2, 3, 43, 9), (5, 3, 1, 1))
 def test_several_tiles_a_split_and_several_merges(dtype, rows_in, rows_out, device):
     from fusedseg.kernels.conv import conv_blocks
 
-    blocks = conv_blocks(2 * 43 * 9, 3, 5, 1, dtype, True, device)
+    blocks = conv_blocks(2 * 43 * 9, SPLIT.w, 1, dtype, True, device)
     assert (blocks.splits, blocks.tiles_per_split, blocks.meta["BLOCK_M"]) == (7, 2, 64)
     given, out = inputs(SPLIT, dtype, device, rows_in), output(SPLIT, dtype, device, rows_out)
     check(SPLIT, given, out, running=running_statistics(SPLIT, device))

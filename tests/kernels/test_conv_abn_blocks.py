@@ -57,7 +57,7 @@ def chosen(kind, M, C, K, device, affine=False):
     from fusedseg.kernels.conv import conv_blocks
 
     dtype, tf32 = KINDS[kind]
-    meta = conv_blocks(M, C, K, 1, dtype, tf32 or dtype != torch.float32, device, affine).meta
+    meta = conv_blocks(M, (K, C), 1, dtype, tf32 or dtype != torch.float32, device, affine).meta
     return kind, *(meta[name] for name in ("BLOCK_M", "BLOCK_K", "BLOCK_C", "num_warps"))
 
 

@@ -36,7 +36,6 @@ NOT_YET = {
     *(("eight kept channels, rows", "act_bwd_apply", rule) for rule in ("resident", "wave", "under way")),
     # A thread computes the activation of one vector before it asks for the next one.
     *((f"{of}, rows", "act_fwd_apply", "under way") for of in LATER),
-    ("elu, rows", "act_bwd_apply", "under way"),
     # 342 programs have 396 places.
     ("few groups, rows", "act_bwd_apply", "under way"),
     # Accesses of two bytes.

@@ -185,7 +185,7 @@ def check_spills(launches: Sequence[dict], known: Mapping[str, int], record_prop
     spilled = {
         f"{of['case']} {of['kernel']}": of["spilled"] for of in launches if of["spilled"] > known.get(of["case"], 0)
     }
-    assert spilled == {}
+    assert spilled == {}, spilled
     return {of["kernel"] for of in launches}
 
 

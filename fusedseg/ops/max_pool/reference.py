@@ -1,9 +1,8 @@
 """Max-pooling with window codes on aten ops, for every device: the mathematics of ``kernels/max_pool.py``.
 
-Forward compares the positions of all windows one after the other, without branches, and writes no int64 index.  On a
-CPU that takes a third of the time of aten's pooling for windows of 2x2, and two thirds for 3x3 and 2x2x2; but three
-times as long for 13x13, because it grows with the positions of a window.  Backward looks up the distance of each code,
-and gives aten's backward the indices.
+Forward pools along one axis after the other, without branches, and writes no int64 index.  channels_last tensors on a
+CPU take aten's pooling, which is fast for them, and look up the code of the distance between an index and the first
+position of its window.  Backward looks up the distance of each code, and gives aten's backward the indices.
 
 CUDA's kernel of backward writes 3D results into contiguous memory alone, whatever the strides of ``grad_input`` are.
 """
@@ -11,22 +10,24 @@ CUDA's kernel of backward writes 3D results into contiguous memory alone, whatev
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from types import EllipsisType
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import _backend
 from ..._torch import FakeTensor, write_gradient
-from .windows import Pool, distances, first_codes, first_positions
+from .windows import Pool, distances, first_codes, first_positions, steps
 
 aten = torch.ops.aten
 
 # A CPU takes samples of about this many bytes together.  They stay in its cache, and indices of the whole tensor would
 # take twice the bytes of an fp32 result.
 PART_BYTES = 2**22
+# Windows of at most this many positions are compared in one pass over all axes, which holds no values between passes.
+FEW = 8
 # The integers of as many bytes as a floating-point number.
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,34 +45,79 @@ def _parts(rows: bool, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     """Writes z, and the codes unless they are None.  All tensors are channels_last (``rows``) or contiguous."""
+    if rows and not _backend.off_cpu(x):
+        distance_of = _distances(tuple(x.shape[2:]), pool, x)
+        # In a window that is wider than x, two positions may have one distance.
+        if len(np.unique(distance_of.numpy())) == len(distance_of):
+            _by_indices(x, z, codes, distance_of, pool)
+            return
+    _by_axes(x, z, codes, rows, pool)
+
+
+def _by_indices(x: Tensor, z: Tensor, codes: Tensor | None, distance_of: Tensor, pool: Pool) -> None:
+    """Aten's pooling of channels_last tensors, which a CPU runs for many channels at a time."""
+    op = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
     size, count = tuple(x.shape[2:]), tuple(z.shape[2:])
+    first = first_positions(size, count, pool, x.device)
+    # Where all values of a window are -inf, aten's index may lie before the first position inside of x.
+    least = distance_of[first_codes(count, pool, x.device, range(len(count))).long()]
+    table = np.zeros(int(distance_of[-1]) + 1, dtype=np.uint8)
+    table[distance_of.numpy()] = np.arange(len(distance_of))
+    code_of = torch.from_numpy(table)
+    for x_part, z_part, codes_part in _parts(True, x, z, z if codes is None else codes):
+        index = torch.empty_like(z_part, dtype=torch.int64)
+        op.out(x_part, *pool, out=z_part, indices=index)
+        if codes is not None:
+            torch.take(code_of, torch.maximum(index.sub_(first), least, out=index), out=codes_part)
+
+
+def _by_axes(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
+    """Compares the positions of windows along one axis after the other, the last axis first.
+
+    Of equal values the first one wins, and of NaN the last one, so the order is that of aten's loops over all axes.
+    """
+    count = tuple(z.shape[2:])
     edges: list[int] = []
-    windows: list[list[EllipsisType | slice]] = [[Ellipsis]]
-    for n, c, k, s, p, d in zip(size, count, *pool[:4], strict=True):
+    slices = []
+    for n, c, k, s, p, d in zip(x.shape[2:], count, *pool[:4], strict=True):
         edges = [p, max(0, (c - 1) * s + (k - 1) * d + 1 - p - n), *edges]
-        windows.append([slice(at * d, at * d + (c - 1) * s + 1, s) for at in range(k)])
-    # Where all values of a window are -inf, the code stays that of its first position inside of x.
-    least = first_codes(count, pool, x.device) if any(pool.padding) else None
+        slices.append([slice(at * d, at * d + (c - 1) * s + 1, s) for at in range(k)])
+    passes = []
+    dims = range(len(count))
+    for axes in [dims] if math.prod(pool.kernel) <= FEW else [[axis] for axis in reversed(dims)]:
+        of = [slices[axis] if axis in axes else [slice(None)] for axis in dims]
+        first = None if codes is None else first_codes(count, pool, x.device, axes)
+        passes.append(([(..., *window) for window in itertools.product(*of)], first, steps(pool.kernel)[axes[-1]]))
     for x_part, z_part, codes_part in _parts(rows, x, z, z if codes is None else codes):
-        padded = F.pad(x_part, edges, value=-math.inf) if any(edges) else x_part
-        value = torch.empty_like(z_part)
-        for code, window in enumerate(itertools.product(*windows)):
-            found = padded[window]
-            if code == 0:
-                z_part.copy_(found)
-            else:
-                value.copy_(found)
-                more = torch.gt(value, z_part).logical_or_(value != value)
-                _replace(z_part, value, more)
-            if codes is None:
-                continue
-            if code > 0:
-                # A later position has a larger code.
-                torch.maximum(codes_part, more.view(torch.uint8).mul_(code), out=codes_part)
-            elif least is None:
-                codes_part.zero_()
-            else:
-                codes_part.copy_(least)
+        value = F.pad(x_part, edges, value=-math.inf) if any(edges) else x_part
+        code = None
+        for windows, first, step in passes:
+            value, code = _largest(value, code, windows, first, step)
+        z_part.copy_(value)
+        if code is not None:
+            codes_part.copy_(code)
+
+
+def _largest(
+    value: Tensor, code: Tensor | None, windows: Sequence[tuple], first: Tensor | None, step: int
+) -> tuple[Tensor, Tensor | None]:
+    """The largest of the values that ``windows`` pick, and their codes unless ``first`` is None, without branches.
+
+    The codes of adjacent windows are ``step`` apart, beside ``code``, those of ``value``.
+    """
+    z = value[windows[0]].clone()
+    before: list[int | Tensor] = [0] * len(windows) if code is None else [code[window] for window in windows]
+    # Where all values of a window are -inf, the code stays that of its first position inside of x.
+    best = None if first is None else torch.empty_like(z, dtype=torch.uint8).copy_(before[0] + first)
+    found = torch.empty_like(z)
+    for at, window in enumerate(windows[1:], 1):
+        found.copy_(value[window])
+        more = torch.gt(found, z).logical_or_(found != found)
+        _replace(z, found, more)
+        if best is not None:
+            # A later position has a larger code.
+            torch.maximum(best, more.view(torch.uint8).mul_(before[at] + at * step), out=best)
+    return z, best
 
 
 def _replace(z: Tensor, value: Tensor, where: Tensor) -> None:

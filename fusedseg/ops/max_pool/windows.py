@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,13 +41,13 @@ def first_positions(size: tuple[int, ...], count: tuple[int, ...], pool: Pool, d
     return _summed(along, steps(size), device)
 
 
-def first_codes(count: tuple[int, ...], pool: Pool, device: torch.device) -> Tensor:
-    """The code of the first position of every window that does not lie in the padding before x."""
+def first_codes(count: tuple[int, ...], pool: Pool, device: torch.device, axes: Sequence[int]) -> Tensor:
+    """The code along ``axes`` of the first position of every window that is not in the padding before x, uint8."""
     before = [
-        -(-np.maximum(p - np.arange(c) * s, 0) // d)
-        for c, s, p, d in zip(count, pool.stride, pool.padding, pool.dilation, strict=True)
+        -(-np.maximum(p - np.arange(c) * s, 0) // d) if axis in axes else np.zeros(1, dtype=np.int64)
+        for axis, (c, s, p, d) in enumerate(zip(count, pool.stride, pool.padding, pool.dilation, strict=True))
     ]
-    return _summed(before, steps(pool.kernel), device)
+    return _summed(before, steps(pool.kernel), device).byte()
 
 
 def _summed(along: list[np.ndarray], factors: list[int], device: torch.device) -> Tensor:
