@@ -12,7 +12,10 @@ a h, where h are their steps, and a depends on no input.
   an activation that read packed values bring an error of at most a h |g|.  Other factors are bounded, so it stays that,
   and the weights at both ends have as large an error anyway.  All else is unsteady: a factor may be large just where
   the gradient is small, or sums may leave little of it.
-* **Norms** over planes or channels read roots whose groups lie inside of what has the same statistics.
+* **Norms** read roots whose groups lie inside of what has the same statistics: planes, channels, or rows.
+* **Rows.**  A layer norm divides each row by a number of its own, so it is unsteady, and each row of the gradient has
+  an error that is small beside this row.  It stays so while each value of the gradient follows from values of the same
+  place.  Until the next end, only layer norms of the same rows may then bring more errors, or more unsteady factors.
 """
 
 from collections.abc import Iterable
@@ -33,13 +36,14 @@ from ..graph import (
     is_tensor,
     name_of,
     node_at,
+    op_of,
     reads_size_alone,
     row_of,
     size_of,
     tensors_of,
     value_of,
 )
-from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, OF_ROWS, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -48,6 +52,8 @@ BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
 CASTS = ("clone", "_to_copy", "convert_element_type")
+# Which factors a gradient has met since the last end: steady ones, those of rows too, or others.
+STEADY, IN_ROWS, UNSTEADY = 0, 1, 2
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -91,6 +97,12 @@ def _is_linear(node: fx.Node) -> bool:
     return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
 
 
+def _is_bounded(node: fx.Node, copied: set[fx.Node]) -> bool:
+    """Whether a gradient is a linear function of gradients, with steady factors, that reads no copies for factors."""
+    is_linear = _is_linear(node) or name_of(node) in BOUNDED
+    return is_linear and (row_of(node).reads == FIRST or not copied)
+
+
 def _is_returned(node: fx.Node) -> bool:
     """Whether linear ops alone read a node, and nothing reads the last ones."""
     return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
@@ -104,8 +116,25 @@ def _keeps_planes(node: fx.Node) -> bool:
     return name_of(node) in CASTS or (row.layout == PASSES and row.reads == FOLLOWS)
 
 
+def _keeps_places(node: fx.Node, source: fx.Node) -> bool:
+    """Whether each value of a gradient follows from values of the same place of a source."""
+    if not is_op(node) or row_of(node).reads == OF_ROWS:
+        return True
+    sizes = [hinted(value_of(one)).shape for one in (node, source) if is_tensor(one)]
+    return torch.Tag.pointwise in op_of(node).tags and sizes[0] == sizes[-1]
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    """Whether a node is the gradient of a norm over the last dimension."""
+    shape: Any = node.args[2] if row_of(node).reads == OF_ROWS else ()
+    return len(shape) == 1
+
+
 def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
     """The unit of groups of a root in which the statistics of a norm of x are constant; None without one."""
+    if _is_of_rows(norm):
+        # The planes of tokens, (N, T, C), are their rows.
+        return "plane" if root.dim() in (2, 3) and root.shape == x.shape and root.is_contiguous() else None
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
     call = NormCall.of(norm) or GradientCall.of(norm)
@@ -126,7 +155,7 @@ class Rule:
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        unsteady: the gradients for which a factor has come since then that is not bounded.
+        levels: the factors that each gradient has met since then; STEADY if it is not named.
         sized: the values of forward of which norms have set the size.
     """
 
@@ -135,7 +164,7 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.unsteady: set[fx.Node] = set()
+        self.levels: dict[fx.Node, int] = {}
         self.sized: set[fx.Node] = set()
 
     def broken(self) -> set[fx.Node]:
@@ -230,27 +259,38 @@ class Rule:
 
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
-        row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        is_steady, exact = self.unsteady.isdisjoint(sources), set[fx.Node]()
+        row, level = row_of(node), self._level(node, sources)
         # The gradient of a parameter that is a factor is a sum too.
-        is_of_factor = copied and is_steady and name_of(node) == "mul" and _is_returned(node)
+        is_of_factor = copied and level < UNSTEADY and name_of(node) == "mul" and _is_returned(node)
         if is_of_factor or (row.reads == SUM and self._is_end(node, copied)):
-            return exact
-        is_linear = _is_linear(node) or name_of(node) in BOUNDED
-        if row.reads == NORM:
-            noise, exact = noise | copied, self._norm(node, self._read(node.args[1])) if is_steady else copied
-        elif copied and row.reads == SLOPE and is_steady and self._read(node.args[1]) in self.sized:
-            noise = noise | copied
+            return set()
+        noise = set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
+        if row.reads == NORM or (_is_of_rows(node) and (level == IN_ROWS or (level == STEADY and not noise))):
+            own = IN_ROWS if _is_of_rows(node) else STEADY
+            exact = self._norm(node, self._read(node.args[1])) if level <= own else copied
+            return self._note(node, noise | copied, max(level, own), exact)
+        if copied and row.reads == SLOPE and level == STEADY and self._read(node.args[1]) in self.sized:
             self._give_more_bits(copied)
-        elif not self._has_exact_sign(node) and not (is_linear and (row.reads == FIRST or not copied)):
-            if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
-                self.rounded.branching.add(node)
-                return exact
-            is_steady, exact = False, copied | noise
-        self.noise[node] = noise
-        if not is_steady:
-            self.unsteady.add(node)
-        return exact
+            return self._note(node, noise | copied, level)
+        if self._has_exact_sign(node) or _is_bounded(node, copied):
+            return self._note(node, noise, level)
+        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+            self.rounded.branching.add(node)
+            return set()
+        return self._note(node, noise, UNSTEADY, copied | noise)
+
+    def _note(self, node: fx.Node, noise: set[fx.Node], level: int, exact: Iterable[fx.Node] = ()) -> set[fx.Node]:
+        self.noise[node], self.levels[node] = noise, level
+        return set(exact)
+
+    def _level(self, node: fx.Node, sources: list[fx.Node]) -> int:
+        """The factors that the gradients among the sources have met."""
+        level = max((self.levels.get(source, STEADY) for source in sources), default=STEADY)
+        if level != IN_ROWS:
+            return level
+        rows = [source for source in sources if self.levels.get(source) == IN_ROWS]
+        others = any(self.noise.get(source) for source in sources if source not in rows)
+        return UNSTEADY if others or not all(_keeps_places(node, source) for source in rows) else IN_ROWS
 
     def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
         """Whether a convolution or a matrix product has a weight, and reads copies for the weight's gradient alone."""
