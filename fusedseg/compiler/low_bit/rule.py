@@ -157,6 +157,7 @@ class Rule:
         noise: for each gradient the roots that have brought an error since the last end.
         levels: the factors that each gradient has met since then; STEADY if it is not named.
         sized: the values of forward of which norms have set the size.
+        layers: for each value of forward the last layers with weights, and arguments, that it follows.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -166,14 +167,19 @@ class Rule:
         self.noise: dict[fx.Node, set[fx.Node]] = {}
         self.levels: dict[fx.Node, int] = {}
         self.sized: set[fx.Node] = set()
+        self.layers: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
         return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
-        if node not in self.joint.backward and self._is_sized(node):
-            self.sized.add(node)
+        if node not in self.joint.backward:
+            is_layer = row_of(node).compute_intensive or not node.all_input_nodes
+            before = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
+            self.layers[node] = frozenset({node}) if is_layer else frozenset[fx.Node]().union(*before)
+            if self._is_sized(node):
+                self.sized.add(node)
         if node in self.rounded.bits:
             self.roots[node] = {node}
             return set()
@@ -228,8 +234,13 @@ class Rule:
         if row.reads == SLOPE and is_sized:
             self._give_more_bits(copied)
             return set()
-        is_linear = _is_linear(call) and (row.reads != MIXES or is_sized)
+        is_linear = _is_linear(call) and (row.reads != MIXES or (is_sized and self._is_of_different_layers(call)))
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
+
+    def _is_of_different_layers(self, node: fx.Node) -> bool:
+        """Whether a node is no sum of two values that follow one layer, as x - mean(x), which may be small."""
+        layers = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
+        return name_of(node) not in ("add", "sub", "rsub") or len(layers) < 2 or layers[0].isdisjoint(layers[1])
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
         if isinstance(form, recompute.NormActForm) and form.rstd is not None:
