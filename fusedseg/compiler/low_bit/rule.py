@@ -16,6 +16,7 @@ a h, where h are their steps, and a depends on no input.
 * **Rows.**  A layer norm divides each row by a number of its own, so it is unsteady, and each row of the gradient has
   an error that is small beside this row.  It stays so while each value of the gradient follows from values of the same
   place.  Until the next end, only layer norms of the same rows may then bring more errors, or more unsteady factors.
+  No sum over places may come before, as that of x - mean(x): rows that are nearly equal would leave little of it.
 """
 
 from collections.abc import Iterable
@@ -52,8 +53,9 @@ BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
 CASTS = ("clone", "_to_copy", "convert_element_type")
-# Which factors a gradient has met since the last end: steady ones, those of rows too, or others.
-STEADY, IN_ROWS, UNSTEADY = 0, 1, 2
+# What a gradient has met since the last end: steady factors alone; sums over several places too; factors of rows, and
+# no sums; or anything else.
+STEADY, MIXED, IN_ROWS, UNSTEADY = range(4)
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -116,12 +118,15 @@ def _keeps_planes(node: fx.Node) -> bool:
     return name_of(node) in CASTS or (row.layout == PASSES and row.reads == FOLLOWS)
 
 
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether no value of a gradient follows from several values of another one, unless in a row."""
+    return not is_op(node) or row_of(node).reads == OF_ROWS or torch.Tag.pointwise in op_of(node).tags
+
+
 def _keeps_places(node: fx.Node, source: fx.Node) -> bool:
-    """Whether each value of a gradient follows from values of the same place of a source."""
-    if not is_op(node) or row_of(node).reads == OF_ROWS:
-        return True
+    """Whether each value of a gradient follows from values of the same place, or row, of a source."""
     sizes = [hinted(value_of(one)).shape for one in (node, source) if is_tensor(one)]
-    return torch.Tag.pointwise in op_of(node).tags and sizes[0] == sizes[-1]
+    return _keeps_values(node) and (len(sizes) < 2 or sizes[0] == sizes[1])
 
 
 def _is_of_rows(node: fx.Node) -> bool:
@@ -277,10 +282,10 @@ class Rule:
             return set()
         noise = set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
         if row.reads == NORM or (_is_of_rows(node) and (level == IN_ROWS or (level == STEADY and not noise))):
-            own = IN_ROWS if _is_of_rows(node) else STEADY
+            own = IN_ROWS if _is_of_rows(node) else MIXED
             exact = self._norm(node, self._read(node.args[1])) if level <= own else copied
             return self._note(node, noise | copied, max(level, own), exact)
-        if copied and row.reads == SLOPE and level == STEADY and self._read(node.args[1]) in self.sized:
+        if copied and row.reads == SLOPE and level <= MIXED and self._read(node.args[1]) in self.sized:
             self._give_more_bits(copied)
             return self._note(node, noise | copied, level)
         if self._has_exact_sign(node) or _is_bounded(node, copied):
@@ -295,12 +300,15 @@ class Rule:
         return set(exact)
 
     def _level(self, node: fx.Node, sources: list[fx.Node]) -> int:
-        """The factors that the gradients among the sources have met."""
-        level = max((self.levels.get(source, STEADY) for source in sources), default=STEADY)
+        """What a gradient has met if only its own factors do not count."""
+        levels = {source: self.levels.get(source, STEADY) for source in sources}
+        level = max(levels.values(), default=STEADY)
+        if level == STEADY:
+            return STEADY if calls_view(node) or _keeps_values(node) else MIXED
         if level != IN_ROWS:
             return level
-        rows = [source for source in sources if self.levels.get(source) == IN_ROWS]
-        others = any(self.noise.get(source) for source in sources if source not in rows)
+        rows = [source for source in sources if levels[source] == IN_ROWS]
+        others = any(levels[source] == MIXED or self.noise.get(source) for source in sources if source not in rows)
         return UNSTEADY if others or not all(_keeps_places(node, source) for source in rows) else IN_ROWS
 
     def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
