@@ -127,7 +127,7 @@ def rows(h):
     return nn.functional.layer_norm(h, h.shape[-1:])
 
 
-# What stands between two layers, with a third one if it has two norms, and how many layer norms read packed rows; with 0
+# What stands between two layers, with a third one if it has two norms, and how many of these read packed rows.  With 0
 # all is exact.
 OF_ROWS = {
     "a norm": (lambda h, layer: rows(h), 1),
