@@ -38,6 +38,8 @@ SUM = "sum"
 # the gradient of a norm.  With statistics that are constant in each group, the error is at most s (2 + s) of the root
 # mean square of the gradient, where s is the step of the normalised values;
 NORM = "norm"
+# the gradient of a layer or RMS norm.  With groups that are rows, so is the error of each row;
+OF_ROWS = "of rows"
 # an activation f with a bounded slope, or its gradient g f'(v~), in 8 bits, where a norm has set the size of v.  The
 # errors are at most L e, and min(M h, 1.2) g: (L, M) = (1.10, .50) for SiLU, (1.13, .80) for GELU, (1.09, .65) for
 # Mish.  The gradients of sigmoid and tanh read the result, whose size is set: (.25, .10) and (1, .77);
@@ -79,8 +81,8 @@ class OpRow:
     """What the compiler knows about a function, or about ops.
 
     name: the name in errors and tests.
-    reads: how it reads packed values: FOLLOWS, MIXES, FIRST, FACTOR, SUM, NORM, SLOPE, EXACT or FORM; of a function
-        with ``kinks``, how it reads them between these.
+    reads: how it reads packed values, by one of the words above; of a function with ``kinks``, how it reads them
+        between these.
     ops: the names of the aten or prims ops that compute it in a graph, without views; ops of this package begin with
         "fusedseg::".
     calls: the functions and methods that compute it, each with the form that writes over the first argument: another
@@ -265,7 +267,7 @@ _PRODUCTS = (
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
     # A row may be far smaller than others, and its gradient so much larger.
-    *_each(EXACT, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
+    *_each(OF_ROWS, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 

@@ -12,7 +12,11 @@ a h, where h are their steps, and a depends on no input.
   an activation that read packed values bring an error of at most a h |g|.  Other factors are bounded, so it stays that,
   and the weights at both ends have as large an error anyway.  All else is unsteady: a factor may be large just where
   the gradient is small, or sums may leave little of it.
-* **Norms** over planes or channels read roots whose groups lie inside of what has the same statistics.
+* **Norms** read roots whose groups lie inside of what has the same statistics: planes, channels, or rows.
+* **Rows.**  A layer norm divides each row by a number of its own, so it is unsteady, and each row of the gradient has
+  an error that is small beside this row.  It stays so while each value of the gradient follows from values of the same
+  place.  Until the next end, only layer norms of the same rows may then bring more errors, or more unsteady factors.
+  No sum over places may come before, as that of x - mean(x): rows that are nearly equal would leave little of it.
 """
 
 from collections.abc import Iterable
@@ -33,13 +37,14 @@ from ..graph import (
     is_tensor,
     name_of,
     node_at,
+    op_of,
     reads_size_alone,
     row_of,
     size_of,
     tensors_of,
     value_of,
 )
-from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import FACTOR, FIRST, FOLLOWS, MIXES, NORM, OF_ROWS, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -48,6 +53,9 @@ BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
 CASTS = ("clone", "_to_copy", "convert_element_type")
+# What a gradient has met since the last end: steady factors alone; sums over several places too; factors of rows, and
+# no sums; or anything else.
+STEADY, MIXED, IN_ROWS, UNSTEADY = range(4)
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -91,6 +99,12 @@ def _is_linear(node: fx.Node) -> bool:
     return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
 
 
+def _is_bounded(node: fx.Node, copied: set[fx.Node]) -> bool:
+    """Whether a gradient is a linear function of gradients, with steady factors, that reads no copies for factors."""
+    is_linear = _is_linear(node) or name_of(node) in BOUNDED
+    return is_linear and (row_of(node).reads == FIRST or not copied)
+
+
 def _is_returned(node: fx.Node) -> bool:
     """Whether linear ops alone read a node, and nothing reads the last ones."""
     return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
@@ -104,8 +118,28 @@ def _keeps_planes(node: fx.Node) -> bool:
     return name_of(node) in CASTS or (row.layout == PASSES and row.reads == FOLLOWS)
 
 
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether no value of a gradient follows from several values of another one, unless in a row."""
+    return not is_op(node) or row_of(node).reads == OF_ROWS or torch.Tag.pointwise in op_of(node).tags
+
+
+def _keeps_places(node: fx.Node, source: fx.Node) -> bool:
+    """Whether each value of a gradient follows from values of the same place, or row, of a source."""
+    sizes = [hinted(value_of(one)).shape for one in (node, source) if is_tensor(one)]
+    return _keeps_values(node) and (len(sizes) < 2 or sizes[0] == sizes[1])
+
+
+def _is_of_rows(node: fx.Node) -> bool:
+    """Whether a node is the gradient of a norm over the last dimension."""
+    shape: Any = node.args[2] if row_of(node).reads == OF_ROWS else ()
+    return len(shape) == 1
+
+
 def _unit(norm: fx.Node, x: Tensor, root: Tensor) -> str | None:
     """The unit of groups of a root in which the statistics of a norm of x are constant; None without one."""
+    if _is_of_rows(norm):
+        # The planes of tokens, (N, T, C), are their rows.
+        return "plane" if root.dim() in (2, 3) and root.shape == x.shape and root.is_contiguous() else None
     if x.shape[0] != root.shape[0] or root.dim() < 3 or layout_of(root) is None:
         return None
     call = NormCall.of(norm) or GradientCall.of(norm)
@@ -126,8 +160,9 @@ class Rule:
     Attributes:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
-        unsteady: the gradients for which a factor has come since then that is not bounded.
+        levels: the factors that each gradient has met since then; STEADY if it is not named.
         sized: the values of forward of which norms have set the size.
+        layers: for each value of forward the last layers with weights, and arguments, that it follows.
     """
 
     def __init__(self, joint: Joint, found: Decision, rounded: Any, stuck: set[fx.Node]) -> None:
@@ -135,16 +170,21 @@ class Rule:
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
         self.noise: dict[fx.Node, set[fx.Node]] = {}
-        self.unsteady: set[fx.Node] = set()
+        self.levels: dict[fx.Node, int] = {}
         self.sized: set[fx.Node] = set()
+        self.layers: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
         return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
-        if node not in self.joint.backward and self._is_sized(node):
-            self.sized.add(node)
+        if node not in self.joint.backward:
+            is_layer = row_of(node).compute_intensive or not node.all_input_nodes
+            before = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
+            self.layers[node] = frozenset({node}) if is_layer else frozenset[fx.Node]().union(*before)
+            if self._is_sized(node):
+                self.sized.add(node)
         if node in self.rounded.bits:
             self.roots[node] = {node}
             return set()
@@ -199,8 +239,13 @@ class Rule:
         if row.reads == SLOPE and is_sized:
             self._give_more_bits(copied)
             return set()
-        is_linear = _is_linear(call) and (row.reads != MIXES or is_sized)
+        is_linear = _is_linear(call) and (row.reads != MIXES or (is_sized and self._is_of_different_layers(call)))
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
+
+    def _is_of_different_layers(self, node: fx.Node) -> bool:
+        """Whether a node is no sum of two values that follow one layer, as x - mean(x), which may be small."""
+        layers = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
+        return name_of(node) not in ("add", "sub", "rsub") or len(layers) < 2 or layers[0].isdisjoint(layers[1])
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
         if isinstance(form, recompute.NormActForm) and form.rstd is not None:
@@ -230,27 +275,41 @@ class Rule:
 
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
-        row, noise = row_of(node), set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        is_steady, exact = self.unsteady.isdisjoint(sources), set[fx.Node]()
+        row, level = row_of(node), self._level(node, sources)
         # The gradient of a parameter that is a factor is a sum too.
-        is_of_factor = copied and is_steady and name_of(node) == "mul" and _is_returned(node)
+        is_of_factor = copied and level < UNSTEADY and name_of(node) == "mul" and _is_returned(node)
         if is_of_factor or (row.reads == SUM and self._is_end(node, copied)):
-            return exact
-        is_linear = _is_linear(node) or name_of(node) in BOUNDED
-        if row.reads == NORM:
-            noise, exact = noise | copied, self._norm(node, self._read(node.args[1])) if is_steady else copied
-        elif copied and row.reads == SLOPE and is_steady and self._read(node.args[1]) in self.sized:
-            noise = noise | copied
+            return set()
+        noise = set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
+        if row.reads == NORM or (_is_of_rows(node) and (level == IN_ROWS or (level == STEADY and not noise))):
+            own = IN_ROWS if _is_of_rows(node) else MIXED
+            exact = self._norm(node, self._read(node.args[1])) if level <= own else copied
+            return self._note(node, noise | copied, max(level, own), exact)
+        if copied and row.reads == SLOPE and level <= MIXED and self._read(node.args[1]) in self.sized:
             self._give_more_bits(copied)
-        elif not self._has_exact_sign(node) and not (is_linear and (row.reads == FIRST or not copied)):
-            if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
-                self.rounded.branching.add(node)
-                return exact
-            is_steady, exact = False, copied | noise
-        self.noise[node] = noise
-        if not is_steady:
-            self.unsteady.add(node)
-        return exact
+            return self._note(node, noise | copied, level)
+        if self._has_exact_sign(node) or _is_bounded(node, copied):
+            return self._note(node, noise, level)
+        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+            self.rounded.branching.add(node)
+            return set()
+        return self._note(node, noise, UNSTEADY, copied | noise)
+
+    def _note(self, node: fx.Node, noise: set[fx.Node], level: int, exact: Iterable[fx.Node] = ()) -> set[fx.Node]:
+        self.noise[node], self.levels[node] = noise, level
+        return set(exact)
+
+    def _level(self, node: fx.Node, sources: list[fx.Node]) -> int:
+        """What a gradient has met if only its own factors do not count."""
+        levels = {source: self.levels.get(source, STEADY) for source in sources}
+        level = max(levels.values(), default=STEADY)
+        if level == STEADY:
+            return STEADY if calls_view(node) or _keeps_values(node) else MIXED
+        if level != IN_ROWS:
+            return level
+        rows = [source for source in sources if levels[source] == IN_ROWS]
+        others = any(levels[source] == MIXED or self.noise.get(source) for source in sources if source not in rows)
+        return UNSTEADY if others or not all(_keeps_places(node, source) for source in rows) else IN_ROWS
 
     def _is_end(self, node: fx.Node, copied: set[fx.Node]) -> bool:
         """Whether a convolution or a matrix product has a weight, and reads copies for the weight's gradient alone."""

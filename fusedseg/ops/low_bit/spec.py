@@ -5,7 +5,7 @@ asks for groups inside of a unit, whose values a norm scales alike:
 
     ""         nothing is asked for: where channels are short, a group has values of several ones
     "batch"    the values of a channel, of all samples
-    "plane"    the values of a channel of a sample; of N x C values a row
+    "plane"    the values of a channel of a sample; of N x C values a row, as of contiguous N x T x C values
 
 ``grid.py`` has the values that the codes of a group stand for.
 """
