@@ -37,7 +37,9 @@ def every_branch() -> set[str]:
     found = set()
     for file in {*KERNELS.glob("*.py")} - {KERNELS / "activation.py"}:
         for kernel in ast.parse(file.read_text()).body:
-            if isinstance(kernel, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in kernel.decorator_list):
+            if isinstance(kernel, ast.FunctionDef) and any(
+                "triton.jit" in ast.unparse(d) for d in kernel.decorator_list
+            ):
                 for node, field, i in conditions(kernel):
                     condition = getattr(node, field) if i is None else getattr(node, field)[i]
                     found |= {named(kernel.name, condition, value) for value in (True, False)}
