@@ -121,28 +121,28 @@ def test_running_statistics(rows, training, device):
 
 TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))
 # Taps that leave x on both sides; one tap, aligned, with a stride, with padding, and in one step; more taps than a
-# mask has bits; and a volume.
+# mask has bits; and a volume.  The last column says whether the convolution has a bias.
 CONVS = {
-    "taps": (TAPS, False),
-    "taps-rows": (TAPS, True),
-    "one-tap": (Conv((2, 40, 8, 6), (20, 40, 1, 1)), False),
-    "one-tap-stride": (Conv((2, 16, 9, 7), (6, 16, 1, 1), stride=2), True),
-    "one-tap-padding": (Conv((2, 16, 5, 7), (6, 16, 1, 1), padding=1), False),
-    "one-step": (Conv((2, 16, 8, 6), (20, 16, 1, 1)), True),
-    "many-taps": (Conv((1, 2, 5, 6, 7), (3, 2, 4, 3, 3), padding=1), True),
-    "volume-rows": (Conv((2, 4, 5, 6, 7), (6, 2, 3, 1, 2), (1, 2, 2), (1, 0, 1), groups=2), True),
+    "taps": (TAPS, False, True),
+    "taps-rows": (TAPS, True, False),
+    "one-tap": (Conv((2, 40, 8, 6), (20, 40, 1, 1)), False, True),
+    "one-tap-stride": (Conv((2, 16, 9, 7), (6, 16, 1, 1), stride=2), True, True),
+    "one-tap-padding": (Conv((2, 16, 5, 7), (6, 16, 1, 1), padding=1), False, False),
+    "one-step": (Conv((2, 16, 8, 6), (20, 16, 1, 1)), True, True),
+    "many-taps": (Conv((1, 2, 5, 6, 7), (3, 2, 4, 3, 3), padding=1), True, False),
+    "volume-rows": (Conv((2, 4, 5, 6, 7), (6, 2, 3, 1, 2), (1, 2, 2), (1, 0, 1), groups=2), True, True),
 }
 
 
-@pytest.mark.parametrize(("conv", "rows"), CONVS.values(), ids=CONVS)
-def test_convolution(conv, rows, device):
+@pytest.mark.parametrize(("conv", "rows", "with_bias"), CONVS.values(), ids=CONVS)
+def test_convolution(conv, rows, with_bias, device):
     """Runs the three epilogues: batch statistics, running statistics, and running statistics with kept channels."""
     running = convs.running_statistics(conv, device)
     for training, kept in ((True, None), (False, None), (False, slots_of([0, 2], conv.w[0], device))):
         given = convs.inputs(conv, torch.float32, device, rows)
-        for of in (given, given._replace(conv_bias=None)):
-            out = convs.output(conv, torch.float32, device, rows)
-            convs.check(conv, of, out, training=training, running=running, kept=kept)
+        given = given._replace(conv_bias=given.conv_bias if with_bias else None)
+        out = convs.output(conv, torch.float32, device, rows)
+        convs.check(conv, given, out, training=training, running=running, kept=kept)
 
 
 @pytest.mark.usefixtures("replanned")

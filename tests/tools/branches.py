@@ -10,7 +10,8 @@ environment variable BRANCHES names.
 import ast
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,16 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 taken: set[str] = set()
 
 
-def conditions(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Where each condition stands: a node, its field, and the place in a list of operands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            if not isinstance(node.test, ast.BoolOp):
-                yield node, "test", None
-        elif isinstance(node, ast.BoolOp):
-            yield from ((node, "values", i) for i in range(len(node.values)))
-
-
-def named(kernel: str, condition: ast.AST, value: bool) -> str:
-    return f"{kernel}: {ast.unparse(condition)} is {value}"
+def conditions(kernel: ast.FunctionDef) -> Iterator[tuple[str, ast.expr, Callable[[ast.expr], None]]]:
+    """The conditions of a kernel, with a name each, and a function that puts something else into their place."""
+    for node in ast.walk(kernel):
+        places: list[tuple[ast.expr, Callable[[ast.expr], None]]] = []
+        if isinstance(node, ast.BoolOp):
+            places = [(of, partial(node.values.__setitem__, i)) for i, of in enumerate(node.values)]
+        elif isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.BoolOp):
+            places = [(node.test, partial(setattr, node, "test"))]
+        for condition, put in places:
+            yield f"{kernel.name}, line {condition.lineno - kernel.lineno}: {ast.unparse(condition)}", condition, put
 
 
 def every_branch() -> set[str]:
@@ -40,14 +39,12 @@ def every_branch() -> set[str]:
             if isinstance(kernel, ast.FunctionDef) and any(
                 "triton.jit" in ast.unparse(d) for d in kernel.decorator_list
             ):
-                for node, field, i in conditions(kernel):
-                    condition = getattr(node, field) if i is None else getattr(node, field)[i]
-                    found |= {named(kernel.name, condition, value) for value in (True, False)}
+                found |= {f"{name} is {value}" for name, *_ in conditions(kernel) for value in (True, False)}
     return found
 
 
-def took(kernel: str, condition: str, value: Any) -> Any:
-    taken.add(f"{kernel}: {condition} is {bool(value)}")
+def took(name: str, value: Any) -> Any:
+    taken.add(f"{name} is {bool(value)}")
     return value
 
 
@@ -58,18 +55,9 @@ class Noting:
         self.transformer = transformer
 
     def visit(self, tree: ast.Module) -> ast.AST:
-        kernel = tree.body[0].name
-        for node, field, i in [*conditions(tree)]:
-            condition = getattr(node, field) if i is None else getattr(node, field)[i]
-            call = ast.Call(
-                ast.Name("took", ast.Load()),
-                [ast.Constant(kernel), ast.Constant(ast.unparse(condition)), condition], [],
-            )  # fmt: skip
-            call = ast.copy_location(call, condition)
-            if i is None:
-                setattr(node, field, call)
-            else:
-                getattr(node, field)[i] = call
+        for name, condition, put in [*conditions(tree.body[0])]:
+            call = ast.Call(ast.Name("took", ast.Load()), [ast.Constant(name), condition], [])
+            put(ast.copy_location(call, condition))
         return self.transformer.visit(tree)
 
 
