@@ -9,9 +9,10 @@ then on, and a warning says so.
 ``checked`` wraps each function that launches kernels.  In all later calls of a kind the wrapper looks its key up in a
 set, and does no more.  A replay (``replay.py``) does not call the function.
 
-Triton also compiles other code for an address that is no multiple of 16, as a view has.  Keys are without addresses,
-which would take a microsecond more, until a launch tells of such an address.  From then on a call with such addresses
-is of a kind of its own.  So one call is not compared: the first one of a process, if others of its kind came before.
+Triton also compiles other code for an address that is no multiple of 16, as a view may have.  Keys have no addresses,
+because reading them takes longer than all else, until a launch tells of such an address.  From then on a call with such
+addresses is of a kind of its own.  So one call is not compared: the first one of a process with such an address, if a
+call of its kind came before.
 
 PyTorch's ops compute in float64, some channels at a time, so that their own error does not count and little memory is
 needed.  Each value has a bound of its own.  ``Rounded`` finds it together with the value, by what a kernel does:
@@ -34,7 +35,7 @@ is compared again, in ``MOST_TRIES`` calls at most: the first gradients of ``Gra
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -132,18 +133,18 @@ def _met_odd() -> None:
     _has_odd = True
 
 
-def _tensors(call: Iterable[Any]) -> Iterator[Tensor]:
-    for given in call:
-        if isinstance(given, tuple | list):
-            yield from _tensors(given)
-        elif type(given) in REAL:
-            yield given
-
-
 def _with_addresses(key: Hashable, call: tuple[Any, ...]) -> Hashable:
     """The kind of a call, with the addresses modulo 16 if they are not 0."""
-    addresses = tuple([t.data_ptr() % 16 for t in _tensors(call)])
-    return (key, addresses) if any(addresses) else key
+    addresses: list[int] = []
+    bits = 0
+    # Each call of a program with such addresses comes here.
+    for given in call:
+        for t in given if isinstance(given, (tuple, list)) else (given,):
+            if type(t) in REAL:
+                address = t.data_ptr()
+                addresses.append(address % 16)
+                bits |= address
+    return (key, *addresses) if bits % 16 else key
 
 
 def forget() -> None:

@@ -27,7 +27,7 @@ from tests.kernels.conv_abn_cases import Conv
 from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last, empty, slots_of
 
-pytestmark = [pytest.mark.sanitize, pytest.mark.gpu]
+pytestmark = pytest.mark.sanitize
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}
@@ -62,6 +62,7 @@ def check_kept(rows, groups, device, **options):
 by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
 
 
+@pytest.mark.gpu
 @by_layout
 @by_statistics
 def test_on_chip(groups, rows, device):
@@ -110,6 +111,7 @@ def test_without_a_mean(groups, size, rows, request, device):
     assert relative_error(x, expected.out) <= FORWARD_TOLERANCE[x.dtype]
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @by_layout
 @by_statistics
@@ -118,12 +120,14 @@ def test_split(groups, rows, device):
     norms.check(*norms.inputs(SHAPE, rows, torch.float32, device), groups, keep="input")
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @by_layout
 def test_kept_channels_split(rows, device):
     check_kept(rows, 6, device)
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("rows", "training"), [(True, True), (False, False), (True, False)])
 def test_running_statistics(rows, training, device):
@@ -147,6 +151,7 @@ CONVS = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("conv", "rows", "with_bias"), CONVS.values(), ids=CONVS)
 def test_convolution(conv, rows, with_bias, device):
     """Runs the three epilogues: batch statistics, running statistics, and running statistics with kept channels."""
@@ -158,6 +163,7 @@ def test_convolution(conv, rows, with_bias, device):
         convs.check(conv, given, out, training=training, running=running, kept=kept)
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float16, (72, 120)), (torch.bfloat16, (20, 60))], ids=str)
 def test_convolution_on_tensor_cores(dtype, channels, device, monkeypatch):
@@ -183,6 +189,7 @@ INTERPOLATIONS = {
 }
 
 
+@pytest.mark.gpu
 @by_layout
 @pytest.mark.parametrize("name", INTERPOLATIONS)
 def test_upsample(name, rows, device):
@@ -199,6 +206,7 @@ def test_upsample(name, rows, device):
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @by_layout
 @by_statistics
@@ -215,6 +223,7 @@ def test_two_gradients(groups, rows, device):
         assert relative_error(mine, theirs.double()) <= FORWARD_TOLERANCE[x.dtype]
 
 
+@pytest.mark.gpu
 @by_layout
 @pytest.mark.parametrize("name", losses.CASES)
 def test_segmentation_sums(name, rows, device):
