@@ -44,6 +44,14 @@ FP_FUSION = False
 MAX_PLANS = 1024
 
 Made = TypeVar("Made")
+
+
+def nothing() -> None:
+    pass
+
+
+# What a direct launch calls if one of its addresses is no multiple of 16: another kernel runs then.
+tell_of_odd: Callable[[], None] = nothing
 # Functions that clear cached plans, and what was made from plans.
 _clear: list[Callable[[], None]] = []
 
@@ -101,6 +109,7 @@ def addresses_and_kind(tensors: Sequence[Tensor | None], device: Any) -> tuple[l
     # In most calls all addresses are multiples of 16.
     if bits % 16:
         kind += [a and a % 16 for a in addresses]
+        tell_of_odd()
     return addresses, tuple(kind)
 
 

@@ -32,6 +32,7 @@ FIRST = (
     "integrations/test_nnunet_predictor.py",
     "integrations/test_two_processes.py",
     "kernels/test_*codegen.py",
+    "kernels/test_branches.py",
     "kernels/test_ahead.py",
     "kernels/test_launcher.py",
     "kernels/test_predicted.py",

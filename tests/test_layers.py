@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "progress": (set(), set()),
     "ops": (set(), set()),
     "ops/ahead": ({"_torch", "kernels"}, {"torch"}),
-    "ops/at_size": ({"_backend", "_torch"}, {"torch"}),
+    "ops/at_size": ({"_backend", "_torch", "kernels"}, {"torch"}),
     "ops/check": ({"_torch"}, {"torch"}),
     "ops/double_backward": ({"_torch"}, {"torch"}),
     "ops/layout": (set(), {"torch"}),

@@ -60,13 +60,13 @@ settle() {
   done
 }
 
-# sanitize TOOL: runs the tests marked `sanitize` under a tool; each tensor has an allocation of its own
+# sanitize TOOL PART: runs a third of the tests marked `sanitize` under a tool; each tensor has an allocation of its own
 sanitize() {
   local tool
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer) || return
   # PyTorch asks the driver questions that fail by design, such as whether a pointer is on the device.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
-    "$python" -m pytest tests -n 0 -m sanitize --device cuda -q -p no:cacheprovider
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 run prove "$1-$2" "$tool" --tool "$1" --error-exitcode 9 --report-api-errors no \
+    "$python" -m pytest tests -n 0 -m sanitize --part "$2/3" --device cuda -q -p no:cacheprovider
 }
 
 prove() {
@@ -84,10 +84,11 @@ prove() {
       -q -p no:cacheprovider &
   done
   if [[ $device == cuda ]]; then
-    names+=(memcheck racecheck)
-    rm -f "$logs"/{mem,race}check.outcome
-    for name in memcheck racecheck; do
-      (sanitize $name || echo "$name: failed: compute-sanitizer is not here" | tee "$logs/$name.outcome") &
+    rm -f "$logs"/{mem,race}check-*.outcome
+    for name in {mem,race}check-{1,2,3}; do
+      names+=("$name")
+      (sanitize "${name%-*}" "${name#*-}" || echo "$name: failed: compute-sanitizer is not here" |
+        tee "$logs/$name.outcome") &
     done
   fi
   wait

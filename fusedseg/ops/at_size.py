@@ -9,6 +9,11 @@ then on, and a warning says so.
 ``checked`` wraps each function that launches kernels.  In all later calls of a kind the wrapper looks its key up in a
 set, and does no more.  A replay (``replay.py``) does not call the function.
 
+Triton also compiles other code for an address that is no multiple of 16, as a view may have.  Keys have no addresses,
+because reading them takes longer than all else, until a launch tells of such an address.  From then on a call with such
+addresses is of a kind of its own.  So one call is not compared: the first one of a process with such an address, if a
+call of its kind came before.
+
 PyTorch's ops compute in float64, some channels at a time, so that their own error does not count and little memory is
 needed.  Each value has a bound of its own.  ``Rounded`` finds it together with the value, by what a kernel does:
 
@@ -47,6 +52,8 @@ STEPS, FUNCTION = 8, 64
 # Elements that are compared at once, and the bytes that the comparison of an element takes: two dozen tensors in fp64.
 PART, BYTES = 2**21, 192
 MOST_TRIES = 4
+# Tensors with an address; launches are listed on fake tensors.
+REAL = (Tensor, torch.nn.Parameter)
 # Sizes that change with every call are not compared for ever.
 MOST_KINDS = 128
 
@@ -86,6 +93,8 @@ class Check(NamedTuple):
 
 
 _checks: list[Check] = []
+# Whether a launch had an address that is no multiple of 16.
+_has_odd = False
 # What has been compared, and what could not be.
 report: Counter[str] = Counter()
 
@@ -110,6 +119,8 @@ def checked(
         @functools.wraps(kernels)
         def run(*call: Any) -> Found:
             key = kind(*call)
+            if _has_odd:
+                key = _with_addresses(key, call)
             return kernels(*call) if key in seen else _first(check, key, kernels, call)
 
         return run
@@ -117,8 +128,29 @@ def checked(
     return decorate
 
 
+def _met_odd() -> None:
+    global _has_odd
+    _has_odd = True
+
+
+def _with_addresses(key: Hashable, call: tuple[Any, ...]) -> Hashable:
+    """The kind of a call, with the addresses modulo 16 if they are not 0."""
+    addresses: list[int] = []
+    bits = 0
+    # Each call of a program with such addresses comes here.
+    for given in call:
+        for t in given if isinstance(given, (tuple, list)) else (given,):
+            if type(t) in REAL:
+                address = t.data_ptr()
+                addresses.append(address % 16)
+                bits |= address
+    return (key, *addresses) if bits % 16 else key
+
+
 def forget() -> None:
     """Forgets what has been compared."""
+    global _has_odd
+    _has_odd = False
     for check in _checks:
         check.seen.clear()
         check.tries.clear()
@@ -129,10 +161,17 @@ _backend.at_forget(forget)
 
 def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tuple[Any, ...]) -> Found:
     """Calls the kernels for the first time, and compares their results if that can be done now."""
+    from ..kernels import launcher
+
+    launcher.tell_of_odd = _met_odd
+    plain, key = key, _with_addresses(key, call)
+    if key is not plain:
+        _met_odd()
+        if key in check.seen:
+            return kernels(*call)
     # The device and the dtype of the first tensor count.
     x = call[0] if isinstance(call[0], Tensor) else call[0][0]
-    # Launches are listed on fake tensors.
-    is_real = type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    is_real = type(x) in REAL and not torch.compiler.is_compiling()
     if not is_real or len(check.seen) >= MOST_KINDS or _is_captured(x):
         return kernels(*call)
     check.tries[key] += 1

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg import _backend, _torch
 from fusedseg.compiler import codegen, rewrite, settings
-from fusedseg.ops import at_size
 from fusedseg.ops.layout import FORMATS
+from fusedseg.ops.registry import FAMILIES
 from tests.compiler.networks import compiled
 from tests.gpu import test_compiler
 from tests.ops.test_at_size import Net, alike, step
@@ -361,4 +361,4 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
     assert {name for name, count in counts.items() if not count} == set(ABSENT), counts
     # What can be left out is named in one table, and nothing of it may be missing here either.
     assert {name for name, count in settings.written.items() if count} == {*settings.OPTIONAL}, settings.written
-    assert asked - {None} | ELSEWHERE == {check.family for check in at_size._checks} | ELSEWHERE
+    assert asked - {None} | ELSEWHERE == {name for name, family in FAMILIES.items() if not family.instead}

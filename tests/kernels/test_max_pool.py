@@ -73,7 +73,9 @@ def check(shape, kernel, stride, padding, dilation, ceil_mode, rows, device, dty
 
 @pytest.mark.usefixtures("poison")
 @FORMATS
-@pytest.mark.parametrize("case", sanitized(CASES, "halving-odd", "overlapping", "dilation", "3d-overlapping"))
+@pytest.mark.parametrize(
+    "case", sanitized(CASES, "halving-odd", "overlapping", "dilation", "stride-over-window", "3d-overlapping")
+)
 def test_values_and_gradients(case, rows, device):
     check(*case, rows, device)
 

@@ -1,5 +1,6 @@
 """Random valid calls of each family of kernels: sizes, dtypes, formats and options, and values of extreme scales."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fusedseg.activation import TABLE
+from fusedseg.activation import TABLE, Activation
 from fusedseg.functional import (
     argmax_labels,
     inplace_abn,
@@ -20,6 +21,10 @@ from fusedseg.functional import (
 )
 from fusedseg.ops import concat
 from fusedseg.ops.low_bit import graph as low_bit
+from fusedseg.ops.norm import triton as passes
+from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
+from fusedseg.ops.norm.statistic import statistic_of
+from tests.reference import PARAMS
 from tests.tools.tensors import channels_last
 
 Of = TypeVar("Of")
@@ -58,8 +63,18 @@ class Draw:
         values = self.one(list(SCALES.values()))(torch.randn(*shape, generator=self.generator)).to(dtype)
         return (channels_last(values) if rows else values).to(self.device)
 
+    def wild(self, shape: Sequence[int], dtype: torch.dtype, rows: bool) -> Tensor:
+        """An image that may have values that are not finite, as gradients of a loss that is scaled too much have."""
+        values = self.image(shape, dtype, rows)
+        if self.flip(0.2):
+            values.masked_fill_(values > self.one((0.0, 2.0)), self.one((torch.inf, -torch.inf, torch.nan)))
+        return values
+
     def shape(self, channels: Sequence[int] = (1, 3, 4, 8, 17)) -> tuple[int, ...]:
         sizes = [self.one((1, 2, 5, 9)) for _ in range(self.one((2, 2, 2, 3)))]
+        if math.prod(sizes) < 30:
+            # A tile of 128 values does not hold it.
+            sizes[-1] *= self.one((1, 1, 7))
         return (self.one((1, 2)), self.one(channels), *sizes)
 
 
@@ -73,7 +88,7 @@ def norm(draw: Draw) -> None:
     # Statistics of one value are refused.
     shape = (N, C, *spatial, 2)
     of = torch.float32 if dtype != torch.float64 and draw.flip(0.7) else dtype
-    x, dz = (draw.image(shape, dtype, rows) for _ in range(2))
+    x, dz = draw.image(shape, dtype, rows), draw.wild(shape, dtype, rows)
     residual = draw.image(shape, dtype, rows).requires_grad_() if draw.flip(0.4) else None
     weight, bias = draw.vector(C, of), draw.vector(C, of, (0.0, 1.0, 10.0))
     weight[0] *= draw.flip(0.8)
@@ -85,6 +100,9 @@ def norm(draw: Draw) -> None:
     if draw.flip():
         row = TABLE[draw.one([name for name, row in TABLE.items() if not row.learned])]
         name, param = row.selected_by or (row.name, None)
+        if draw.flip(0.3):
+            act = Activation(row.name, PARAMS.get(row.name, 0.0))
+            run_passes(draw, Operands(x, weight, bias, residual), act, kind, groups, dz)
         z = norm_act(
             x, *((None, None) if kind == "group" else running), weight, bias, own, activation=name,
             activation_param=param, norm=kind, num_groups=groups if kind == "group" else None, residual=residual,
@@ -103,6 +121,21 @@ def norm(draw: Draw) -> None:
     z.backward(dz)
 
 
+def run_passes(draw: Draw, given: Operands, act: Activation, kind: str, groups: int, dz: Tensor) -> None:
+    """What compiled graphs and several processes call: an output computed again, a second gradient, and sums."""
+    given = Operands(*(t if t is None else t.detach() for t in given))
+    x, of = given.x, Norm("input", act, 1e-5, 0.1, over=statistic_of(kind, groups))
+    _, stats = passes.forward(given, of, None, None)
+    passes.recompute(given, stats, of, None)
+    passes.moments(x)
+    needs = (True, True, True, given.residual is not None, False)
+    also = torch.empty_like(x).copy_(draw.image(x.shape, x.dtype, rows=False))
+    passes.backward(OutputGradient(dz, None, also, draw.flip()), given, stats, of, None, needs, None)
+    if kind == "batch":
+        twice = Exchange(lambda s1, s2: (2 * s1, 2 * s2))
+        passes.backward(OutputGradient(dz), given, stats, of, None, needs, twice)
+
+
 def pool(draw: Draw) -> None:
     dtype, rows, (N, C, *spatial) = draw.one(DTYPES), draw.flip(), draw.shape()
     x = draw.image((N, C, *(n + 4 for n in spatial)), dtype, rows)
@@ -110,17 +143,19 @@ def pool(draw: Draw) -> None:
     x = x.round() if draw.flip(0.3) else torch.where(x > 0.5, -torch.inf, x) if draw.flip(0.3) else x
     kernel = draw.one((2, 3, 5))
     z = max_pool(x.requires_grad_(), kernel, draw.one((1, 2, 3)), draw.one((0, kernel // 2)))
-    z.backward(draw.image(z.shape, dtype, rows))
+    z.backward(draw.wild(z.shape, dtype, rows))
 
 
 def enlarge(draw: Draw) -> None:
-    dtype, rows, shape = draw.one(DTYPES), draw.flip(), draw.shape()
-    x = draw.image(shape, dtype, rows).requires_grad_()
+    dtype, rows, (N, C, *spatial) = draw.one(DTYPES), draw.flip(), draw.shape((1, 3, 8))
+    # The interpreter computes a volume line by line.
+    shape = (N, C, *(min(n, 5) if len(spatial) == 3 else n for n in spatial))
+    x = draw.wild(shape, dtype, rows).requires_grad_()
     if draw.flip():
         y = upsample(x, [draw.one((1, 3, 8, 18)) for _ in shape[2:]], align_corners=draw.flip())
     else:
         y = upsample(x, scale_factor=draw.one((2.0, 1.5, 1.3, 3.0, 2.71)), align_corners=draw.flip())
-    y.backward(draw.image(y.shape, dtype, rows))
+    y.backward(draw.wild(y.shape, dtype, rows))
 
 
 def join(draw: Draw) -> None:
@@ -128,7 +163,7 @@ def join(draw: Draw) -> None:
     fmt = torch.channels_last if len(spatial) == 2 else torch.channels_last_3d
     sources = []
     for _ in range(draw.one((1, 2, 5))):
-        image = draw.image((N, draw.one((2, 3, 8, 70)), *spatial), dtype, True)
+        image = draw.wild((N, draw.one((2, 3, 8, 70)), *spatial), dtype, True)
         sources.append(image.contiguous(memory_format=fmt))
     wide = dtype if dtype == torch.float64 else torch.float32
     biases = [draw.vector(x.shape[1], draw.one((dtype, wide))) if draw.flip() else None for x in sources]
@@ -176,7 +211,7 @@ def sums(draw: Draw) -> None:
         minimum=draw.flip(0.3), gamma=draw.one((0.0, 2.0, 0.5, 1.0)) if likelihood in ("softmax", "sigmoid") else 0.0,
     )  # fmt: skip
     terms = [
-        (t * torch.randn_like(t) * draw.one((1e-3, 1.0, 100.0))).sum()
+        (t * torch.randn_like(t) * draw.one((1e-3, 1.0, 100.0, torch.inf))).sum()
         for t in found
         if t is not None and t.requires_grad
     ]
