@@ -30,7 +30,7 @@ read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%
 stages=("${@:-install doctor suite prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # Limits in seconds; the default stages take eleven minutes together.
-declare -A limits=([install]=20 [doctor]=70 [suite]=130 [prove]=215 [bench]=220 [steps]=630 [more]=500 [report]=15)
+declare -A limits=([install]=20 [doctor]=70 [suite]=215 [prove]=215 [bench]=220 [steps]=630 [more]=500 [report]=15)
 logs=bench/out/gpu
 mkdir -p "$logs"
 
