@@ -147,6 +147,34 @@ def moments(x: Tensor) -> Tensor:
         return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 
+def statistics_of_sums(
+    y: Tensor, sums: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | None], far: float
+) -> tuple[Tensor, Tensor]:
+    """The mean and rstd of y, in channels_last, from the sums of y - shift, (2, values of a statistic), and its square.
+
+    The shift is the running mean, or 0.  It is far from the mean if their difference, squared, is above ``far`` times
+    the variance.  The running statistics move.
+    """
+    from ...kernels.norm_sums import norm_of_sums
+
+    with launching(y):
+        return norm_of_sums(y, sums, _layout(y, norm), *running, momentum=norm.momentum, eps=norm.eps, far=far)
+
+
+def backward_of_sums(
+    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
+) -> Gradients:
+    _, kernels = _kernels()
+    parameter = None if not (needs[1] or needs[2]) else given.bias if given.weight is None else given.weight
+    tensors = g, given.x, _layout(given.x, norm), given.weight, given.bias, stats.rstd, None
+    with launching(g):
+        dx, dweight, dbias = kernels.norm_act_bwd(
+            *tensors, kept=None, training=True, act=("identity", 0.0), dx=g, mean=stats.mean,
+            dparam_dtype=None if parameter is None else parameter.dtype, sums=sums.unsqueeze(1),
+        )  # fmt: skip
+    return Gradients(dx, dweight, dbias)
+
+
 def _can_count(batches: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
     return batches is not None and batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device
