@@ -22,7 +22,6 @@ On a GPU the vendor's kernels take part in the calls for which a measurement at 
 right and faster (``choice.py``).  All other calls run the three ops that stand in a graph without the option.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -196,6 +195,8 @@ class _Meaning:
 
 
 MEANING = _Meaning()
+# The kernels of a GPU, which their file puts here.
+VENDORS: list[Kernels] = []
 
 
 def _input_gradient(call: NormConvGradient) -> Tensor:
@@ -276,7 +277,7 @@ class Kind(NamedTuple):
     what: str
     device: str
     dtype: torch.dtype
-    log2_positions: int
+    shape: tuple[int, ...]
     weight: tuple[int, ...]
     window: tuple[tuple[int, ...], ...]
     norm: Norm
@@ -299,7 +300,7 @@ def _kernels(
         what=type(call).__name__,
         device=choice.device_name(x.device),
         dtype=x.dtype,
-        log2_positions=math.ceil(math.log2(max(1, x.numel() // x.shape[1]))),
+        shape=tuple(x.shape),
         weight=tuple(call.before.conv_weight.shape),
         window=tuple(map(tuple, call.window)),
         norm=call.norm,
@@ -307,15 +308,9 @@ def _kernels(
         after=after,
         benchmark=torch.backends.cudnn.benchmark,
     )
-    from . import cudnn_graphs
-
-    def results(backend: str) -> tuple[Tensor, ...]:
-        # "triton" stands for whatever is measured against the ops of aten.
-        found = run(cudnn_graphs.KERNELS if backend == "triton" else None)
-        return tuple(v for v in found if v is not None)
-
-    record = choice.recorded(kind, x, results)
-    return cudnn_graphs.KERNELS if record is not None and record.choice == "triton" else None
+    (vendor,) = VENDORS
+    record = choice.recorded(kind, x, lambda by: tuple(v for v in run(vendor if by == "triton" else None) if v is not None))
+    return vendor if record is not None and record.choice == "triton" else None
 
 
 def norm_conv(*arguments: Any, moving: bool = False) -> tuple[Tensor | None, ...]:
