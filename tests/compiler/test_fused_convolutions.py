@@ -216,7 +216,7 @@ def test_kernels_of_a_gpu_take_half_precision_in_channels_last(monkeypatch):
 
 def test_without_the_package_the_option_says_so(monkeypatch, sources):  # noqa: F811
     monkeypatch.setattr(cudnn_graphs, "is_installed", lambda: False)
-    monkeypatch.setattr("fusedseg.compiler.backend.on_gpu", lambda t: True)
+    monkeypatch.setitem(backend.__globals__, "on_gpu", lambda t: True)
     net, x, _ = made("batch, ReLU")
     with pytest.warns(UserWarning, match=re.escape("pip install 'fusedseg[cudnn]'")):
         compiled(net, fused_convolutions=True)(x)

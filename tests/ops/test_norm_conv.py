@@ -102,7 +102,9 @@ def test_a_near_shift_takes_no_second_pass():
     case = Case("batch, relu")
     y, sums = norm_conv.MEANING.forward(case.call)
     # The second pass alone reads y.
-    found = norm_conv.statistics_of_sums(y * math.nan, sums, case.call.after, (case.call.running_mean, case.call.running_var))
+    found = norm_conv.statistics_of_sums(
+        y * math.nan, sums, case.call.after, (case.call.running_mean, case.call.running_var)
+    )
     check(found, case.forward[1:3])
 
 
@@ -129,4 +131,3 @@ def test_a_measurement_compares_every_result():
     assert not record.agree
     results["triton"] = right
     assert choice.measure(torch.float16, lambda by: tuple(t.clone() for t in results[by]), lambda run: 1.0).agree
-

@@ -19,20 +19,23 @@ from ..layout import FORMATS
 from . import choice
 from .norm_conv import SLOPES, VENDORS, Before, NormConv, NormConvGradient, Window, each
 
-PACKAGE = "cudnn"
 MOST_PLANS = 4
-# A graph's ops, by the names of its tensors.
+# The tensors that a graph writes: y or g, and the sums.
+OUTPUTS = ("y", "sum", "products")
+# The tensors of a graph of cuDNN, by name.
 Tensors = dict[str, Any]
 
 
 def is_installed() -> bool:
     """Whether the package is there."""
-    return importlib.util.find_spec(PACKAGE) is not None
+    return importlib.util.find_spec("cudnn") is not None
 
 
 @functools.cache
 def _package() -> Any:
-    return importlib.import_module(PACKAGE)
+    import cudnn
+
+    return cudnn
 
 
 @functools.cache
@@ -74,19 +77,20 @@ class Graph:
     def output(self, tensor: Any, t: Tensor) -> None:
         tensor.set_output(True).set_data_type(self.types[t.dtype]).set_dim(list(t.shape)).set_stride(list(t.stride()))
 
-    def do(self, op: str, dtype: Any = None, **given: Any) -> Any:
-        made = getattr(self.of, op)(compute_data_type=self.fp32, **given)
-        return made.set_data_type(self.fp32 if dtype is None else dtype)
+    def do(self, op: Callable[..., Any], **given: Any) -> Any:
+        return op(compute_data_type=self.fp32, **given).set_data_type(self.fp32)
 
-    def total(self, value: Any) -> Any:
+    def sums(self, value: Any, also: Any) -> Tensors:
+        """The sums of a tensor, and of its products with another one."""
+        each = {"sum": value, "products": self.do(self.of.mul, a=value, b=also)}
         mode = _package().reduction_mode.ADD
-        return self.of.reduction(input=value, mode=mode, compute_data_type=self.fp32)
+        return {name: self.do(self.of.reduction, input=of, mode=mode) for name, of in each.items()}
 
     def normed(self, t: Tensors) -> tuple[Any, Any]:
         """x - mean, and the output of the norm."""
-        centred = self.do("sub", a=t["x"], b=t["mean"])
-        y = self.do("mul", a=centred, b=t["scale"])
-        return centred, self.do("add", a=y, b=t["bias"]) if "bias" in t else y
+        centred = self.do(self.of.sub, a=t["x"], b=t["mean"])
+        y = self.do(self.of.mul, a=centred, b=t["scale"])
+        return centred, self.do(self.of.add, a=y, b=t["bias"]) if "bias" in t else y
 
 
 def _forward(g: Graph, t: Tensors, spec: Spec) -> Tensors:
@@ -94,25 +98,25 @@ def _forward(g: Graph, t: Tensors, spec: Spec) -> Tensors:
     if "mean" in t:
         _, image = g.normed(t)
         if spec.slope != 1:
-            image = g.do("relu", input=image, negative_slope=spec.slope)
+            image = g.do(g.of.relu, input=image, negative_slope=spec.slope)
         image.set_data_type(g.io)
-    y = g.of.conv_fprop(image=image, weight=t["weight"], compute_data_type=g.fp32, **_window(spec))
+    y = g.do(g.of.conv_fprop, image=image, weight=t["weight"], **_window(spec))
     if "conv_bias" in t:
-        y = g.do("add", a=y.set_data_type(g.fp32), b=t["conv_bias"])
+        y = g.do(g.of.add, a=y, b=t["conv_bias"])
     if "sum" not in t:
         return {"y": y}
-    d = g.do("sub", a=y, b=t["shift"]) if "shift" in t else y
-    return {"y": y, "sum": g.total(d), "products": g.total(g.do("mul", a=d, b=d))}
+    d = g.do(g.of.sub, a=y, b=t["shift"]) if "shift" in t else y
+    return {"y": y, **g.sums(d, d)}
 
 
 def _input_gradient(g: Graph, t: Tensors, spec: Spec) -> Tensors:
-    dz = g.of.conv_dgrad(loss=t["dy"], filter=t["weight"], compute_data_type=g.fp32, **_window(spec))
-    # Of a stride of 2 the size of the input does not follow from that of dy.
-    dz.set_dim(t["x"].get_dim()).set_stride(t["x"].get_stride()).set_data_type(g.fp32)
+    dz = g.do(g.of.conv_dgrad, loss=t["dy"], filter=t["weight"], **_window(spec))
+    # With a stride of 2 the size of the input does not follow from that of dy.
+    dz.set_dim(t["x"].get_dim()).set_stride(t["x"].get_stride())
     centred, y = g.normed(t)
     if spec.slope != 1:
-        dz = g.do("leaky_relu_backward", loss=dz, input=y, negative_slope=spec.slope)
-    return {"y": dz, "sum": g.total(dz), "products": g.total(g.do("mul", a=dz, b=centred))}
+        dz = g.do(g.of.leaky_relu_backward, loss=dz, input=y, negative_slope=spec.slope)
+    return {"y": dz, **g.sums(dz, centred)}
 
 
 GRAPHS: dict[str, Callable[[Graph, Tensors, Spec], Tensors]] = {"forward": _forward, "input gradient": _input_gradient}
@@ -133,9 +137,6 @@ def planned(spec: Spec, given: Mapping[str, Tensor], at: Mapping[str, Any]) -> t
     modes = _package().heur_mode
     graph.of.create_execution_plans([modes.A, modes.FALLBACK])
     return graph, t | made
-
-
-OUTPUTS = ("y", "sum", "products")
 
 
 class _Built:

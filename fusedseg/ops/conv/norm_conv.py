@@ -309,7 +309,9 @@ def _kernels(
         benchmark=torch.backends.cudnn.benchmark,
     )
     (vendor,) = VENDORS
-    record = choice.recorded(kind, x, lambda by: tuple(v for v in run(vendor if by == "triton" else None) if v is not None))
+    record = choice.recorded(
+        kind, x, lambda by: tuple(v for v in run(vendor if by == "triton" else None) if v is not None)
+    )
     return vendor if record is not None and record.choice == "triton" else None
 
 
