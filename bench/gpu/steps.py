@@ -223,6 +223,7 @@ WAYS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
     "aten, graphs": backend("aten", cudagraphs=True),
     "aten, 8 bits": backend("aten", bits=8),
     "ours, 8 bits": backend("inductor", bits=8),
+    "aten, norms in convolutions": backend("aten", fused_convolutions=True),
 }
 # Every case runs these ways before any case runs another one.
 FIRST = ("eager", "compiled", "aten", "ours", "aten, graphs", "fused")

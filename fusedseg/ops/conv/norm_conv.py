@@ -33,7 +33,7 @@ from ... import _backend
 from ..._torch import is_listed
 from ...activation import TABLE, Activation
 from ..check import HALF
-from ..layout import dense, is_rows
+from ..layout import FORMATS, dense, is_rows
 from ..norm import passes, triton
 from ..norm.call import Norm, Operands, OutputGradient, Statistics, move_running, stats_dtype
 from ..norm.statistic import BATCH, INSTANCE
@@ -316,7 +316,7 @@ def _kernels(
 
 
 def norm_conv(*arguments: Any, moving: bool = False) -> tuple[Tensor | None, ...]:
-    """The results of the op; None stands for what is not found, and for running statistics that moved where they are."""
+    """The results of the op.  None stands for what is not found, and for what moved where it is."""
     call = NormConv.of_arguments(arguments)
     return _forward(call, _kernels(call, partial(_forward, call, moving=False)), moving)
 
@@ -369,7 +369,7 @@ def fits(x: Tensor, conv_weight: Tensor, act: Activation) -> bool:
 
     On a GPU they compute images in half precision and in channels_last.  PyTorch's ops stand for them on a CPU.
     """
-    if act.name not in SLOPES or x.dtype != conv_weight.dtype or x.dim() not in (4, 5):
+    if act.name not in SLOPES or x.dtype != conv_weight.dtype or x.dim() not in FORMATS or not x.numel():
         return False
     aligned = x.shape[1] % STEP_CHANNELS == conv_weight.shape[0] % STEP_CHANNELS == 0
     return not _backend.on_gpu(x) or (x.dtype in HALF and is_rows(x) and aligned)
