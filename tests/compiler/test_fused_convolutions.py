@@ -58,11 +58,12 @@ NETWORKS = {
     # These norms stay as they are: with an activation of another kind the convolution behind finds nothing before it.
     "batch, SiLU": (lambda: chain(nn.BatchNorm2d, nn.SiLU()), IMAGE, (2, 0)),
     "group": (lambda: chain(lambda c: nn.GroupNorm(2, c), nn.ReLU()), IMAGE, (0, 0)),
+    # Their statistics are found by the norm, for which backward is the same.
     "instance with running statistics": (
-        lambda: chain(lambda c: nn.InstanceNorm2d(c, track_running_stats=True), nn.ReLU()), IMAGE, (0, 0),
+        lambda: chain(lambda c: nn.InstanceNorm2d(c, track_running_stats=True), nn.ReLU()), IMAGE, (0, 2),
     ),
     "skip": (Skip, IMAGE, (2, 0)),
-    "nnU-Net": (lambda: PlainConvUNet(widths=(4, 8)), (2, 1, 8, 8, 8), (8, 5)),
+    "nnU-Net": (lambda: PlainConvUNet(widths=(4, 8)), (2, 1, 8, 8, 8), (7, 4)),
     "ResNet": (lambda: ResNet18(10, width=4), (2, 3, 32, 32), (20, 8)),
 }  # fmt: skip
 
@@ -95,16 +96,12 @@ def written(texts):
 def test_steps_are_those_of_float64(name, rows, sources):  # noqa: F811
     """Outputs, gradients and running statistics of two steps."""
     net, x, wanted = made(name)
+    options = {}
     if rows:
-        fmt = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
-        net, x = net.to(memory_format=fmt), x.contiguous(memory_format=fmt)
+        options["memory_format"] = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+        net, x = net.to(**options), x.contiguous(**options)
     twin = copy.deepcopy(net)
-
-    def stepped(net, run):
-        out = results(net, run, [x])
-        return [t for t in out if t is not None]
-
-    close(stepped(net, compiled(net, fused_convolutions=True)), stepped(twin, twin))
+    close(results(net, compiled(net, fused_convolutions=True, **options), [x]), results(twin, twin, [x]))
     assert written(sources) == wanted
 
 
@@ -124,7 +121,8 @@ def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packe
     net, x = net.float(), x.float()
     twin = copy.deepcopy(net)
     found = results(net, compiled(net, bits=bits, seed=3, fused_convolutions=True), [x], steps=1)
-    assert written(sources) == (3, 2)
+    # Activations are apart when the graphs are divided, so that convolutions find statistics alone.
+    assert written(sources) == (2, 0)
     low_bit._steps.clear()
     torch._dynamo.reset()
     close(found, results(twin, compiled(twin, bits=bits, seed=3), [x], steps=1), rtol=2e-4, atol=2e-4)
