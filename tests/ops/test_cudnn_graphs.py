@@ -1,5 +1,6 @@
 """The graphs of cuDNN, which a stand-in for its package computes with PyTorch's ops in float32."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,41 @@ def test_a_graph_is_built_once_for_a_kind_of_call():
         vendor.forward(call)
     (built,) = cudnn_graphs._built.values()
     assert built.plan == 1
+
+
+@pytest.mark.parametrize(
+    ("proposed", "faster", "repeats", "wanted"),
+    [(True, True, False, True), (True, False, False, False), (False, True, False, False), (True, True, True, False)],
+    ids=["faster", "slower", "not proposed", "results must repeat"],
+)
+def test_who_computes_a_call_on_a_gpu(proposed, faster, repeats, wanted, monkeypatch):
+    """A measurement chooses, unless there is nothing to measure."""
+    asked = []
+
+    def recorded(kind, x, results):
+        asked.append(kind)
+        triton, aten = results("triton"), results("aten")
+        assert len(triton) == len(aten)
+        torch.testing.assert_close(triton, aten, rtol=1e-4, atol=1e-4)
+        return choice.Record(0.5 if faster else 2.0, 1.0, 0.0, True)
+
+    def refused(self, modes):
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(cudnn_graphs, "is_installed", lambda: True)
+    monkeypatch.setattr(norm_conv._backend, "on_gpu", lambda t: True)
+    monkeypatch.setattr(norm_conv, "_served", {})
+    monkeypatch.setattr(choice, "recorded", recorded)
+    monkeypatch.setattr(choice, "must_repeat", lambda: repeats)
+    if not proposed:
+        monkeypatch.setattr(Graph, "create_execution_plans", refused)
+    case, (vendor,) = Case("batch, leaky_relu, stride 2"), norm_conv.VENDORS
+    for call, run in ((case.call, norm_conv._forward), (case.gradient, norm_conv._backward)):
+        call = single(call._replace(before=single(call.before)))
+        more = {"moving": False} if run is norm_conv._forward else {}
+        chosen = norm_conv._kernels(call, functools.partial(run, call, **more))
+        assert chosen is (vendor if wanted else None)
+    assert len(asked) == (2 if proposed and not repeats else 0)
 
 
 def test_no_plan_is_an_error_that_the_choice_turns_into_the_stock_way(monkeypatch):

@@ -220,6 +220,17 @@ def _shape(x: Tensor, weight: Tensor, window: Window) -> Sequence[int]:
 class _Cudnn:
     """``Kernels`` by cuDNN."""
 
+    def serves(self, call: NormConv | NormConvGradient) -> bool:
+        if not is_installed():
+            return False
+        spec, given, _ = tensors_of(call)
+        try:
+            planned(spec, given, {"handle": _handle(call.before.x.device)})
+        # cuDNN refuses graphs by errors of several classes.
+        except Exception:
+            return False
+        return True
+
     def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
         spec, given, sums = tensors_of(call)
         _run(spec, given)

@@ -150,6 +150,10 @@ def norm_of(name: str, param: float, of_samples: bool, eps: float = 0.0, momentu
 class Kernels(Protocol):
     """The kernels of a vendor, or PyTorch's ops.  Sums are (2, values of a statistic), in the dtype of statistics."""
 
+    def serves(self, call: "NormConv | NormConvGradient") -> bool:
+        """Whether there are kernels for a call, which may take seconds to find out."""
+        ...
+
     def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
         """y, and the sums of y - shift and of its square if ``call.after`` is given."""
         ...
@@ -172,6 +176,9 @@ def _sums(v: Tensor, also: Tensor, norm: Norm) -> Tensor:
 
 class _Meaning:
     """``Kernels`` in PyTorch's ops."""
+
+    def serves(self, call: NormConv | NormConvGradient) -> bool:
+        return True
 
     def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
         weight, window = call.before.conv_weight, call.window
@@ -272,46 +279,56 @@ def _backward(call: NormConvGradient, kernels: Kernels | None) -> tuple[Tensor |
 
 
 class Kind(NamedTuple):
-    """The kind of a call.  Calls of equal kinds share a measurement."""
+    """The kind of a call.  Calls of equal kinds share a measurement.
+
+    tensors: the dtype, the shape and the strides of each tensor; None for no tensor.
+    benchmark: a setting of the user for the vendor's library.
+    """
 
     what: str
     device: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    weight: tuple[int, ...]
-    window: tuple[tuple[int, ...], ...]
+    tensors: tuple[Any, ...]
     norm: Norm
-    has_norm: bool
+    window: tuple[tuple[int, ...], ...]
     after: Norm | None
-    # A setting of the user for the vendor's library.
     benchmark: bool
+
+
+# Whether the vendor's kernels compute a kind of call at all.
+_served: dict[Kind, bool] = {}
 
 
 def _kernels(
     call: NormConv | NormConvGradient, run: Callable[[Kernels | None], tuple[Tensor | None, ...]]
 ) -> Kernels | None:
     """The kernels that compute a call; None for the ops of a graph without them.  ``run`` computes it by either."""
-    x, after = call.before.x, call.after if isinstance(call, NormConv) else None
-    if not x.is_cuda:
+    x = call.before.x
+    if not _backend.on_gpu(x):
         return MEANING
     if choice.must_repeat() or is_listed(x):
         return None
+    (vendor,) = VENDORS
+    others = (call.conv_bias, call.running_mean) if isinstance(call, NormConv) else (call.dy,)
     kind = Kind(
         what=type(call).__name__,
         device=choice.device_name(x.device),
-        dtype=x.dtype,
-        shape=tuple(x.shape),
-        weight=tuple(call.before.conv_weight.shape),
-        window=tuple(map(tuple, call.window)),
+        tensors=tuple(t if t is None else (t.dtype, t.shape, t.stride()) for t in (*call.before, *others)),
         norm=call.norm,
-        has_norm=call.before.mean is not None,
-        after=after,
+        window=tuple(map(tuple, call.window)),
+        after=call.after if isinstance(call, NormConv) else None,
         benchmark=torch.backends.cudnn.benchmark,
     )
-    (vendor,) = VENDORS
-    record = choice.recorded(
-        kind, x, lambda by: tuple(v for v in run(vendor if by == "triton" else None) if v is not None)
-    )
+    if kind not in _served:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _served[kind] = vendor.serves(call)
+    if not _served[kind]:
+        return None
+
+    def results(by: str) -> tuple[Tensor, ...]:
+        return tuple(v for v in run(vendor if by == "triton" else None) if v is not None)
+
+    record = choice.recorded(kind, x, results)
     return vendor if record is not None and record.choice == "triton" else None
 
 
