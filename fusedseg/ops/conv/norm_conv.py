@@ -212,6 +212,13 @@ def _input_gradient(call: NormConvGradient) -> Tensor:
     return conv3d.convolution_backward(*given)[0]
 
 
+def _parameter_gradients(call: NormConvGradient, z: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the weight and the bias of the convolution."""
+    w, mask = call.before.conv_weight, [False, call.of_weight, call.of_conv_bias]
+    _, *found = aten.convolution_backward(call.dy, z, w, [w.shape[0]], *call.window.arguments, mask)
+    return tuple(found)
+
+
 def statistics_of_sums(
     y: Tensor, sums: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
@@ -257,14 +264,11 @@ def _forward(call: NormConv, kernels: Kernels | None, moving: bool) -> tuple[Ten
 
 
 def _backward(call: NormConvGradient, kernels: Kernels | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mean, rstd, conv_weight = call.before
-    norm, dconv_weight, dconv_bias = call.norm, None, None
+    x, weight, bias, mean, rstd, _ = call.before
+    norm, of_parameters = call.norm, (None, None)
     if call.of_weight or call.of_conv_bias:
-        mask, sizes = [False, call.of_weight, call.of_conv_bias], [conv_weight.shape[0]]
-        given = call.dy, call.before.z(norm), conv_weight, sizes, *call.window.arguments, mask
-        _, dconv_weight, dconv_bias = aten.convolution_backward(*given)
         # z is gone before dz is allocated.
-        del given
+        of_parameters = _parameter_gradients(call, call.before.z(norm))
     given_to_norm, statistics = Operands(x, weight, bias), Statistics(mean, rstd)
     needs = (True, call.affine and weight is not None, call.affine and bias is not None, False, False)
     if kernels is None:
@@ -275,7 +279,7 @@ def _backward(call: NormConvGradient, kernels: Kernels | None) -> tuple[Tensor |
         g, (s1, products) = kernels.input_gradient(call)
         found = passes.backward_of_sums(g, given_to_norm, statistics, norm, torch.stack([s1, products * rstd]), needs)
     dx, dweight, dbias, *_ = found.wanted(needs)
-    return dx, dweight, dbias, dconv_weight, dconv_bias
+    return dx, dweight, dbias, *of_parameters
 
 
 class Kind(NamedTuple):
@@ -373,12 +377,10 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call = NormConvGradient.of_arguments(arguments)
-    x, weight, bias, *_, conv_weight = call.before
+    x, weight, bias, *_ = call.before
     affine = (weight, bias) if call.affine else (None, None)
-    dconv_weight = torch.empty_like(conv_weight) if call.of_weight else None
-    dconv_bias = x.new_empty(conv_weight.shape[0]) if call.of_conv_bias else None
     like_each = (None if v is None else torch.empty_like(v) for v in (x, *affine))
-    return _whole((*like_each, dconv_weight, dconv_bias), x)
+    return _whole((*like_each, *_parameter_gradients(call, x)), x)
 
 
 def fits(x: Tensor, conv_weight: Tensor, act: Activation) -> bool:

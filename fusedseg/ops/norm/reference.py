@@ -270,7 +270,8 @@ def backward_of_sums(
     m, (s1, s2) = norm.over.shared_by(call.source), (norm.over.each_channel(s, call.source) for s in sums)
     xhat = (call.source.to(call.acc) - call.mean).mul_(call.rstd)
     gv.copy_((gv - s1 / m - xhat.mul_(s2 / m)).mul_(call.scale))
-    dbias, dweight = sums.view(2, -1, given.x.shape[1]).sum(1)
+    # Results of an op must not share memory.
+    dbias, dweight = (s.view(-1, given.x.shape[1]).sum(0) for s in sums)
     return Gradients(
         g,
         None if given.weight is None else cast(dweight, given.weight.dtype),
