@@ -35,7 +35,8 @@ def rewrite(graph: fx.Graph) -> int:
 
 def _window(node: fx.Node, place: int, weight: object) -> norm_conv.Window | None:
     """The geometry of a convolution that the kernels compute; None for others."""
-    given = conv3d.Arguments(*node.args[place : place + 6])  # type: ignore[arg-type]
+    arguments: Any = node.args[place : place + 6]
+    given = conv3d.Arguments(*arguments)
     if given.transposed or given.groups != 1 or not is_tensor(weight):
         return None
     return norm_conv.Window(given.stride, given.padding, given.dilation)
@@ -125,10 +126,10 @@ def _use_statistics(graph: fx.Graph, joined: fx.Node, made: fx.Node, norm: NormC
 
 def _join_gradients(graph: fx.Graph, node: fx.Node) -> bool:
     """Writes the gradients of a convolution and of the norm before it as one op."""
-    dy, image, weight, *_ = node.args
-    *_, (of_x, of_weight, of_bias) = node.args
-    dz = items_of(node).get(0)
-    if not is_tensor(image) or not of_x or dz is None or len(dz.users) != 1:
+    image, weight, dz = node_at(node, 1), node_at(node, 2), items_of(node).get(0)
+    wanted: Any = node.args[-1]
+    of_x, of_weight, of_bias = wanted
+    if not of_x or dz is None or len(dz.users) != 1:
         return False
     (made,) = dz.users
     of, window = GradientCall.of(made), _window(node, STRIDE_OF_GRADIENT, weight)
@@ -139,7 +140,7 @@ def _join_gradients(graph: fx.Graph, node: fx.Node) -> bool:
     if not same or not of.norm.own or of.norm.act != norm.norm.act or (of.weight, of.bias) != (norm.weight, norm.bias):
         return False
     before = norm_conv.Before(norm.x, norm.weight, norm.bias, norm.mean, norm.rstd, weight)
-    given = norm_conv.NormConvGradient(dy, before, norm.norm, window, of.affine, of_weight, of_bias)
+    given = norm_conv.NormConvGradient(node.args[0], before, norm.norm, window, of.affine, of_weight, of_bias)
     joined = call(graph, norm_conv.norm_conv_backward_op, *given.arguments, before=node)
     # The results of the norm's gradient come first, and those of the weight and the bias behind them.
     for source, first in ((made, 0), (node, 2)):

@@ -111,9 +111,11 @@ class NormConv(NamedTuple):
 
     @classmethod
     def of_arguments(cls, call: Sequence[Any]) -> "NormConv":
+        conv_bias, *running = call[6:9]
         finds, eps, momentum, of_samples = call[15:]
         after = norm_of("identity", 0.0, of_samples, eps, momentum) if finds else None
-        return cls(Before.on_dense(*call[:6]), *call[6:9], norm_of(*call[9:12]), Window(*call[12:15]), after)
+        norm, window = norm_of(*call[9:12]), Window(*call[12:15])
+        return cls._make([Before.on_dense(*call[:6]), conv_bias, *running, norm, window, after])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -209,7 +211,9 @@ VENDORS: list[Kernels] = []
 def _input_gradient(call: NormConvGradient) -> Tensor:
     # Of x it reads the shape and the strides.
     given = call.dy, call.before.x, call.before.conv_weight, None, *call.window.arguments, [True, False, False]
-    return conv3d.convolution_backward(*given)[0]
+    dz, _, _ = conv3d.convolution_backward(*given)
+    assert dz is not None
+    return dz
 
 
 def _parameter_gradients(call: NormConvGradient, z: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -265,7 +269,8 @@ def _forward(call: NormConv, kernels: Kernels | None, moving: bool) -> tuple[Ten
 
 def _backward(call: NormConvGradient, kernels: Kernels | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, mean, rstd, _ = call.before
-    norm, of_parameters = call.norm, (None, None)
+    norm = call.norm
+    of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
     if call.of_weight or call.of_conv_bias:
         # z is gone before dz is allocated.
         of_parameters = _parameter_gradients(call, call.before.z(norm))
