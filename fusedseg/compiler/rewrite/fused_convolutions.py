@@ -12,6 +12,7 @@ It is done where Triton kernels compute norms, because elsewhere norms are PyTor
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
