@@ -1,6 +1,6 @@
 """Norms inside of convolutions, for the codegen "aten" with the option ``fused_convolutions``.
 
-    conv -> norm -> act -> conv        4 passes over memory beside the convolutions become 1, or none
+    conv -> norm -> act -> conv        3 passes over memory between the convolutions become none
 
 In forward a convolution finds the statistics of its result for the norm behind it, and computes the norm and the
 activation before it as it loads its image, if nothing else reads their result (``ops/conv/norm_conv.py``).  In
@@ -14,7 +14,6 @@ It is done where Triton kernels compute norms, because elsewhere norms are PyTor
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from ... import _backend
@@ -22,7 +21,6 @@ from ...ops.conv import conv3d, norm_conv
 from ...ops.norm.graph import GradientCall, NormCall, norm_op
 from ..graph import call, has_symbols, is_gradient, is_tensor, items_of, name_of, node_at, value_of
 
-aten = torch.ops.aten
 # The place of stride among the arguments of a convolution, and of its gradient.
 STRIDE, STRIDE_OF_GRADIENT = 3, 4
 
