@@ -188,13 +188,6 @@ def test_symbolic_sizes_stay_as_they_are(sources):  # noqa: F811
     assert written(sources) == (0, 0)
 
 
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_a_value_that_is_no_flag_is_refused(value):
-    message = re.escape(f"option fused_convolutions must be True or False, got {value!r}")
-    with pytest.raises(TypeError, match=message):
-        backend(None, [], options={"fused_convolutions": value})
-
-
 def test_kernels_of_a_gpu_take_half_precision_in_channels_last(monkeypatch):
     """What the rule refuses would be copied, or computed in another precision."""
     monkeypatch.setattr(norm_conv._backend, "on_gpu", lambda t: True)
