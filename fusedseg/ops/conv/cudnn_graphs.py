@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._backend import launching
 from ..layout import FORMATS
 from . import choice
 from .norm_conv import SLOPES, VENDORS, Before, NormConv, NormConvGradient, Window, each
@@ -163,8 +164,9 @@ class _Built:
         plan, of, device = self.plan if plan is None else plan, self.graph.of, given["x"].device
         size = max(1, of.get_workspace_size_plan_at_index(plan))
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        _package().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        of.execute_plan_at_index({self.tensors[n]: t for n, t in given.items()}, workspace, plan, self.handle)
+        with launching(given["x"]):
+            _package().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
+            of.execute_plan_at_index({self.tensors[n]: t for n, t in given.items()}, workspace, plan, self.handle)
 
 
 # One for each kind of call that was measured (``choice.py``), so that there are few.
