@@ -148,6 +148,7 @@ SMALL, LARGE = (2, 1, 16, 16, 16), (2, 1, 128, 128, 128)
 IMAGES = (8, 3, 512, 512), (2, 3, 32, 32)
 EVERY_WAY = (
     "eager", "compiled", "aten", "ours", "aten, graphs", "budget 0.5", "checkpoint", "aten, budget 0.3", "aten, 8 bits",
+    "aten, norms in convolutions",
 )  # fmt: skip
 # The most important ones come first.
 CASES = [
