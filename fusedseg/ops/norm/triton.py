@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._backend import launching
+from ...activation import Activation
 from ..at_size import checked
 from ..layout import Layout, layout_of, pitch_of
 from ..registry import Result, family
@@ -241,6 +242,20 @@ def _norm_by_kernels(
     return found
 
 
+def _statistics_of_sums(x: Tensor, shift: float) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Results from sums of x - shift, and what they must be in float64."""
+    wide = parameters(x.shape[1], x.dtype, x.device)[0].dtype
+    running = tuple(torch.full((x.shape[1],), v, dtype=wide, device=x.device) for v in (shift, 1.0))
+    d, exact = x.to(wide) - shift, x.double()
+    sums = torch.stack([d.sum((0, 2, 3)), d.square().sum((0, 2, 3))])
+    norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
+    mean, rstd = statistics_of_sums(x, sums, norm, running, far=64.0)
+    expected = exact.mean((0, 2, 3)), exact.var((0, 2, 3), correction=0)
+    yield "mean", mean, expected[0]
+    yield "rstd", rstd, (expected[1] + EPS).rsqrt()
+    yield "running_mean", running[0], shift + MOMENTUM * (expected[0] - shift)
+
+
 @family(FAMILY)
 def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     for fmt, act in (("contiguous", ("leaky_relu", SLOPE)), ("channels_last", ("relu", 0.0))):
@@ -254,3 +269,8 @@ def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
             way = "several programs a channel" if split else "one program a channel"
             for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
                 yield Result(f"{what} ({fmt}, {way})", found, expected[what], TOLERANCE[dtype])
+        if fmt == "channels_last":
+            # The second shift is so far from the mean that x is read again.
+            for shift in (0.5, 1000.0):
+                for what, found, wanted in _statistics_of_sums(x + 1, shift):
+                    yield Result(f"{what} of sums, shift {shift}", found, wanted, TOLERANCE[dtype])
