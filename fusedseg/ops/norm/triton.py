@@ -245,7 +245,8 @@ def _norm_by_kernels(
 def _statistics_of_sums(x: Tensor, shift: float) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Results from sums of x - shift, and what they must be in float64."""
     wide = parameters(x.shape[1], x.dtype, x.device)[0].dtype
-    running = tuple(torch.full((x.shape[1],), v, dtype=wide, device=x.device) for v in (shift, 1.0))
+    start = torch.full((x.shape[1],), shift, dtype=wide, device=x.device)
+    running = (start, torch.ones_like(start))
     d, exact = x.to(wide) - shift, x.double()
     sums = torch.stack([d.sum((0, 2, 3)), d.square().sum((0, 2, 3))])
     norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
