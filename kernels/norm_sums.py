@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .launch import acc_dtype, row_lanes
 from .launcher import Launcher, plan
-from .norm_act import load_channel, update_running
+from .norm_act import update_running
 from .tile import channel_sum, channels_of, tile_count, tile_offsets
 
 # The elements of a tile, and its channels.
@@ -30,7 +30,11 @@ def norm_of_sums_kernel(y_ptr, sums_ptr, mean_ptr, rstd_ptr, running_mean_ptr, r
     valid = c < C
     u = i * C + c
     m = tl.cast(N, ACC)
-    shift = load_channel(running_mean_ptr, c, valid, 0.0, ACC)
+    shift = tl.zeros((1, BLOCK_L), ACC)
+    if running_mean_ptr is not None:
+        running_mean = tl.load(running_mean_ptr + c, mask=valid, other=0.0)
+        running_var = tl.load(running_var_ptr + c, mask=valid, other=0.0)
+        shift = running_mean.to(ACC)
     offset = tl.load(sums_ptr + u, mask=valid, other=0.0) / m
     var = tl.load(sums_ptr + I * C + u, mask=valid, other=0.0) / m - offset * offset
     mean = shift + offset
@@ -50,8 +54,8 @@ def norm_of_sums_kernel(y_ptr, sums_ptr, mean_ptr, rstd_ptr, running_mean_ptr, r
     tl.store(mean_ptr + u, mean, mask=valid)
     tl.store(rstd_ptr + u, 1.0 / tl.sqrt(var + EPS), mask=valid)
     if running_mean_ptr is not None:
-        running_mean = tl.load(running_mean_ptr + c, mask=valid)
-        running_var = tl.load(running_var_ptr + c, mask=valid)
+        # Another warp may not have loaded them yet.
+        tl.debug_barrier()
         update_running(running_mean_ptr, running_mean, mean, momentum, c, valid)
         update_running(running_var_ptr, running_var, var * (m / tl.maximum(m - 1.0, 1.0)), momentum, c, valid)
 
