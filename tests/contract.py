@@ -23,6 +23,7 @@ from fusedseg.functional import (
 )
 from fusedseg.ops import avg_pool, concat
 from fusedseg.ops import upsample as interpolation
+from fusedseg.ops.conv import norm_conv
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import pool as pool
 from fusedseg.ops.norm.call import Norm
@@ -140,6 +141,22 @@ def _norms(kind: str) -> list[tuple[Any, tuple]]:
     return [*found, (norm_backward_op, call.arguments)]
 
 
+def _convolutions(x: Tensor) -> dict[str, list[tuple[Any, tuple]]]:
+    """A convolution between two norms, without any, and its gradients."""
+    ones, four, ways = torch.ones(C), torch.ones(4), [1, 1]
+    before = norm_conv.Before(x.detach(), ones, ones, torch.zeros(C), ones, torch.randn(4, C, 3, 3))
+    norm, window = norm_conv.norm_of("relu", 0.0, False), norm_conv.Window(ways, ways, ways)
+    after = norm_conv.norm_of("identity", 0.0, False, 1e-5, 0.1)
+    call = norm_conv.NormConv(before, four, four, four.clone(), norm, window, after)
+    alone = before._replace(weight=None, bias=None, mean=None, rstd=None)
+    plain = norm_conv.NormConv(alone, None, None, None, norm, window, None)
+    gradient = norm_conv.NormConvGradient(torch.randn(2, 4, 4, 5), before, norm, window, True, True, True)
+    return {
+        "norm_conv": [(norm_conv.norm_conv_op, of.arguments) for of in (call, plain)],
+        "norm_conv_backward": [(norm_conv.norm_conv_backward_op, gradient.arguments)],
+    }
+
+
 def samples() -> dict[str, list[tuple[Any, tuple]]]:
     """The ops that graphs hold, by the name of an op and a case: the op, and its arguments."""
     x, rows, volume = torch.randn(IMAGE), channels_last(torch.randn(IMAGE)), torch.randn(1, 2, 4, 4, 4)
@@ -154,7 +171,7 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
     cubes = volume.contiguous(memory_format=torch.channels_last_3d)
     sizes = [8, 10], None, "bilinear", False
     masks, pooled = rows.detach() > 0, avg_pool.avg_pool3d_op(cubes, *half)
-    found = {f"norm of a {kind}": _norms(kind) for kind in ("batch", "instance", "group")}
+    found = {f"norm of a {kind}": _norms(kind) for kind in ("batch", "instance", "group")} | _convolutions(x)
     return found | {
         "max_pool": [(pool.max_pool_op, (of.requires_grad_(), *window, True)) for of in (x, rows)],
         "max_pool without codes": [(pool.max_pool_op, (x.detach(), *window, False))],

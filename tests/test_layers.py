@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "ops/reuse": ({"_torch", "ops/double_backward"}, {"torch"}),
     "ops/unfused": ({"_torch"}, {"torch"}),
     "ops/norm": (AN_OP[0] | {"activation"}, {"torch"}),
-    "ops/conv": (AN_OP[0] | {"ops/norm", "ops/upsample"}, {"torch"}),
+    "ops/conv": (AN_OP[0] | {"activation", "ops/norm", "ops/upsample"}, {"cudnn", "torch"}),
     # It numbers the positions of a window by numpy.
     "ops/max_pool": (AN_OP[0] | {"ops/conv"}, {"numpy", "torch"}),
     "ops/segmentation": (AN_OP[0] | {"ops/upsample"}, {"torch"}),
@@ -83,7 +83,7 @@ COMPILER = (
 )
 # These are imported only inside functions, because they need triton, or the packages of an extra.
 LAZY = {"integrations", "kernels"}
-LAZY_PACKAGES = {"matplotlib", "monai", "nnunetv2"}
+LAZY_PACKAGES = {"cudnn", "matplotlib", "monai", "nnunetv2"}
 # These files are themselves imported only inside functions.
 LAZY_FILES = {
     "fusedseg/integrations/monai.py",

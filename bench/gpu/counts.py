@@ -5,6 +5,7 @@ No GPU is needed: tensors have no values, a CPU stands for the GPU, and the rule
     python -m bench.gpu.counts "ResNet-50, 128x3x224x224 bf16 nhwc"
     python -m bench.gpu.counts --bits 4 "PlainConvUNet, 2x1x128x128x128 fp16 nhwc"
     python -m bench.gpu.counts --keep "PlainConvUNet, 2x1x128x128x128 fp16 nchw"
+    python -m bench.gpu.counts --fused "PlainConvUNet, 2x1x128x128x128 fp16 nhwc"
 
 The times at the end are predicted: bytes at the bandwidth of ``BANDWIDTH``, and convolutions as they were measured.
 Parameters are in half precision, so that the casts of autocast are missing.
@@ -35,6 +36,7 @@ from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import BITS, KEEP, Settings
 from fusedseg.compiler.traffic import norm_passes
 from fusedseg.memory.meter import mean_of
+from fusedseg.ops.conv import norm_conv
 from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
 from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.norm import graph as norms
@@ -110,6 +112,23 @@ def _convolution_backward(node: fx.Node) -> Iterator[Moved]:
         yield Moved("gradient of a bias", nbytes(dy), 0)
 
 
+def _norm_conv(node: fx.Node) -> Iterator[Moved]:
+    """What a convolution and the norms beside it move if the vendor's kernels compute all of it."""
+    if node.target is not norm_conv.norm_conv_backward_op:
+        y, *_ = value_of(node)
+        yield Moved("convolution", nbytes(node.args[0], node.args[5]), nbytes(y))
+        return
+    dy, x, *_, w = node.args[:7]
+    if node.args[-2]:
+        yield Moved("norm, once more", nbytes(x), nbytes(x))
+        yield Moved("convolution", nbytes(dy, x), nbytes(w))
+    if node.args[-1]:
+        yield Moved("gradient of a bias", nbytes(dy), 0)
+    # The kernel reads x for the activation and for the sums; a pass over g and x follows.
+    yield Moved("convolution", nbytes(dy, w, x), nbytes(x))
+    yield Moved("norm", nbytes(x, x), nbytes(x))
+
+
 def moved_by(node: fx.Node) -> Iterator[Moved]:
     """What a node of a graph as it runs reads and writes."""
     target: Any = node.target
@@ -119,6 +138,8 @@ def moved_by(node: fx.Node) -> Iterator[Moved]:
     norm = _norm(node)
     if norm is not None:
         yield norm
+    elif target in (norm_conv.norm_conv_op, norm_conv.norm_conv_moving, norm_conv.norm_conv_backward_op):
+        yield from _norm_conv(node)
     elif name == "convolution_backward" or target is BARE_CONVOLUTION_BACKWARD:
         yield from _convolution_backward(node)
     elif name == "convolution":
@@ -224,10 +245,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("case", choices=[str(case) for case in CASES])
     parser.add_argument("--bits", type=int, choices=BITS, help="the option of the backend")
     parser.add_argument("--keep", action="store_true", help="no convolution computes in channels_last by itself")
+    parser.add_argument("--fused", action="store_true", help="convolutions compute the norms beside them")
     parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
     given = parser.parse_args(argv)
     case = next(case for case in CASES if str(case) == given.case)
-    settings = Settings(codegen="aten", bits=given.bits, memory_format=KEEP if given.keep else case.option())
+    fmt = KEEP if given.keep else case.option()
+    settings = Settings(codegen="aten", bits=given.bits, memory_format=fmt, fused_convolutions=given.fused)
     found = counted(graphs_of(case, settings, given.tiny))
     print(case)
     print(f"{'kind':20s} {'read GB':>8s} {'written GB':>10s} {'launches':>8s} {'ms, predicted':>13s}")

@@ -148,6 +148,7 @@ SMALL, LARGE = (2, 1, 16, 16, 16), (2, 1, 128, 128, 128)
 IMAGES = (8, 3, 512, 512), (2, 3, 32, 32)
 EVERY_WAY = (
     "eager", "compiled", "aten", "ours", "aten, graphs", "budget 0.5", "checkpoint", "aten, budget 0.3", "aten, 8 bits",
+    "aten, norms in convolutions",
 )  # fmt: skip
 # The most important ones come first.
 CASES = [
@@ -223,6 +224,7 @@ WAYS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
     "aten, graphs": backend("aten", cudagraphs=True),
     "aten, 8 bits": backend("aten", bits=8),
     "ours, 8 bits": backend("inductor", bits=8),
+    "aten, norms in convolutions": backend("aten", fused_convolutions=True),
 }
 # Every case runs these ways before any case runs another one.
 FIRST = ("eager", "compiled", "aten", "ours", "aten, graphs", "fused")

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 
 from .. import _torch
+from .._backend import on_gpu
+from ..ops.conv import cudnn_graphs
 from ..progress import Progress
 from . import subclasses
 from .capture import passes
@@ -39,7 +41,7 @@ def backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph that Dynamo has captured; ``torch.compile(model, backend="fusedseg")`` calls it."""
-    settings = with_codegen(parse(options), mode)
+    settings = with_vendor(with_codegen(parse(options), mode), example_inputs)
     if _has_streams(module):
         say_once(": a graph with streams of its own is left to PyTorch, without options but those of Inductor")
         return _as_pytorch_runs_it(module, example_inputs, settings)
@@ -85,6 +87,19 @@ def with_codegen(settings: Settings, mode: str | None = None) -> Settings:
     if settings.codegen == "inductor" and (problem := _torch.inductor_problem()):
         raise RuntimeError(f"{OP}: codegen='inductor' cannot work here: {problem}; use codegen='aten'")
     return _with_inductor(settings)
+
+
+def with_vendor(settings: Settings, example_inputs: Sequence[Any]) -> Settings:
+    """The settings without ``fused_convolutions`` on a GPU where the package with its kernels is missing."""
+    if not settings.fused_convolutions or cudnn_graphs.is_installed():
+        return settings
+    if not any(isinstance(t, Tensor) and on_gpu(t) for t in example_inputs):
+        return settings
+    say_once(
+        ": option fused_convolutions has no effect without the package nvidia-cudnn-frontend; "
+        "pip install 'fusedseg[cudnn]'"
+    )
+    return replace(settings, fused_convolutions=False)
 
 
 def _with_inductor(settings: Settings) -> Settings:

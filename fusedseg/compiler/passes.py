@@ -55,6 +55,7 @@ WHEN: dict[str, Callable[[Settings, fx.Graph], bool]] = {
     "Inductor": lambda settings, graph: settings.fused_code,
     "bits": lambda settings, graph: settings.bits is not None,
     "bits and Inductor": lambda settings, graph: settings.bits is not None and settings.fused_code,
+    "aten and fused_convolutions": lambda settings, graph: settings.fused_convolutions and not settings.fused_code,
     "a norm was divided": lambda settings, graph: bool(graph.find_nodes(op="call_function", target=statistics)),
     BY_SOURCES: _by_sources,
 }
@@ -116,7 +117,14 @@ PASSES = (
     Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
     Pass("rewrite.residual_norms:rewrite", Stage.PACKED, (JOINT,)),
     Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
-    Pass("plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused")),
+    Pass(
+        "rewrite.fused_convolutions:rewrite", Stage.DIVIDED, (FORWARD, BACKWARD), when="aten and fused_convolutions",
+    ),
+    # It orders what backward computes again, which is another op where a convolution takes its norm.
+    Pass(
+        "plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused"),
+        after=("rewrite.fused_convolutions:rewrite",),
+    ),
     Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
     Pass(
         "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",

@@ -86,6 +86,7 @@ class Settings:
         memory_format: ``torch.channels_last`` or ``torch.channels_last_3d``, in which all convolutions of images or of
             volumes compute; None says so of convolutions in half precision on a GPU, where copies cost less than it
             gains; "keep" leaves every tensor as it is.
+        fused_convolutions: whether convolutions on a GPU compute the norms beside them, with cuDNN's frontend.
         inductor: options of Inductor, as ``torch.compile(options=...)`` takes them.
     """
 
@@ -96,6 +97,7 @@ class Settings:
     seed: int = 0
     cudagraphs: bool = False
     memory_format: torch.memory_format | str | None = None
+    fused_convolutions: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,8 +107,9 @@ class Settings:
             raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
-        if not isinstance(self.cudagraphs, bool):
-            raise TypeError(f"{OP}: option cudagraphs must be True or False, got {self.cudagraphs!r}")
+        for name, flag in (("cudagraphs", self.cudagraphs), ("fused_convolutions", self.fused_convolutions)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{OP}: option {name} must be True or False, got {flag!r}")
         if self.memory_format not in (None, KEEP, *FORMATS.values()):
             raise ValueError(
                 f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d, {KEEP!r} or None, "

@@ -18,7 +18,7 @@ from fusedseg.compiler.settings import Settings, parse, say_once
 from fusedseg.progress import Progress
 from tests.compiler.networks import HAS_CXX, compiled, kept, make, results, same
 
-OPTIONS = "codegen, budget, extra_flops, bits, seed, cudagraphs, memory_format, inductor"
+OPTIONS = "codegen, budget, extra_flops, bits, seed, cudagraphs, memory_format, fused_convolutions, inductor"
 
 
 def net():
@@ -97,6 +97,7 @@ def test_the_package_in_place_of_its_name():
         ({"codegen": "aten", "inductor": {"max_autotune": True}}, r"has no effect with codegen='aten'"),
         ({"bits": 3}, "option bits must be 8, 4 or None, got 3"),
         ({"cudagraphs": 1}, "option cudagraphs must be True or False, got 1"),
+        ({"fused_convolutions": None}, "option fused_convolutions must be True or False, got None"),
         ({"bits": True}, "option bits must be 8, 4 or None, got True"),
         ({"seed": 1.0}, "option seed must be an integer, got float"),
         ({"memory_format": "rows"}, r"option memory_format must be torch.channels_last, .*, got 'rows'"),

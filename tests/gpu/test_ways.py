@@ -310,6 +310,7 @@ def cases():
         "volumes in planes": Case(Volumes(), volume, {}, half=True),
         "volumes in rows": Case(Volumes(), volume_rows, {}, half=True),
         "bits": Case(test_compiler.Net(), torch.randn(test_compiler.SHAPE), {"bits": 8}),
+        "norms in convolutions": Case(Net(), rows, {"fused_convolutions": True}, half=True),
         "bits of residuals": Case(resnet, torch.randn(4, 3, 64, 64), {"bits": 8}),
     }
 
@@ -318,6 +319,7 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
     """By the rules of a GPU, so that a CPU counts what a GPU will run; gradients are those of eager mode."""
     from fusedseg.compiler.codegen import concatenation, shorter
     from fusedseg.compiler.rewrite import channels_last
+    from fusedseg.ops.conv import cudnn_graphs
 
     counts: dict[str, int] = {}
 
@@ -335,6 +337,8 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
         monkeypatch.setattr(module, name, counting(f"{module.__name__.split('.')[-1]}.{name}", function))
     monkeypatch.setattr(shorter, "put_together", counting("zeros in one call", shorter.put_together))
     monkeypatch.setattr(concatenation, "SLAB_BYTES", 1024)
+    # Without the package such a convolution computes what it computes without the option.
+    monkeypatch.setattr(cudnn_graphs, "is_installed", lambda: True)
     asked, why_not = set(), _backend.why_not
     if device.type == "cpu":
         pytest.importorskip("triton")

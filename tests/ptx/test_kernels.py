@@ -47,6 +47,7 @@ PART = [
     *cases("test_sanitize.py::test_kept_channels_split", "planes"),
     *cases("test_norm_act_groups.py::test_many_kept_channels_of_rows", "16-torch.float32"),
     *cases(ORDER, "batch-rows"),
+    *cases("test_norm_sums.py::test_values", "batch-far", "instance-near"),
     # Convolutions.
     *cases("test_conv3d.py::test_values", "48-to-16"),
     *cases("test_sanitize.py::test_convolution", "taps"),

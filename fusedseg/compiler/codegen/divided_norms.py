@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import _backend, _torch
+from ...ops.conv import norm_conv
 from ...ops.low_bit.graph import round_op
 from ...ops.norm import graph as norms
 from ..graph import calls_view, has_same_form, items_of, node_at, outputs_of, roots_of, value_of
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 MOVING: dict[Any, tuple[int, Any]] = {
     _torch.functional_batch_norm: (3, _torch.writing_batch_norm),
     norms.statistics: (1, norms.statistics_moving),
+    norm_conv.norm_conv_op: (norm_conv.RUNNING_MEAN, norm_conv.norm_conv_moving),
 }
 
 

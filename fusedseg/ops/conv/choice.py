@@ -43,6 +43,9 @@ AHEAD_CYCLES = 2_000_000
 MOST_RECORDS = 64
 
 
+Results = Tensor | tuple[Tensor, ...]
+
+
 class Key(NamedTuple):
     """The kind of a convolution.  Convolutions with equal keys share a measurement.
 
@@ -201,8 +204,10 @@ def choose(
     return "triton"
 
 
-def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record | None:
+def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Results]) -> Record | None:
     """The measurement of a kind of call, which is made at its first call; ``run`` computes it by "triton" or "aten".
+
+    "aten" stands for the ops that run without a choice, and "triton" for what may take their place.
 
     It is None if nothing can be measured now: on a CPU, while a CUDA graph is captured, or if the result is not finite.
     Nothing more is measured either when there are ``MOST_RECORDS`` of such kinds.
@@ -228,7 +233,7 @@ def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Tensor]) -> Record 
     return record
 
 
-def _measured(kind: Hashable, dtype: torch.dtype, run: Callable[[str], Tensor]) -> Record:
+def _measured(kind: Hashable, dtype: torch.dtype, run: Callable[[str], Results]) -> Record:
     """``measure`` on the current device.  Where it fails, the vendor's convolution is the faster one."""
     try:
         return measure(dtype, run, cuda_seconds)
@@ -245,26 +250,33 @@ def _measured(kind: Hashable, dtype: torch.dtype, run: Callable[[str], Tensor]) 
         return Record(math.inf, 0.0, math.inf, agree=True)
 
 
-def measure(
-    dtype: torch.dtype, forward: Callable[[str], Tensor], seconds: Callable[[Callable[[], Any]], float]
-) -> Record:
-    """Runs both backends in turn, and returns the medians of their times.
+def _several(results: Results) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
 
-    If the vendor's result is not finite, nothing is timed, and the difference is NaN.
+
+def measure(
+    dtype: torch.dtype, forward: Callable[[str], Results], seconds: Callable[[Callable[[], Any]], float]
+) -> Record:
+    """Runs both backends in turn, and returns the medians of their times, and of several results the worst difference.
+
+    If a result of the vendor's is not finite, nothing is timed, and the difference is NaN.
     """
 
     def norm(t: Tensor) -> float:
         # The norm is computed in float32 without a copy of t.
         return torch.linalg.vector_norm(t.detach(), dtype=torch.float32).item()
 
-    expected = forward("aten")
-    size = norm(expected)
-    if not math.isfinite(size):
+    expected = _several(forward("aten"))
+    sizes = [norm(t) for t in expected]
+    if not all(map(math.isfinite, sizes)):
         return Record(math.nan, math.nan, math.nan, False)
-    difference = norm(forward("triton").detach().sub_(expected))
+    # If a result is zero, as with a zero weight of the norm, the absolute difference counts.
+    differences = [
+        norm(found.detach().sub_(wanted)) / (size or 1.0)
+        for found, wanted, size in zip(_several(forward("triton")), expected, sizes, strict=True)
+    ]
     del expected
-    # If the result is zero, as with a zero weight of the norm, the absolute difference counts.
-    difference = math.inf if math.isnan(difference) else difference / (size or 1.0)
+    difference = math.inf if any(map(math.isnan, differences)) else max(differences)
     times: dict[str, list[float]] = {"triton": [], "aten": []}
     for round_ in range(WARMUP + ROUNDS):
         for name, taken in times.items():

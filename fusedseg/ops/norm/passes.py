@@ -169,6 +169,18 @@ def backward(
     return run(incoming, _prepared(given), stats, norm, kept, needs, exchange)
 
 
+def backward_of_sums(
+    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
+) -> Gradients:
+    """The gradients of a norm that keeps its input from g, the gradient behind the activation, and its two sums.
+
+    ``sums`` are those of g and of g * xhat, (2, values of a statistic).  dx is written over g.
+    """
+    x, given = given.x, _prepared(given)
+    run = triton if _backend.use_triton(x, triton.FAMILY) else reference
+    return run.backward_of_sums(like(g, x), given, stats, norm, sums, needs)
+
+
 def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:
     """Whether dx can be written over ``dz``.  The identity activation has g = dz, which is read after dx is written."""
     alike = dz.dtype == source.dtype and dz.stride() == source.stride()

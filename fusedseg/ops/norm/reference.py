@@ -263,6 +263,22 @@ def _two_sweeps(
         write(tile)
 
 
+def backward_of_sums(
+    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
+) -> Gradients:
+    call, gv = _Call(given, stats, norm, None), norm.over.view(g)
+    m, (s1, s2) = norm.over.shared_by(call.source), (norm.over.each_channel(s, call.source) for s in sums)
+    xhat = (call.source.to(call.acc) - call.mean).mul_(call.rstd)
+    gv.copy_((gv - s1 / m - xhat.mul_(s2 / m)).mul_(call.scale))
+    # Results of an op must not share memory.
+    dbias, dweight = (s.view(-1, given.x.shape[1]).sum(0) for s in sums)
+    return Gradients(
+        g,
+        None if given.weight is None else cast(dweight, given.weight.dtype),
+        None if given.bias is None else cast(dbias, given.bias.dtype),
+    )
+
+
 def moments(x: Tensor) -> Tensor:
     """(count, mean, M2) of each channel, (1, 3, C), for statistics of all processes."""
     of_batch = Norm("input", Activation("identity", 0.0))

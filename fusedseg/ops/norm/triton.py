@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._backend import launching
+from ...activation import Activation
 from ..at_size import checked
 from ..layout import Layout, layout_of, pitch_of
 from ..registry import Result, family
@@ -147,6 +148,34 @@ def moments(x: Tensor) -> Tensor:
         return few(norm_stats(x, layout), layout.C).transpose(0, 1)
 
 
+def statistics_of_sums(
+    y: Tensor, sums: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | None], far: float
+) -> tuple[Tensor, Tensor]:
+    """The mean and rstd of y, in channels_last, from the sums of y - shift, (2, values of a statistic), and its square.
+
+    The shift is the running mean, or 0.  It is far from the mean if their difference, squared, is above ``far`` times
+    the variance.  The running statistics move.
+    """
+    from ...kernels.norm_sums import norm_of_sums
+
+    with launching(y):
+        return norm_of_sums(y, sums, _layout(y, norm), *running, momentum=norm.momentum, eps=norm.eps, far=far)
+
+
+def backward_of_sums(
+    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
+) -> Gradients:
+    _, kernels = _kernels()
+    parameter = None if not (needs[1] or needs[2]) else given.bias if given.weight is None else given.weight
+    tensors = g, given.x, _layout(given.x, norm), given.weight, given.bias, stats.rstd, None
+    with launching(g):
+        dx, dweight, dbias = kernels.norm_act_bwd(
+            *tensors, kept=None, training=True, act=("identity", 0.0), dx=g, mean=stats.mean,
+            dparam_dtype=None if parameter is None else parameter.dtype, sums=sums.unsqueeze(1),
+        )  # fmt: skip
+    return Gradients(dx, dweight, dbias)
+
+
 def _can_count(batches: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can add to ``batches``: it must be one int64 on the device of ``x``, as in the stock norm."""
     return batches is not None and batches.dtype == torch.int64 and batches.numel() == 1 and batches.device == x.device
@@ -213,6 +242,21 @@ def _norm_by_kernels(
     return found
 
 
+def _statistics_of_sums(x: Tensor, shift: float) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Results from sums of x - shift, and what they must be in float64."""
+    wide = parameters(x.shape[1], x.dtype, x.device)[0].dtype
+    start = torch.full((x.shape[1],), shift, dtype=wide, device=x.device)
+    running = (start, torch.ones_like(start))
+    d, exact = x.to(wide) - shift, x.double()
+    sums = torch.stack([d.sum((0, 2, 3)), d.square().sum((0, 2, 3))])
+    norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
+    mean, rstd = statistics_of_sums(x, sums, norm, running, far=64.0)
+    expected = exact.mean((0, 2, 3)), exact.var((0, 2, 3), correction=0)
+    yield "mean", mean, expected[0]
+    yield "rstd", rstd, (expected[1] + EPS).rsqrt()
+    yield "running_mean", running[0], shift + MOMENTUM * (expected[0] - shift)
+
+
 @family(FAMILY)
 def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     for fmt, act in (("contiguous", ("leaky_relu", SLOPE)), ("channels_last", ("relu", 0.0))):
@@ -226,3 +270,8 @@ def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
             way = "several programs a channel" if split else "one program a channel"
             for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
                 yield Result(f"{what} ({fmt}, {way})", found, expected[what], TOLERANCE[dtype])
+        if fmt == "channels_last":
+            # The second shift is so far from the mean that x is read again.
+            for shift in (0.5, 1000.0):
+                for what, found, wanted in _statistics_of_sums(x + 1, shift):
+                    yield Result(f"{what} of sums, shift {shift}", found, wanted, TOLERANCE[dtype])
