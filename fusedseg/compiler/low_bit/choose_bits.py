@@ -27,6 +27,10 @@ from .rule import Rule, bent, is_predicate
 MOST_POSITIONS = 1 << 7
 
 
+# The pointwise chains of nodes.  Written anew in each round, they would be other nodes, and the rounds would not end.
+Chains = dict[fx.Node, list[fx.Node] | None]
+
+
 @dataclass
 class Rounded:
     """What is not kept as it is.
@@ -89,8 +93,11 @@ def bits_of(node: fx.Node, bits: int) -> int:
 class _Choice:
     """What is kept, and in how many bits; ``found`` and ``exact`` are changed where something must be exact."""
 
-    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node], exact: set[fx.Node]) -> None:
+    def __init__(
+        self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node], exact: set[fx.Node], chains: Chains
+    ) -> None:
         self.joint, self.found, self.least, self.stuck, self.exact = joint, found, bits, stuck, exact
+        self.chains = chains
         self.rounded = Rounded()
         self.predicates: dict[object, fx.Node] = {}
         for node in found.kept:
@@ -126,7 +133,9 @@ class _Choice:
                 return
         # What is linear between its kinks follows with exact predicates.
         is_bent = row_of(node).pieces is not None or (bool(row_of(node).kinks) and row_of(node).reads == FOLLOWS)
-        chain = pointwise_chain_of(self.joint.graph, node) if is_op(node) and is_bent else None
+        if node not in self.chains:
+            self.chains[node] = pointwise_chain_of(self.joint.graph, node) if is_op(node) and is_bent else None
+        chain = self.chains[node]
         sources = found.recomputed[node]
         if chain is None or len(chain) != 1:
             del found.recomputed[node]
@@ -200,7 +209,7 @@ def settled(
 
     chosen: what backward recomputes, where a budget has chosen it.
     """
-    stuck, exact, before = set[fx.Node](), set[fx.Node](), set(graph.nodes)
+    stuck, exact, before, written = set[fx.Node](), set[fx.Node](), set(graph.nodes), Chains()
     while True:
         joint = Joint(graph, outputs)
         if chosen is None:
@@ -209,7 +218,7 @@ def settled(
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.recomputed))
             decided.goal = chosen.goal
-        choice = _Choice(joint, decided, bits, stuck, set(exact))
+        choice = _Choice(joint, decided, bits, stuck, set(exact), written)
         while choice.settle():
             pass
         if not choice.rounded.branching:
@@ -217,7 +226,9 @@ def settled(
                 return joint, decided, choice.rounded
             # Once more, without answers for values that are exact.
             exact = choice.exact
+            continue
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         branching = [node for node in graph.nodes if node in choice.rounded.branching]
         stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
         graph.eliminate_dead_code()
+        written.clear()
