@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedseg.compiler.codegen import divided_norms as norms
-from fusedseg.compiler.codegen import in_place
+from fusedseg.compiler.codegen import in_place, shorter
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import name_of
 from fusedseg.compiler.low_bit import rule
@@ -270,6 +270,16 @@ def test_convolutions_without_a_choice_are_the_vendors(channels, dtype, taps, ch
     call = emit(traced(run, *inputs), [])
     assert call.source.count("aten_convolution") == chosen
     assert same(call(list(inputs)), run(*inputs))
+
+
+def test_convolutions_of_several_sizes_are_the_vendors(monkeypatch):
+    """Only graphs of one size had them, and PyTorch writes symbols for the second of two networks of one class."""
+    written, write = [], shorter.write_convolutions
+    monkeypatch.setattr(shorter, "write_convolutions", lambda graph: written.append(write(graph)))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    run = torch.compile(net, backend="fusedseg", dynamic=True, options={"codegen": "aten"})
+    run(torch.randn(2, 3, 9, 9)).sum().backward()
+    assert written == [2, 2]
 
 
 def test_emit_lets_values_go():

@@ -83,10 +83,11 @@ CONVOLUTIONS: dict[Any, ConvolutionCall] = {
 
 
 def _is_the_vendors(node: fx.Node) -> bool:
-    """Whether shapes and dtypes of a convolution leave no choice."""
+    """Whether shapes and dtypes of a convolution leave no choice; the sizes of x may be symbols."""
     of = CONVOLUTIONS[node.target]
     source: Any = node.args[of.x]
     x = value_of(source[0] if isinstance(source, (list, tuple)) else source)
     weight = value_of(node_at(node, of.weight))
     given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
-    return not has_symbols(x, weight) and not conv3d.Arguments(*given).fit(x, weight)
+    of_call = conv3d.Arguments(*given)
+    return not has_symbols(weight) and not (of_call.suit(weight) and (has_symbols(x) or of_call.fit(x, weight)))

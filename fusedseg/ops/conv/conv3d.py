@@ -84,28 +84,37 @@ class Arguments(NamedTuple):
     def fit(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the kernel computes convolutions of such shapes and dtypes, which do not change in a compiled graph.
 
-        It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
-        dilation 1 and without groups, at most MOST_SAMPLES samples, and samples of fewer than 2**31 elements.
+        It needs what ``suit`` names, at most MOST_SAMPLES samples, and samples of fewer than 2**31 elements.
         """
-        # Cheap conditions come first, because most convolutions fail one of them.
         return (
-            not self.transposed
-            and x.dim() == 5
-            and x.dtype in HALF
-            and weight.dtype == x.dtype
+            self.suit(weight)
+            and x.dtype == weight.dtype
             and weight.device == x.device
-            and tuple(weight.shape[2:]) == (3, 3, 3)
-            and self.groups == 1
-            and tuple(self.stride) == tuple(self.padding) == tuple(self.dilation) == ONES
+            and x.dim() == 5
             and x.shape[1] == weight.shape[1]
-            # A loop over both numbers of channels would take three more calls.
-            and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
-            and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
-            and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
             and 0 < x.shape[0] <= MOST_SAMPLES
             # A single position has the same strides in both formats.
             and x.shape[2:].numel() > 1
             and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
+        )
+
+    def suit(self, weight: Tensor) -> bool:
+        """Whether the kernel computes convolutions by such a weight, as far as the weight alone tells.
+
+        It needs 16-bit weights, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
+        dilation 1 and without groups.
+        """
+        # Cheap conditions come first, because most convolutions fail one of them.
+        return (
+            weight.dtype in HALF
+            and not self.transposed
+            and tuple(weight.shape[2:]) == (3, 3, 3)
+            and self.groups == 1
+            and tuple(self.stride) == tuple(self.padding) == tuple(self.dilation) == ONES
+            # A loop over both numbers of channels would take three more calls.
+            and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
+            and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
+            and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
         )
 
 
