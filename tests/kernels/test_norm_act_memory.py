@@ -128,14 +128,17 @@ by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"
 @pytest.mark.parametrize(("shape", "groups"), ONCHIP.values(), ids=ONCHIP)
 @pytest.mark.usefixtures("counted_once")
 def test_statistics_of_samples_that_fit_on_chip(shape, groups, rows, record_property):
-    """A residual adds one read to each pass over the tensor, and its gradient one write."""
+    """A residual adds one read to each pass over the tensor, and its gradient one write.
+
+    Backward reads the weight, a number of fp32 for each plane of fp16, a second time after its sums.
+    """
     step = partial(passes_of_samples, shape, rows, groups, every)
-    found = step()
+    found, most = step(), 0.04 + 4 / (2 * shape[2] * shape[3])
     record_property("passes", found)
-    assert_passes(found, [2, 3])
-    assert_passes(step(keep="input"), [2, 3, 2])
-    assert_passes(step(residual=True), [3, 5])
-    assert_passes(step(keep="input", residual=True), [3, 5, 3])
+    assert_passes(found, [2, 3], most)
+    assert_passes(step(keep="input"), [2, 3, 2], most)
+    assert_passes(step(residual=True), [3, 5], most)
+    assert_passes(step(keep="input", residual=True), [3, 5, 3], most)
 
 
 @by_layout

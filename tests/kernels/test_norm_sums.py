@@ -33,6 +33,7 @@ def run(shape, dtype, of_samples, shift, device):
     return found, wanted
 
 
+@pytest.mark.sanitize
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("shift", [2.0, 1e4], ids=["near", "far"])
 @pytest.mark.parametrize("of_samples", [False, True], ids=["batch", "instance"])
