@@ -41,3 +41,21 @@ def norms_of_a_gpu():
 
     with supported.norms_of_a_gpu():
         yield
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """The code of the graphs that a test compiles."""
+    from fusedseg.compiler.codegen import aten
+
+    seen, original = [], aten.source_of
+
+    def noted(module, **options):
+        source = original(module, **options)
+        if not options:
+            # With options it is the graph for batched gradients, which has stock functions.
+            seen.append("\n".join(source.lines))
+        return source
+
+    monkeypatch.setattr(aten, "source_of", noted)
+    return seen

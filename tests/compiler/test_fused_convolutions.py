@@ -12,7 +12,6 @@ from fusedseg.compiler import backend
 from fusedseg.ops.conv import cudnn_graphs, norm_conv
 from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler.networks import compiled, results
-from tests.compiler.test_norm_kernels import sources  # noqa: F401  a fixture
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 
@@ -93,7 +92,7 @@ def written(texts):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("rows", [False, True], ids=["planes", "channels_last"])
-def test_steps_are_those_of_float64(name, rows, sources):  # noqa: F811
+def test_steps_are_those_of_float64(name, rows, sources):
     """Outputs, gradients and running statistics of two steps."""
     net, x, wanted = made(name)
     options = {}
@@ -107,7 +106,7 @@ def test_steps_are_those_of_float64(name, rows, sources):  # noqa: F811
 
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"budget": "peak 1MiB"}, {"extra_flops": 0.2}], ids=str)
 @pytest.mark.parametrize("name", ["batch, ReLU", "skip", "instance, 3D"])
-def test_with_a_budget(name, options, sources):  # noqa: F811
+def test_with_a_budget(name, options, sources):
     net, x, _ = made(name)
     twin = copy.deepcopy(net)
     close(results(net, compiled(net, fused_convolutions=True, **options), [x]), results(twin, twin, [x]))
@@ -115,7 +114,7 @@ def test_with_a_budget(name, options, sources):  # noqa: F811
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packed):  # noqa: F811
+def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packed):
     """The same values are packed with the same random numbers, so that only the order of sums differs."""
     net, x, _ = made("batch, ReLU")
     net, x = net.float(), x.float()
@@ -147,13 +146,13 @@ def test_under_autocast():
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_convolutions": False}], ids=str)
-def test_without_the_option_nothing_is_written(options, sources):  # noqa: F811
+def test_without_the_option_nothing_is_written(options, sources):
     net, x, _ = made("batch, ReLU")
     compiled(net, **options)(x).sum().backward()
     assert written(sources) == (0, 0)
 
 
-def test_on_a_cpu_nothing_is_written(monkeypatch, sources):  # noqa: F811
+def test_on_a_cpu_nothing_is_written(monkeypatch, sources):
     """There norms are PyTorch's."""
     monkeypatch.setattr(fusedseg, "backend", "aten")
     net, x, _ = made("batch, ReLU")
@@ -161,7 +160,7 @@ def test_on_a_cpu_nothing_is_written(monkeypatch, sources):  # noqa: F811
     assert written(sources) == (0, 0)
 
 
-def test_a_frozen_convolution(sources):  # noqa: F811
+def test_a_frozen_convolution(sources):
     net, x, _ = made("batch, ReLU")
     twin = copy.deepcopy(net)
     for one in (net, twin):
@@ -174,14 +173,14 @@ def test_a_frozen_convolution(sources):  # noqa: F811
     assert written(sources) == (3, 2)
 
 
-def test_in_eval_mode_norms_stay_as_they_are(sources):  # noqa: F811
+def test_in_eval_mode_norms_stay_as_they_are(sources):
     net, x, _ = made("batch, ReLU")
     net.eval()
     compiled(net, fused_convolutions=True)(x).sum().backward()
     assert written(sources) == (0, 0)
 
 
-def test_symbolic_sizes_stay_as_they_are(sources):  # noqa: F811
+def test_symbolic_sizes_stay_as_they_are(sources):
     net, x, _ = made("batch, ReLU")
     twin = copy.deepcopy(net)
     close(results(net, compiled(net, dynamic=True, fused_convolutions=True), [x]), results(twin, twin, [x]))
@@ -205,7 +204,7 @@ def test_kernels_of_a_gpu_take_half_precision_in_channels_last(monkeypatch):
     assert not fits(x, act=norm_conv.norm_of("silu", 0.0, False).act)
 
 
-def test_without_the_package_the_option_says_so(monkeypatch, sources):  # noqa: F811
+def test_without_the_package_the_option_says_so(monkeypatch, sources):
     monkeypatch.setattr(cudnn_graphs, "is_installed", lambda: False)
     monkeypatch.setitem(backend.__globals__, "on_gpu", lambda t: True)
     net, x, _ = made("batch, ReLU")

@@ -63,24 +63,6 @@ def pair(name, training=True):
     return net, copy.deepcopy(net).double()
 
 
-@pytest.fixture
-def sources(monkeypatch):
-    """The code of the graphs that a test compiles."""
-    from fusedseg.compiler.codegen import aten
-
-    seen, original = [], aten.source_of
-
-    def noted(module, **options):
-        source = original(module, **options)
-        if not options:
-            # With options it is the graph for batched gradients, which has stock functions.
-            seen.append("\n".join(source.lines))
-        return source
-
-    monkeypatch.setattr(aten, "source_of", noted)
-    return seen
-
-
 FORWARD = ("norm", "norm_moving", "norm_over", "norm_moving_over")
 BACKWARD = ("norm_backward", "norm_backward_over")
 

@@ -275,25 +275,37 @@ class Rule:
 
     def _gradient(self, node: fx.Node, sources: list[fx.Node], copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient."""
-        row, level = row_of(node), self._level(node, sources)
-        # The gradient of a parameter that is a factor is a sum too.
-        is_of_factor = copied and level < UNSTEADY and name_of(node) == "mul" and _is_returned(node)
-        if is_of_factor or (row.reads == SUM and self._is_end(node, copied)):
+        level = self._level(node, sources)
+        if self._ends(node, copied, level):
             return set()
         noise = set[fx.Node]().union(*(self.noise.get(source, ()) for source in sources))
-        if row.reads == NORM or (_is_of_rows(node) and (level == IN_ROWS or (level == STEADY and not noise))):
+        if self._is_norm(node, level, noise):
             own = IN_ROWS if _is_of_rows(node) else MIXED
             exact = self._norm(node, self._read(node.args[1])) if level <= own else copied
             return self._note(node, noise | copied, max(level, own), exact)
-        if copied and row.reads == SLOPE and level <= MIXED and self._read(node.args[1]) in self.sized:
+        if copied and self._is_slope(node, level):
             self._give_more_bits(copied)
             return self._note(node, noise | copied, level)
         if self._has_exact_sign(node) or _is_bounded(node, copied):
             return self._note(node, noise, level)
-        if copied and node not in self.stuck and (row.pieces is not None or name_of(node) in BENT):
+        if copied and node not in self.stuck and (row_of(node).pieces is not None or name_of(node) in BENT):
             self.rounded.branching.add(node)
             return set()
         return self._note(node, noise, UNSTEADY, copied | noise)
+
+    def _ends(self, node: fx.Node, copied: set[fx.Node], level: int) -> bool:
+        """Whether a gradient becomes a sum that nothing reads: at an end, and at a parameter that is a factor."""
+        is_of_factor = copied and level < UNSTEADY and name_of(node) == "mul" and _is_returned(node)
+        return bool(is_of_factor) or (row_of(node).reads == SUM and self._is_end(node, copied))
+
+    def _is_norm(self, node: fx.Node, level: int, noise: set[fx.Node]) -> bool:
+        """Whether a node is the gradient of a norm that may read copies, here or further on."""
+        may_be_of_rows = level == IN_ROWS or (level == STEADY and not noise)
+        return row_of(node).reads == NORM or (may_be_of_rows and _is_of_rows(node))
+
+    def _is_slope(self, node: fx.Node, level: int) -> bool:
+        """Whether a node is the gradient of an activation that may read a sized copy."""
+        return row_of(node).reads == SLOPE and level <= MIXED and self._read(node.args[1]) in self.sized
 
     def _note(self, node: fx.Node, noise: set[fx.Node], level: int, exact: Iterable[fx.Node] = ()) -> set[fx.Node]:
         self.noise[node], self.levels[node] = noise, level
