@@ -1,8 +1,9 @@
 """Max-pooling with window codes on aten ops, for every device: the mathematics of ``kernels/max_pool.py``.
 
-Forward pools along one axis after the other, without branches, and writes no int64 index.  channels_last tensors on a
-CPU take aten's pooling, which is fast for them, and look up the code of the distance between an index and the first
-position of its window.  Backward looks up the distance of each code, and gives aten's backward the indices.
+Forward compares the positions of windows, without branches, and writes no int64 index.  Large windows are compared
+along one axis after the other.  channels_last tensors on a CPU take aten's pooling, which is fast for them, and look
+up the code of the distance between an index and the first position of its window.  Backward looks up the distance of
+each code, and gives aten's backward the indices.
 
 CUDA's kernel of backward writes 3D results into contiguous memory alone, whatever the strides of ``grad_input`` are.
 """
