@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg import functional
-from fusedseg.ops.conv import choice, reference
+from fusedseg.ops.conv import choice, convolutions
 from fusedseg.ops.conv import conv3d as op
 from tests.ops import conv_abn_cases
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -390,7 +390,7 @@ def test_the_kernel_with_the_norm_competes_with_the_faster_one(faster, timed, la
 
 def test_a_convolution_of_sources_calls_it(timed, launched, monkeypatch):
     """Sources that are convolved apart are calls of their own, whose weights are slices."""
-    monkeypatch.setattr(reference, "FORMED_BYTES", 0)
+    monkeypatch.setattr(convolutions, "FORMED_BYTES", 0)
     x, weight, bias = (t.requires_grad_() for t in inputs(C=48))
     y = functional.join_conv([channels_last(x[:, :32]), channels_last(x[:, 32:])], weight, bias, padding=1)
     dy = channels_last(torch.randn(y.shape).half())
@@ -421,7 +421,7 @@ def test_a_large_input_is_freed_before_its_gradient(timed, launched, monkeypatch
     expected = torch.autograd.grad(z, given, torch.ones_like(z))
     before = launched.count("input gradient")
     again = conv_abn_cases.fused(given, "auto", True, (None, None), case)
-    monkeypatch.setattr(reference.reuse, "is_large", lambda x: True)
+    monkeypatch.setattr(convolutions.reuse, "is_large", lambda x: True)
     assert all(map(torch.equal, torch.autograd.grad(again, given, torch.ones_like(z)), expected))
     assert launched.count("input gradient") == before + 1
 

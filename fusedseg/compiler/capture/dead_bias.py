@@ -139,7 +139,7 @@ class _Dead(NamedTuple):
     may_round: bool
 
 
-def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+def remove_dead_biases(module: fx.GraphModule, settings: Settings) -> int:
     """Leaves these biases out, or their gradients, and returns their number."""
     found = list(_found(module.graph, settings))
     convolutions = {dead.conv for dead in found}

@@ -3,9 +3,9 @@
 The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
 op keeps x and the statistics, and backward computes its output again from them where it reads that.
 
-``rewrite`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts ``of_stock``
-in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the op, or else
-the functions that were captured.
+``replace_norms`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts
+``of_stock`` in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the
+op, or else the functions that were captured.
 """
 
 import operator
@@ -267,7 +267,7 @@ class _Found(NamedTuple):
         return self.sum or self.norm
 
 
-def rewrite(graph: fx.Graph, how: How) -> int:
+def replace_norms(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
         if node.target is norm_op:

@@ -29,7 +29,7 @@ ACTIVATIONS = {row.name: row for row in op_table.ROWS if row.keeps_sign}
 GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
 
 
-def rewrite(graph: fx.Graph) -> int:
+def fuse_activations(graph: fx.Graph) -> int:
     """Joins these pairs, and returns their number."""
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
     backward = [_join_gradient(graph, node, norm) for node in graph.nodes if (norm := GradientCall.of(node))]

@@ -39,7 +39,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 @optional("casts")
-def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
+def batch_casts(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.
     end = next((node for node in graph.nodes if writes(node)), graph.output_node())

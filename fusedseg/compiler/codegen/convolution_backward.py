@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.conv import conv3d
-from ...ops.conv.reference import shape_only
+from ...ops.conv.convolutions import shape_only
 from ..graph import last_readers, nbytes_of
 from ..plan.aliasing import spent_input
 from ..plan.liveness import Liveness
@@ -39,7 +39,7 @@ def convolution_backward(inputs: list[Tensor], dy: Tensor, w: Tensor, *given: An
     return dx, dw, dbias
 
 
-def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
+def free_inputs(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes such gradients where they are the last reader, and returns their number."""
     last = last_readers(graph)
     found = [(node, x) for node in graph.nodes if (x := spent_input(node)) is not None and last[x] is node]

@@ -27,7 +27,7 @@ from .casts import is_cast, put_together
 aten = torch.ops.aten
 
 
-def rewrite(graph: fx.Graph) -> None:
+def shorten_calls(graph: fx.Graph) -> None:
     """Writes calls of norms and casts."""
     for node in graph.nodes:
         made = norms.prepared(node)

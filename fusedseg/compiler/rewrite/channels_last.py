@@ -48,7 +48,7 @@ NEED_DENSE = (norms.norm_op, pools.max_pool_op, *INSTEAD.values())
 
 
 @optional("channels_last")
-def run(graph: fx.Graph, settings: Settings) -> int:
+def lay_out(graph: fx.Graph, settings: Settings) -> int:
     """Lays a graph out as the settings say, and returns the number of ops that compute in channels_last."""
     if settings.memory_format == KEEP:
         return 0

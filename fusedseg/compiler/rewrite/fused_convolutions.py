@@ -25,7 +25,7 @@ from ..graph import call, has_symbols, is_gradient, is_tensor, items_of, name_of
 STRIDE, STRIDE_OF_GRADIENT = 3, 4
 
 
-def rewrite(graph: fx.Graph) -> int:
+def fuse_norms(graph: fx.Graph) -> int:
     """Writes such convolutions, and returns their number."""
     of_backward = any(map(is_gradient, graph.find_nodes(op="placeholder")))
     name, join = ("convolution_backward", _join_gradients) if of_backward else ("convolution", _join)

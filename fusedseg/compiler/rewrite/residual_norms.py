@@ -20,7 +20,7 @@ from ..graph import arguments_of, has_same_form, is_tensor, items_of, node_at, v
 aten = torch.ops.aten
 
 
-def rewrite(graph: fx.Graph) -> int:
+def fuse_residuals(graph: fx.Graph) -> int:
     """Puts residuals into these norms, and returns their number."""
     return sum(_join(graph, node) for node in graph.nodes if node.target is aten.add.Tensor)
 

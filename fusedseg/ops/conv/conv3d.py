@@ -1,7 +1,7 @@
 """The convolution of 3x3x3 taps for few channels: by a Triton kernel (``kernels/conv3d.py``) where that is faster.
 
 ``convolution`` and ``convolution_backward`` have the arguments of aten's ops, for graphs of the compiler and for the
-convolutions of sources (``reference.py``).  They are for code without autograd.  The kernel computes the convolution
+convolutions of sources (``convolutions.py``).  They are for code without autograd.  The kernel computes the convolution
 and the gradient of its input.  The gradient of the weight is always the vendor's.
 
 The kernel takes the vendor's place if ``Arguments.served`` allows it, and if a measurement at the first call of a kind

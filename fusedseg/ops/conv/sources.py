@@ -1,7 +1,7 @@
 """The sources of a convolution: tensors that stand for their concatenation, which is not kept for backward.
 
 A source may be ``Interpolated``.  Then the tensor before interpolation is kept, and the interpolated tensor exists only
-while its part of the convolution is computed, in forward or backward (``reference.py``).
+while its part of the convolution is computed, in forward or backward (``convolutions.py``).
 """
 
 from collections.abc import Sequence

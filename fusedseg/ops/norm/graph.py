@@ -221,14 +221,14 @@ class Backward:
     It is called with ``GradientCall.tensors``.
 
     over: the gradient of x is written over dz.
-    spare: the gradient of the residual may be written over ``also``.
+    over_also: the gradient of the residual may be written over ``also``.
     """
 
     norm: Norm
     affine: bool
     of_residual: bool
     over: bool = False
-    spare: bool = False
+    over_also: bool = False
 
     @property
     def __name__(self) -> str:
@@ -236,7 +236,7 @@ class Backward:
         return f"norm_backward{'_over' * self.over}"
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(GradientCall(self.norm, self.affine, self.of_residual, *tensors), self.over, self.spare)
+        return _backward(GradientCall(self.norm, self.affine, self.of_residual, *tensors), self.over, self.over_also)
 
 
 def _kept(call: NormCall | GradientCall) -> Kept | None:
@@ -278,7 +278,7 @@ def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[
     return z, mean, rstd, *moved, stats.xhat, stats.share
 
 
-def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tuple[Tensor | None, ...]:
+def _backward(call: GradientCall, over: bool = False, over_also: bool = False) -> tuple[Tensor | None, ...]:
     norm, affine, dz, second, (x, _) = call.norm, call.affine, call.dz, call.second, dense(call.x)
     if not norm.own and norm.keep == "input":
         second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
@@ -291,7 +291,7 @@ def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tu
         call.slope is not None,
     )
     return passes.backward(
-        OutputGradient(dz, into, call.also, spare),
+        OutputGradient(dz, into, call.also, over_also),
         Operands(x, call.weight, call.bias, call.residual, call.slope),
         _found(x, call.mean, second, call.xhat, call.share),
         norm,
