@@ -63,10 +63,9 @@ def _is_vendors(w: Tensor, conv_backend: Backend) -> bool:
 
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry, conv_backend: Backend = "auto") -> Tensor:
     """The convolution; its result has the memory format of ``output_format``."""
-    stride, padding, dilation, groups = geometry
     # This binding is called with less overhead than torch.ops.
     convolution = torch.convolution if _is_vendors(w, conv_backend) else conv3d.convolution
-    y = convolution(x, w, bias, *(stride, padding, dilation, False, (0,) * len(stride), groups))
+    y = convolution(x, w, bias, *geometry.arguments)
     return y.contiguous(memory_format=output_format(x, w))
 
 
@@ -99,10 +98,8 @@ def _at_once(
 ) -> ConvolutionGradients:
     if not any(wanted):
         return None, None, None
-    stride, padding, dilation, groups = geometry
-    rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
     gradients = aten.convolution_backward if _is_vendors(w, conv_backend) else conv3d.convolution_backward
-    return gradients(dy, x, w, *rest)
+    return gradients(dy, x, w, [w.shape[0]], *geometry.arguments, list(wanted))
 
 
 def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:

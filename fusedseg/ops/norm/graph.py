@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from ...activation import TABLE, Activation
 from .. import double_backward
 from ..layout import dense, like
-from ..registry import graph_op
+from ..registry import graph_op, whole
 from . import passes
 from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
 from .kept import Kept
@@ -315,22 +315,17 @@ def statistics_moving(*call: Any) -> tuple[Tensor | None, ...]:
     return statistics(*call, moving=True)
 
 
-def _whole(results: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The results of an op, which cannot return None: an empty tensor stands for it."""
-    return tuple(x.new_empty(0, dtype=dtype) if v is None else v for v in results)
-
-
 def _norm(*arguments: Any) -> tuple[Tensor, ...]:
     call = NormCall.of_arguments(arguments)
     z, mean, rstd, *others = _forward(call)
     # Results of an op must not share memory.
     rstd = None if rstd is None else rstd.clone()
-    return _whole((z, mean, rstd, *others), call.x, stats_dtype(call.x))
+    return whole((z, mean, rstd, *others), call.x)
 
 
 def _norm_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call = GradientCall.of_arguments(arguments)
-    return _whole(_backward(call), call.dz, call.dz.dtype)
+    return whole(_backward(call), call.dz)
 
 
 def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -352,13 +347,13 @@ def _fake_norm(*arguments):
     norm, (x, _), wide = call.norm, dense(call.x), stats_dtype(call.x)
     keeps_input, finds = norm.keep == "input", norm.own and call.mean is None
     count = norm.over.count(x)
-    counts = (count if finds and keeps_input else 0), (count if finds or not keeps_input else 0)
-    mean, rstd = (x.new_empty(n, dtype=wide) for n in counts)
+    has = finds and keeps_input, finds or not keeps_input
+    mean, rstd = (x.new_empty(count, dtype=wide) if one else None for one in has)
     running = (call.running_mean, call.running_var) if finds else (None, None)
     xhat = None if call.slots is None else x.new_empty(x.numel() // x.shape[1] * call.kept_count)
-    share = None if norm.process_group is None else torch.empty_like(rstd)
+    share = None if norm.process_group is None else x.new_empty(count, dtype=wide)
     moved = (None if v is None else torch.empty_like(v) for v in running)
-    return _whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x, wide)
+    return whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x)
 
 
 def _fake_norm_backward(*arguments):
@@ -366,7 +361,7 @@ def _fake_norm_backward(*arguments):
     x, _ = dense(call.x)
     affine = (call.weight, call.bias) if call.affine else (None, None)
     like_each = (x, *affine, x if call.of_residual else None, call.slope)
-    return _whole([None if v is None else torch.empty_like(v) for v in like_each], call.dz, call.dz.dtype)
+    return whole([None if v is None else torch.empty_like(v) for v in like_each], call.dz)
 
 
 def _setup_context(ctx, inputs, output) -> None:
