@@ -118,7 +118,7 @@ PASSES = (
         after=("rewrite.split_convolutions:split_backward",),
     ),
     Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
-    Pass("rewrite.residual_norms:fuse_residuals", Stage.PACKED, (JOINT,)),
+    Pass("rewrite.joined_norms:fuse_residuals", Stage.PACKED, (JOINT,)),
     Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
     Pass(
         "rewrite.fused_convolutions:fuse_norms", Stage.DIVIDED, (FORWARD, BACKWARD), when="aten and fused_convolutions",
@@ -130,14 +130,14 @@ PASSES = (
     ),
     Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
     Pass(
-        "rewrite.residual_norms:fuse_residuals", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
+        "rewrite.joined_norms:fuse_residuals", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
         after=("codegen.divided_norms:divide",),
     ),
-    Pass("codegen.activations:fuse_activations", Stage.JOINED, PARTS, after=("rewrite.residual_norms:fuse_residuals",)),
+    Pass("rewrite.joined_norms:fuse_activations", Stage.JOINED, PARTS, after=("rewrite.joined_norms:fuse_residuals",)),
     Pass("codegen.casts:batch_casts", Stage.CALLS, PARTS, WITH_LIVENESS),
     Pass(
         "codegen.shorter:shorten_calls", Stage.CALLS, PARTS,
-        after=("codegen.activations:fuse_activations", "codegen.casts:batch_casts"),
+        after=("rewrite.joined_norms:fuse_activations", "codegen.casts:batch_casts"),
     ),
     Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS),
     # Behind a write to an argument no cast is moved.
