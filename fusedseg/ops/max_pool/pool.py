@@ -314,11 +314,15 @@ def of_stock(dims: int, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) 
     return x if x.is_contiguous() or suggests_channels_last(x) else x.contiguous(), pool
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """``x`` as autocast gives it to the stock function: on a CPU, volumes in half precision become fp32."""
+    casts = x.is_cpu and x.dim() == 5 and x.dtype in HALF and torch.is_autocast_enabled("cpu")
+    return x.float() if casts else x
+
+
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
     """The op on a checked argument."""
-    if x.is_cpu and len(pool.kernel) == 3 and x.dtype in HALF and torch.is_autocast_enabled("cpu"):
-        # Autocast does the same for the stock function on a CPU.
-        x = x.float()
+    x = as_autocast(x)
     if unfused.wanted():
         stock: Callable[..., Tensor] = F.max_pool2d if x.dim() == 4 else F.max_pool3d
         return stock(x, *pool)
