@@ -154,8 +154,7 @@ def of_stock(*arguments: Any) -> Tensor:
     call = given._replace(x=_laid_out(given.x, norm), norm=norm)
     if is_served(call, how):
         return normalised(call)[0]
-    y = _stock(given)
-    return stock.activate(y if given.residual is None else y + given.residual, norm.act)
+    return stock.finished(_stock(given), given.residual, norm.act)
 
 
 def _stock(call: NormCall) -> Tensor:
@@ -179,7 +178,7 @@ def of_module(*arguments: Any) -> tuple[Tensor, ...]:
     if how.whole:
         return norm_op(*call.arguments)
     y, *others = norm_op(*call.with_act(IDENTITY)._replace(residual=None).arguments)
-    return stock.activate(y if call.residual is None else y + call.residual, call.norm.act), *others
+    return stock.finished(y, call.residual, call.norm.act), *others
 
 
 def _by_stock(call: NormCall) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from ...activation import TABLE, Activation
-from .. import double_backward
+from ..double_backward import refused
 from ..layout import dense, like
 from ..registry import graph_op, whole
 from . import passes
@@ -395,14 +395,6 @@ def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     return *grads, *(None for _ in flat(ctx.norm)), None
 
 
-def _gradient_context(ctx, inputs, output) -> None:
-    ctx.name = GradientCall.of_arguments(inputs).norm.name
-
-
-def _no_second_gradient(ctx, *unused: object) -> None:
-    raise RuntimeError(double_backward.message(ctx.name))
-
-
 RESULTS = f"({', '.join(['Tensor'] * 7)})"
 # The norm is recomputed in a form of its own (``plan/recompute.py``).  Only plain norms have these rows.
 norm_op = graph_op(
@@ -417,7 +409,7 @@ norm_backward_op = graph_op(
     f"norm_backward({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})",
     _norm_backward,
     _fake_norm_backward,
-    gradient=(_no_second_gradient, _gradient_context),
+    gradient=refused(lambda inputs: GradientCall.of_arguments(inputs).norm.name),
     row={"reads": "norm", "cheap": False, "dense": True, "layout": "passes"},
     flexible=True,
 )
