@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._backend import launching
 from ..layout import FORMATS
 from . import choice
-from .norm_conv import SLOPES, NormConv, each
+from .norm_conv import SLOPES, VENDORS, NormConv, each
 
 MOST_PLANS = 4
 # The tensors that a graph writes: y or g, and the sums.
@@ -211,3 +211,6 @@ def compute(call: NormConv) -> tuple[Tensor, Tensor | None]:
         _built[key] = _Built(call, given)
     _built[key](given)
     return given["y"], sums
+
+
+VENDORS.append(compute)

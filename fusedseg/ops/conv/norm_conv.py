@@ -132,6 +132,8 @@ def norm_of(name: str, param: float, of_samples: bool, eps: float = 0.0, momentu
 # gradient g, and the sums of g and of g * (x - mean).  Sums are (2, values of a statistic), in the dtype of statistics.
 # Raises ``choice.Unserved`` for a call for which there are no kernels.
 Kernels = Callable[[NormConv], tuple[Tensor, Tensor | None]]
+# The kernels of a GPU, which their file puts here.
+VENDORS: list[Kernels] = []
 
 
 def each(v: Tensor, x: Tensor, norm: Norm) -> Tensor:
@@ -255,18 +257,17 @@ def _kernels(call: NormConv) -> Kernels | None:
         return meaning
     if is_listed(x):
         return None
-    # This file defines what these kernels take.
-    from . import cudnn_graphs
+    (vendor,) = VENDORS
 
     def results(by: str) -> tuple[Tensor, ...]:
-        kernels = cudnn_graphs.compute if by == "triton" else None
+        kernels = vendor if by == "triton" else None
         found = _forward(call, kernels) if call.dy is None else _backward(call, kernels)
         return tuple(v for v in found if v is not None)
 
     tensors = (*call[:6], call.conv_bias, call.running_mean, call.dy)
     forms = tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
     what, others = "norm_conv" if call.dy is None else "norm_conv_backward", (call.norm, call.geometry, call.after)
-    return cudnn_graphs.compute if choice.is_faster(what, x, results, tensors=forms, others=others) else None
+    return vendor if choice.is_faster(what, x, results, tensors=forms, others=others) else None
 
 
 def norm_conv(*arguments: Any, moving: bool = False) -> tuple[Tensor | None, ...]:
