@@ -72,7 +72,7 @@ def is_rows(x: Tensor) -> bool:
 def _of_form(find: Callable[[torch.Size, tuple[int, ...]], Found]) -> Callable[[Tensor], Found]:
     """Decorates a function of shape and strides, whose result is found once; it becomes a function of a tensor."""
     # The limit is for shapes that change in every call.
-    known = functools.lru_cache(1024)(find)
+    known: Callable[[torch.Size, tuple[int, ...]], Found] = functools.lru_cache(1024)(find)
 
     @functools.wraps(find)
     def of(x: Tensor) -> Found:
