@@ -24,6 +24,8 @@ from fusedseg.functional import (
 from fusedseg.ops import avg_pool, concat
 from fusedseg.ops import upsample as interpolation
 from fusedseg.ops.conv import norm_conv
+from fusedseg.ops.conv.geometry import Geometry
+from fusedseg.ops.conv.norm_conv import NormConv
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import pool as pool
 from fusedseg.ops.norm.call import Norm
@@ -143,14 +145,13 @@ def _norms(kind: str) -> list[tuple[Any, tuple]]:
 
 def _convolutions(x: Tensor) -> dict[str, list[tuple[Any, tuple]]]:
     """A convolution between two norms, without any, and its gradients."""
-    ones, four, ways = torch.ones(C), torch.ones(4), [1, 1]
-    before = norm_conv.Before(x.detach(), ones, ones, torch.zeros(C), ones, torch.randn(4, C, 3, 3))
-    norm, window = norm_conv.norm_of("relu", 0.0, False), norm_conv.Window(ways, ways, ways)
+    ones, four, w, ways = torch.ones(C), torch.ones(4), torch.randn(4, C, 3, 3), (1, 1)
+    of = norm_conv.norm_of("relu", 0.0, False), Geometry(ways, ways, ways, 1)
     after = norm_conv.norm_of("identity", 0.0, False, 1e-5, 0.1)
-    call = norm_conv.NormConv(before, four, four, four.clone(), norm, window, after)
-    alone = before._replace(weight=None, bias=None, mean=None, rstd=None)
-    plain = norm_conv.NormConv(alone, None, None, None, norm, window, None)
-    gradient = norm_conv.NormConvGradient(torch.randn(2, 4, 4, 5), before, norm, window, True, True, True)
+    before = NormConv(x.detach(), ones, ones, torch.zeros(C), ones, w, *of)
+    call = before._replace(conv_bias=four, running_mean=four, running_var=four.clone(), after=after)
+    plain = NormConv(x.detach(), None, None, None, None, w, *of)
+    gradient = before._replace(dy=torch.randn(2, 4, 4, 5), wanted=(True, True, True))
     return {
         "norm_conv": [(norm_conv.norm_conv_op, of.arguments) for of in (call, plain)],
         "norm_conv_backward": [(norm_conv.norm_conv_backward_op, gradient.arguments)],

@@ -204,7 +204,7 @@ def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Gra
         mock.patch.object(fake, "is_cuda", True),
         mock.patch.object(torch._C, "_conv_determine_backend_memory_format", as_cudnn),
         # Replays stand in place of the ops that are counted.
-        mock.patch.object(replays, "rewrite", return_value=0),
+        mock.patch.object(replays, "replay_launches", return_value=0),
         _torch.FakeTensorMode(allow_non_fake_inputs=True),
     ):
         dtype, fmt, dims = DTYPES[case.dtype], case.memory_format(), len(case.shapes[tiny])
@@ -216,7 +216,7 @@ def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Gra
                 setattr(module, name, nn.Parameter(p.detach().to(dtype, memory_format=format_of)))
         x = torch.empty(case.shapes[tiny], dtype=dtype).contiguous(memory_format=fmt)
         torch.compiler.reset()
-        run = torch.compile(net, backend=lambda module, given: compiler(passes.rewrite(module, settings), given))
+        run = torch.compile(net, backend=lambda module, given: compiler(passes.prepare(module, settings), given))
         mean_of(run(x)).backward()
     torch.compiler.reset()
     return made

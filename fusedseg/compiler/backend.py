@@ -176,7 +176,7 @@ def _aten(
     divide = _showing(progress, "choosing what forward keeps", Partition(settings))
     compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)
     progress.update("tracing forward and backward")
-    return compiler(passes.rewrite(module, settings), example_inputs)
+    return compiler(passes.prepare(module, settings), example_inputs)
 
 
 def _inductor(
@@ -198,7 +198,7 @@ def _inductor(
     progress.update("Inductor traces and compiles forward and backward")
     table = None if settings.bits is None else whole_activations()
     return parts.compile_fx(
-        passes.rewrite(module, settings), example_inputs, config_patches=patches, decompositions=table
+        passes.prepare(module, settings), example_inputs, config_patches=patches, decompositions=table
     )
 
 

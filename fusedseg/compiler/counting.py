@@ -100,14 +100,9 @@ def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int
     return found
 
 
-def returned_bytes(forward: fx.GraphModule, outputs: int) -> int:
-    """The bytes that the graph returns to the caller."""
-    return sum(nbytes for nbytes, _ in _storages(outputs_of(forward.graph)[:outputs]).values())
-
-
-def gradient_bytes(backward: fx.GraphModule) -> int:
-    """The bytes of the gradients that backward returns."""
-    return sum(nbytes for nbytes, _ in _storages(outputs_of(backward.graph)).values())
+def returned_bytes(results: Sequence[object]) -> int:
+    """The bytes of results of a graph."""
+    return sum(nbytes for nbytes, _ in _storages(results).values())
 
 
 def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:

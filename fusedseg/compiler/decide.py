@@ -67,8 +67,8 @@ def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings) -> Candidate:
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, replace(settings, bits=None))
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
-    goal = None if settings.bits is None else schedule.LOWEST
-    choices = choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.fused_code, goal)
+    peak_target = None if settings.bits is None else schedule.LOWEST
+    choices = choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.fused_code, peak_target)
     if settings.bits is None and settings.limits is None:
         return Candidate(graph, choices, choices.first())
     (decision, cost), met = choose.nearest(choices, settings.limits)

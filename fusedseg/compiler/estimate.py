@@ -119,7 +119,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
                 fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
                 keep_inference_input_mutations=True, **options,
             )  # fmt: skip
-            return compiler(passes.rewrite(module, asked, for_gpu=True), example_inputs)
+            return compiler(passes.prepare(module, asked, for_gpu=True), example_inputs)
 
         with noting_on(divisions.begin(module, example_inputs)):
             arrays = _arrays_of_numbers(module.graph)

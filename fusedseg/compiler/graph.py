@@ -177,6 +177,14 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
 
 
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node copies a tensor to another dtype on the same device; in the same call it may change strides."""
+    if name_of(node) != "_to_copy":
+        return False
+    source, value = value_of(node_at(node, 0)), value_of(node)
+    return source.dtype != value.dtype and source.device == value.device
+
+
 def items_of(node: fx.Node) -> dict[int, fx.Node]:
     """The nodes that pick one of the results of a node, by the place of the result."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]

@@ -44,7 +44,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         if self.settings.codegen is None:
             note_moved(traffic.check([forward.graph, backward.graph]))
         for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
-            if passes.run(Stage.DIVIDED, on, part, self.settings, goal=decision.goal):
+            if passes.run(Stage.DIVIDED, on, part, self.settings, peak_target=decision.peak_target):
                 part.recompile()
         note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward

@@ -24,7 +24,7 @@ CAPTURED, JOINT, FORWARD, BACKWARD, INFERENCE = "captured", "joint", "forward", 
 class Stage(Enum):
     """A part of a compilation that runs a slice of the passes, and who runs it."""
 
-    CAPTURE = "capture/passes.py: rewrite"
+    CAPTURE = "capture/passes.py: prepare"
     TRACED = "partition.py: Partition, or before Inductor's own passes codegen/inductor.py: BeforeOthers"
     LAYOUT = "partition.py: Partition; on a graph without a backward backend.py: _laying_out, or BeforeOthers"
     CANDIDATE = "decide.py: decide, for each candidate"
@@ -86,84 +86,90 @@ LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFE
 OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
 PASSES = (
-    Pass("capture.dead_bias:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
+    Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
     Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
-    Pass("capture.convolve_first:rewrite", Stage.CAPTURE, (CAPTURED,), OF_MODULE, after=("capture.passes:unfold",)),
     Pass(
-        "capture.stock_norms:rewrite", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),
-        after=("capture.dead_bias:rewrite", "capture.convolve_first:rewrite"),
+        "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE,
+        after=("capture.passes:unfold",),
+    ),
+    Pass(
+        "capture.stock_norms:replace_norms", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),
+        after=("capture.dead_bias:remove_dead_biases", "capture.convolve_first:swap_interpolations"),
     ),
     Pass(
         "capture.pools_and_upsampling:rewrite_for_inductor", Stage.CAPTURE, (CAPTURED,), ("module",), "Inductor",
-        after=("capture.convolve_first:rewrite",),
+        after=("capture.convolve_first:swap_interpolations",),
     ),
     Pass(
         "capture.pools_and_upsampling:rewrite_for_aten", Stage.CAPTURE, (CAPTURED,), ("module",), "aten",
-        after=("capture.convolve_first:rewrite",),
+        after=("capture.convolve_first:swap_interpolations",),
     ),
     Pass("plan.eager_mode:note_changeable", Stage.TRACED, (JOINT,)),
     Pass(
-        "rewrite.channels_last:run", Stage.LAYOUT, LAID_OUT, ("graph", "settings"),
+        "rewrite.channels_last:lay_out", Stage.LAYOUT, LAID_OUT, ("graph", "settings"),
         after=("plan.eager_mode:note_changeable",),
     ),
-    Pass("rewrite.simplify:run", Stage.LAYOUT, (JOINT,), ("module",), after=("plan.eager_mode:note_changeable",)),
-    Pass("rewrite.one_channel:rewrite", Stage.LAYOUT, (JOINT,), after=("rewrite.channels_last:run",)),
-    Pass("rewrite.split_convolutions:rewrite", Stage.CANDIDATE, (JOINT,), when=BY_SOURCES),
+    Pass("rewrite.simplify:simplify", Stage.LAYOUT, (JOINT,), ("module",), after=("plan.eager_mode:note_changeable",)),
+    Pass("rewrite.one_channel:view_in_channels_last", Stage.LAYOUT, (JOINT,), after=("rewrite.channels_last:lay_out",)),
+    Pass("rewrite.split_convolutions:split_backward", Stage.CANDIDATE, (JOINT,), when=BY_SOURCES),
     # Backward of a convolution that was split may read the result of another convolution, with its bias.
     Pass(
-        "rewrite.late_bias:rewrite", Stage.CANDIDATE, (JOINT,), when="aten",
-        after=("rewrite.split_convolutions:rewrite",),
+        "rewrite.late_bias:defer_biases", Stage.CANDIDATE, (JOINT,), when="aten",
+        after=("rewrite.split_convolutions:split_backward",),
     ),
     Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
-    Pass("rewrite.residual_norms:rewrite", Stage.PACKED, (JOINT,)),
+    Pass("rewrite.joined_norms:fuse_residuals", Stage.PACKED, (JOINT,)),
     Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
     Pass(
-        "rewrite.fused_convolutions:rewrite", Stage.DIVIDED, (FORWARD, BACKWARD), when="aten and fused_convolutions",
+        "rewrite.fused_convolutions:fuse_norms", Stage.DIVIDED, (FORWARD, BACKWARD), when="aten and fused_convolutions",
     ),
     # It orders what backward computes again, which is another op where a convolution takes its norm.
     Pass(
-        "plan.schedule:rewrite", Stage.DIVIDED, (BACKWARD,), ("module", "goal", "fused"),
-        after=("rewrite.fused_convolutions:rewrite",),
+        "plan.schedule:reorder", Stage.DIVIDED, (BACKWARD,), ("module", "peak_target", "fused"),
+        after=("rewrite.fused_convolutions:fuse_norms",),
     ),
     Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
     Pass(
-        "rewrite.residual_norms:rewrite", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
+        "rewrite.joined_norms:fuse_residuals", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
         after=("codegen.divided_norms:divide",),
     ),
-    Pass("codegen.activations:rewrite", Stage.JOINED, PARTS, after=("rewrite.residual_norms:rewrite",)),
-    Pass("codegen.casts:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS),
+    Pass("rewrite.joined_norms:fuse_activations", Stage.JOINED, PARTS, after=("rewrite.joined_norms:fuse_residuals",)),
+    Pass("codegen.casts:batch_casts", Stage.CALLS, PARTS, WITH_LIVENESS),
     Pass(
-        "codegen.shorter:rewrite", Stage.CALLS, PARTS,
-        after=("codegen.activations:rewrite", "codegen.casts:rewrite"),
+        "codegen.shorter:shorten_calls", Stage.CALLS, PARTS,
+        after=("rewrite.joined_norms:fuse_activations", "codegen.casts:batch_casts"),
     ),
     Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS),
     # Behind a write to an argument no cast is moved.
     Pass(
         "codegen.divided_norms:write_statistics", Stage.CALLS, PARTS,
-        after=("codegen.casts:rewrite", "codegen.shorter:rewrite"),
+        after=("codegen.casts:batch_casts", "codegen.shorter:shorten_calls"),
     ),
-    Pass("codegen.concatenation:rewrite", Stage.CALLS, PARTS, after=("rewrite.late_bias:rewrite",)),
+    Pass("codegen.concatenation:concatenate_in_place", Stage.CALLS, PARTS, after=("rewrite.late_bias:defer_biases",)),
     Pass("codegen.concatenation:make_dense", Stage.CALLS, PARTS),
-    Pass("codegen.gradient_sums:rewrite", Stage.CALLS, (BACKWARD,), WITH_LIVENESS, after=("codegen.shorter:rewrite",)),
+    Pass(
+        "codegen.gradient_sums:fuse_sums", Stage.CALLS, (BACKWARD,), WITH_LIVENESS,
+        after=("codegen.shorter:shorten_calls",),
+    ),
     # It writes results over the gradients that are free, and over the inputs of norms that are no ops any more.
     Pass(
-        "codegen.in_place:rewrite", Stage.CALLS, PARTS,
-        after=("codegen.casts:rewrite", "codegen.shorter:rewrite", "codegen.gradient_sums:rewrite"),
+        "codegen.in_place:write_in_place", Stage.CALLS, PARTS,
+        after=("codegen.casts:batch_casts", "codegen.shorter:shorten_calls", "codegen.gradient_sums:fuse_sums"),
     ),
     Pass(
-        "codegen.convolution_backward:rewrite", Stage.CALLS, PARTS, WITH_LIVENESS,
-        after=("codegen.concatenation:make_dense", "codegen.in_place:rewrite"),
+        "codegen.convolution_backward:free_inputs", Stage.CALLS, PARTS, WITH_LIVENESS,
+        after=("codegen.concatenation:make_dense", "codegen.in_place:write_in_place"),
     ),
     # From here on convolutions, and then the ops of this package, are no ops any more.
     Pass(
         "codegen.shorter:write_convolutions", Stage.CALLS, PARTS,
-        after=("codegen.concatenation:make_dense", "codegen.convolution_backward:rewrite"),
+        after=("codegen.concatenation:make_dense", "codegen.convolution_backward:free_inputs"),
     ),
     Pass(
-        "codegen.replays:rewrite", Stage.CALLS, PARTS,
+        "codegen.replays:replay_launches", Stage.CALLS, PARTS,
         after=(
-            "codegen.concatenation:rewrite", "codegen.concatenation:make_dense", "codegen.gradient_sums:rewrite",
-            "codegen.in_place:rewrite",
+            "codegen.concatenation:concatenate_in_place", "codegen.concatenation:make_dense",
+            "codegen.gradient_sums:fuse_sums", "codegen.in_place:write_in_place",
         ),
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes
 from . import counting
 from .counting import MODEL, Module
-from .graph import value_of
+from .graph import outputs_of, value_of
 from .in_eager_mode import Captured
 from .plan import keep
 from .settings import CODEGENS
@@ -152,12 +152,15 @@ class Report:
 
         While a graph runs, what the graphs before it keep is alive, and the gradients from those after it.
         """
-        graphs = [graph for graph in self.graphs if graph.eager is not None and graph.ours is not None]
-        gradients = [graph.gradients for graph in graphs]
-        return (
-            _in_turn([graph.eager for graph in graphs if graph.eager is not None], gradients),
-            _in_turn([graph.ours for graph in graphs if graph.ours is not None], gradients, self.repeated),
-        )
+        graphs = self._counted()
+        gradients = [graph.gradients for graph, _, _ in graphs]
+        eager = _in_turn([eager for _, eager, _ in graphs], gradients)
+        return eager, _in_turn([ours for _, _, ours in graphs], gradients, self.repeated)
+
+    def _counted(self) -> list[tuple[Graph, StepBytes, StepBytes]]:
+        """The graphs with a backward, and what they need in eager mode, and in the backend."""
+        found = ((graph, graph.eager, graph.ours) for graph in self.graphs)
+        return [(graph, eager, ours) for graph, eager, ours in found if eager is not None and ours is not None]
 
     def stock_step(self) -> StepBytes | None:
         """What a step needs with the compiler's own partitioner; None if it was not counted."""
@@ -166,10 +169,10 @@ class Report:
 
     def courses(self) -> tuple[Course, Course]:
         """The bytes alive over the step, in eager mode and in the backend."""
-        graphs = [graph for graph in self.graphs if graph.eager is not None and graph.ours is not None]
-        gradients = [graph.gradients for graph in graphs]
-        eager = [(graph.eager.kept, graph.eager_course) for graph in graphs if graph.eager is not None]
-        ours = [(graph.ours.kept, graph.ours_course) for graph in graphs if graph.ours is not None]
+        graphs = self._counted()
+        gradients = [graph.gradients for graph, _, _ in graphs]
+        eager = [(eager.kept, graph.eager_course) for graph, eager, _ in graphs]
+        ours = [(ours.kept, graph.ours_course) for graph, _, ours in graphs]
         return _course_in_turn(eager, gradients), _course_in_turn(ours, gradients)
 
     def modules(self) -> list[KeptByModule]:
@@ -352,8 +355,8 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
     graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, fused)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
-    graph.returned = counting.returned_bytes(parts[0], outputs)
-    graph.gradients = counting.gradient_bytes(parts[1])
+    graph.returned = counting.returned_bytes(outputs_of(parts[0].graph)[:outputs])
+    graph.gradients = counting.returned_bytes(outputs_of(parts[1].graph))
     if decision is not None:
         graph.recomputed = counting.recomputed_modules(decision.recomputed)
 

@@ -140,8 +140,9 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
 
     Under ``torch.utils.checkpoint`` the running statistics move once; those of ``nn.BatchNorm2d`` move twice.
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once.  ``momentum=None`` breaks the
-    graph under ``torch.compile``, as in ``nn.BatchNorm2d``.
+    Falls back: an input that is neither contiguous nor channels_last is copied once, and so is a residual whose strides
+    differ from those of the input.  ``momentum=None`` breaks the graph under ``torch.compile``, as in
+    ``nn.BatchNorm2d``.
 
     The module is an instance of ``torch.nn.modules.batchnorm._BatchNorm``, so that ``torch.optim.swa_utils.update_bn``
     and FSDP find it.
@@ -188,38 +189,24 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
             nn.InstanceNorm3d(C, eps, momentum, affine, track_running_stats), nn.LeakyReLU(0.01)
         )
 
-    The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict``, and the
-    errors while one is loaded, are those of ``nn.InstanceNorm3d``.  Input in channels_last(_3d) is not copied, while
-    the stock module copies it twice.
-
-    Use it on a tensor that no other code reads, such as a convolution's output, and use the returned tensor.
-
-    ``forward(x, residual)`` adds the residual before the activation, as residual blocks do.
-
-    Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
+    The ``state_dict``, and the errors while one is loaded, are those of ``nn.InstanceNorm3d``.  Input in
+    channels_last(_3d) is not copied, while the stock module copies it twice.
 
     Args:
-        num_features: the number of channels.
-        eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.
-        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; for ``nn.ELU()`` pass 1.0.
-            Activations without a parameter ignore it.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``nn.InstanceNorm3d``.
+        activation, activation_param: see ``InPlaceABN``.
 
     By default there are neither parameters nor running statistics.
 
-    Kept for backward: the output, 1 / sqrt(var + eps) of each channel of each sample, the parameters, the residual, and
-    the normalised input of the kept channels (see ``InPlaceABN``).
+    If ``num_features`` is not the input's number of channels, and there are neither parameters nor running statistics,
+    the module only warns, as the stock modules do.  Input without a batch, (C, *spatial), is not supported, because its
+    number of dimensions does not distinguish it from a batch.
 
-    Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
-    from those of the input is copied once too.  If ``num_features`` is not the input's number of channels, and there
-    are neither parameters nor running statistics, the module only warns, as the stock modules do.  Input without a
-    batch, (C, *spatial), is not supported, because its number of dimensions does not distinguish it from a batch.
+    ``InPlaceABN`` describes its use, the residual, the shapes, the tensors kept for backward, of which 1 / sqrt(var +
+    eps) is one for each channel of each sample, the fallbacks and the errors.
 
     Raises:
-        ValueError: the activation cannot be inverted (the error names the module that is exact for it); the input has
-            another number of channels or dimensions; the statistics would be those of one spatial element; the input or
-            the residual is unfit in another way (see ``functional.inplace_instance_norm_act``).
-        TypeError: the input or the dtype is integer or complex.
+        ValueError: the statistics would be those of one spatial element.
 
     Source: Ulyanov et al., "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016.  Keeping the
     output: Rota Bulo et al., "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.
@@ -255,32 +242,17 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
 
         nn.Sequential(nn.GroupNorm(num_groups, C, eps, affine), nn.LeakyReLU(0.01))
 
-    The stock modules keep two tensors for backward; this module keeps one, the output.  The ``state_dict`` has the
-    names and shapes of ``nn.GroupNorm``.
-
-    Use it on a tensor that no other code reads, such as a convolution's output, and use the returned tensor.
-
-    ``forward(x, residual)`` adds the residual before the activation, as residual blocks do.
-
-    Shapes: x and the residual have one shape, in fp16, bf16, fp32 or fp64.  The result has the shape and dtype of x.
+    The ``state_dict`` has the names and shapes of ``nn.GroupNorm``.
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as in ``nn.GroupNorm``.
-        activation: the name of an activation that has an inverse, one of ``fusedseg.activation.INVERTIBLE``.
-        activation_param: the negative slope of leaky_relu or the alpha of elu, > 0; for ``nn.ELU()`` pass 1.0.
-            Activations without a parameter ignore it.
+        activation, activation_param: see ``InPlaceABN``.
 
-    Kept for backward: the output, 1 / sqrt(var + eps) of each group of each sample, the parameters, the residual, and
-    the normalised input of the kept channels (see ``InPlaceABN``).
-
-    Falls back: an input that is neither contiguous nor channels_last is copied once.  A residual whose strides differ
-    from those of the input is copied once too.
+    ``InPlaceABN`` describes its use, the residual, the shapes, the tensors kept for backward, of which 1 / sqrt(var +
+    eps) is one for each group of each sample, the fallbacks and the errors.
 
     Raises:
-        ValueError: the activation cannot be inverted (the error names the module that is exact for it); the groups do
-            not divide the channels; the input has another number of channels, or is one sample whose groups have one
-            value; the input or the residual is unfit in another way (see ``functional.inplace_group_norm_act``).
-        TypeError: the input or the dtype is integer or complex.
+        ValueError: the groups do not divide the channels, or the input is one sample whose groups have one value.
 
     Source: Wu and He, "Group Normalization", ECCV 2018.  Keeping the output: Rota Bulo et al., "In-Place Activated
     BatchNorm for Memory-Optimized Training of DNNs", CVPR 2018.

@@ -179,7 +179,7 @@ def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tup
         check.seen.add(key)
     if not _backend.is_tested(x.device):
         return kernels(*call)
-    before = _tried(check, x, lambda: check.before(*call)) if _has_room(x) else None
+    before = _tried(check, x, lambda: check.before(*call)) if _has_memory(x) else None
     found = kernels(*call)
     if before is None:
         return found
@@ -199,7 +199,7 @@ def _tried(check: Check, x: Tensor, compute: Callable[[], Found]) -> Found | Non
         with _unseen(x):
             return compute()
     except torch.OutOfMemoryError:
-        report["no room"] += 1
+        report["no memory"] += 1
     except Exception as error:
         report["failed"] += 1
         warnings.warn(
@@ -215,15 +215,15 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _has_room(x: Tensor) -> bool:
+def _has_memory(x: Tensor) -> bool:
     """Whether a comparison is sure to fit: a copy of x, a result, and the parts that are compared at once."""
     if not x.is_cuda:
         return True
     needed = 2 * x.nbytes + BYTES * max(min(x.numel(), PART), x.numel() // x.shape[min(1, x.dim() - 1)])
     free = torch.cuda.mem_get_info(x.device)[0] + torch.cuda.memory_reserved(x.device)
-    has_room = free - torch.cuda.memory_allocated(x.device) >= needed
-    report["no room"] += not has_room
-    return has_room
+    has_memory = free - torch.cuda.memory_allocated(x.device) >= needed
+    report["no memory"] += not has_memory
+    return has_memory
 
 
 @contextmanager

@@ -31,13 +31,19 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(message(ctx.op))
 
 
-def refused(op: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The gradient of the op in graphs that computes a backward: it raises RuntimeError."""
+def refused(name_of: Callable[[Any], str]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The gradient of the op in graphs that computes a backward: it raises RuntimeError.
+
+    ``name_of`` finds the name of the op in errors from the arguments of backward.
+    """
+
+    def remember(ctx: Any, inputs: Any, output: object) -> None:
+        ctx.name = name_of(inputs)
 
     def gradient(ctx: Any, *grads: object) -> None:
-        raise RuntimeError(message(op))
+        raise RuntimeError(message(ctx.name))
 
-    return gradient, lambda ctx, inputs, output: None
+    return gradient, remember
 
 
 def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *rest: object) -> tuple:

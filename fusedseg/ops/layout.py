@@ -2,14 +2,15 @@
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 # The memory format with adjacent channels, by the number of dimensions.
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+Found = TypeVar("Found")
 
 
 class Layout(NamedTuple):
@@ -68,15 +69,22 @@ def is_rows(x: Tensor) -> bool:
     return rows and x.numel() > 0 and x.is_floating_point()
 
 
-def layout_of(x: Tensor) -> Layout | None:
+def _of_form(find: Callable[[torch.Size, tuple[int, ...]], Found]) -> Callable[[Tensor], Found]:
+    """Decorates a function of shape and strides, whose result is found once; it becomes a function of a tensor."""
+    # The limit is for shapes that change in every call.
+    known: Callable[[torch.Size, tuple[int, ...]], Found] = functools.lru_cache(1024)(find)
+
+    @functools.wraps(find)
+    def of(x: Tensor) -> Found:
+        # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
+        return (known if type(x) is Tensor else find)(x.shape, x.stride())
+
+    return of
+
+
+@_of_form
+def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
     """The layout of a dense tensor; None for any other strides."""
-    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
-    return (_layout if type(x) is Tensor else _layout.__wrapped__)(x.shape, x.stride())
-
-
-# The layout of a shape is found once.  The limit is for shapes that change in every call.
-@functools.lru_cache(1024)
-def _layout(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
     N, C, *spatial = shape
     S = 0 if N == 0 or C == 0 else math.prod(spatial)
     if _contiguous(shape, strides):
@@ -99,15 +107,9 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def pitch_of(x: Tensor) -> int | None:
+@_of_form
+def pitch_of(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
     """The distance in memory of two positions of an image whose channels are adjacent; None for other strides."""
-    # A subclass, such as a fake tensor, may have symbols for sizes, which a cache cannot find again.
-    return (_pitch if type(x) is Tensor else _pitch.__wrapped__)(x.shape, x.stride())
-
-
-# The pitch of a shape is found once.  The limit is for shapes that change in every call.
-@functools.lru_cache(1024)
-def _pitch(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
     C = shape[1]
     if len(shape) not in FORMATS or 0 in shape or (C > 1 and strides[1] != 1):
         return None

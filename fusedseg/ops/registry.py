@@ -5,7 +5,7 @@ of ops and the tests walk OPS, and generated code looks into DIRECT and REPLAYED
 file of ``ops``, so that the tables are whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,11 @@ def serve(op: Any, function: Callable[..., Any], replayed: bool = True) -> None:
     DIRECT[op] = function
     if replayed:
         REPLAYED.add(op)
+
+
+def whole(results: Iterable[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
+    """The results of an op of graphs, which cannot return None: an empty tensor stands for it."""
+    return tuple(x.new_empty(0) if v is None else v for v in results)
 
 
 def graph_op(

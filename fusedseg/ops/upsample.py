@@ -342,16 +342,6 @@ interpolate_backward_op = graph_op(
 )
 
 
-class Enlarging(NamedTuple):
-    """The arguments of the op."""
-
-    x: Tensor
-    size: object
-    factors: list[float] | None
-    mode: str
-    corners: bool | None
-
-
 def parse(
     input: Tensor,  # noqa: A002
     size: Sizes = None,
@@ -360,7 +350,7 @@ def parse(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Enlarging | None:
+) -> tuple[Tensor, Any, list[float] | None, str, bool | None] | None:
     """The arguments of the op for a call of ``F.interpolate``; None if we know no backward of the call."""
     x, dims = input, input.dim() - 2
     if antialias or (mode, dims) not in BACKWARD or (size is None) == (scale_factor is None):
@@ -376,7 +366,7 @@ def parse(
         return None
     if factors is not None and recompute_scale_factor:
         sizes, factors = _enlarged(x.shape[2:], None, factors), None
-    return Enlarging(x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners)
+    return x, sizes, None if factors is None else [float(f) for f in factors], mode, align_corners
 
 
 def interpolate(*args: Any, **kwargs: Any) -> Tensor:

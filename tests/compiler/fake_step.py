@@ -43,7 +43,7 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            run = torch.compile(net, backend=lambda module, given: compiler(passes.rewrite(module, settings), given))
+            run = torch.compile(net, backend=lambda module, given: compiler(passes.prepare(module, settings), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()

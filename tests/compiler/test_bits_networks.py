@@ -111,12 +111,12 @@ def _recompute(given, stats, norm, out=None):
 
 def _backward(incoming, given, stats, norm, kept, needs):
     """The kernels add a second gradient of z while they read it, and may write the gradient of the residual over it."""
-    dz, into, also, spare = incoming
+    dz, into, also, over_also = incoming
     dx = torch.empty_like(dz) if into is None else into
     vectors = [torch.empty(dz.shape[1], dtype=dz.dtype) for _ in range(2)]
     if given.residual is None:
         return Gradients(dx, *vectors)
-    return Gradients(dx, *vectors, also if spare else torch.empty_like(dz))
+    return Gradients(dx, *vectors, also if over_also else torch.empty_like(dz))
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from fusedseg.compiler.plan import choose, keep, recompute
 from fusedseg.compiler.plan.peak import ByteModel
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.max_pool import reference as max_pool
-from fusedseg.ops.norm import reference
+from fusedseg.ops.max_pool import aten_max_pool
+from fusedseg.ops.norm import aten_norms
 from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
@@ -81,8 +81,8 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     The allocator's peak of a ResNet does not rise either.  Another order of equal parts let it rise by up to 1.4 %.
     """
     # The temporaries of norms and pools are small beside their tensors, also in networks as small as these.
-    monkeypatch.setattr(reference, "TILE_LEAST", 2**6)
-    monkeypatch.setattr(max_pool, "PART_BYTES", 2**6)
+    monkeypatch.setattr(aten_norms, "TILE_LEAST", 2**6)
+    monkeypatch.setattr(aten_max_pool, "PART_BYTES", 2**6)
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks, allocated = results(twin, twin, inputs), [], []

@@ -235,7 +235,7 @@ def test_no_cast_waits_that_would_keep_a_larger_tensor(rows, monkeypatch):
 
     monkeypatch.setattr(Liveness, "takes", lambda self, *changes: True)
     module = traced(run, torch.ones(4, 3, dtype=torch.bfloat16))
-    assert casts.rewrite(module.graph, liveness_of(module.graph)) == (rows == 4)
+    assert casts.batch_casts(module.graph, liveness_of(module.graph)) == (rows == 4)
     module.graph.lint()
 
 

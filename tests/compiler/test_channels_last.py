@@ -130,8 +130,8 @@ def flat(found):
 @pytest.fixture
 def laid_out(request, monkeypatch):
     """The numbers of ops in channels_last of the graphs that are compiled; none comes from a cache of Inductor."""
-    numbers, original = [], channels_last.run
-    monkeypatch.setattr(channels_last, "run", lambda *given: numbers.append(original(*given)) or numbers[-1])
+    numbers, original = [], channels_last.lay_out
+    monkeypatch.setattr(channels_last, "lay_out", lambda *given: numbers.append(original(*given)) or numbers[-1])
     if "inductor" not in request.node.name:
         yield numbers
         return
@@ -229,7 +229,7 @@ def test_under_autocast(laid_out, two_threads):
 
 def graphs_of(net, x, monkeypatch, **options):
     """The joint graph of a step as the pass leaves it."""
-    found, original = [], channels_last.run
+    found, original = [], channels_last.lay_out
 
     def run(graph, settings):
         original(graph, settings)
@@ -237,7 +237,7 @@ def graphs_of(net, x, monkeypatch, **options):
         return 0
 
     with monkeypatch.context() as patched:
-        patched.setattr(channels_last, "run", run)
+        patched.setattr(channels_last, "lay_out", run)
         torch._dynamo.reset()
         outputs = compiled(net, **options)(x)
         mean_of(outputs if isinstance(outputs, tuple) else (outputs,)).backward()

@@ -18,7 +18,7 @@ from fusedseg.compiler.rewrite import late_bias, split_convolutions
 from fusedseg.memory import allocator_peak
 from fusedseg.nn import JoinConv2d
 from fusedseg.ops.concat import concat_biased_op
-from fusedseg.ops.conv import reference
+from fusedseg.ops.conv import convolutions
 from tests.compiler.networks import compiled, results
 from tests.compiler.test_passes import names, traced
 from tests.tools.traffic import traffic
@@ -101,7 +101,7 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, monkeypatch)
         return run
 
     monkeypatch.setattr(codegen, "emit", emitting)
-    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "replay_launches", lambda graph: 0)
     compiled(net, memory_format=LAST[x.dim() - 2])(x).square().mean().backward()
     forward, _ = seen
     for graph in seen:
@@ -120,9 +120,9 @@ def test_late_biases_cost_no_bytes(options, monkeypatch):
     """By PyTorch's allocator, and in the report."""
     net, _, x = pair("transposed")
     found = []
-    for rewrite in (late_bias.rewrite, lambda graph: 0):
+    for rewrite in (late_bias.defer_biases, lambda graph: 0):
         torch._dynamo.reset()
-        monkeypatch.setattr(late_bias, "rewrite", rewrite)
+        monkeypatch.setattr(late_bias, "defer_biases", rewrite)
         run = compiled(net, memory_format=torch.channels_last, **options)
         run(x).square().mean().backward()
         graph = report(run).graphs[-1]
@@ -159,7 +159,7 @@ def test_no_bias_is_added_to_a_map_in_memory(make, options, monkeypatch):
         return run
 
     monkeypatch.setattr(codegen, "emit", emitting)
-    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "replay_launches", lambda graph: 0)
     torch.manual_seed(0)
     net = make(2, None).to(memory_format=LAST[2])
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 8, 12).to(memory_format=LAST[2])
@@ -272,8 +272,8 @@ SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget
 @pytest.mark.parametrize("name", SPLITS)
 def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
     """Source by source, backward of such a convolution took 2 ms where the concatenation takes .5."""
-    found, rewrite = [], split_convolutions.rewrite
-    monkeypatch.setattr(split_convolutions, "rewrite", lambda graph: found.append(rewrite(graph)))
+    found, rewrite = [], split_convolutions.split_backward
+    monkeypatch.setattr(split_convolutions, "split_backward", lambda graph: found.append(rewrite(graph)))
     monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
     options, count = SPLITS[name]
     net, twin, x = pair("transposed")
@@ -285,7 +285,7 @@ def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_compiled_joins_on_a_gpu_form_the_concatenation(on_gpu, monkeypatch):
-    monkeypatch.setattr(reference, "FORMED_BYTES", 0)
+    monkeypatch.setattr(convolutions, "FORMED_BYTES", 0)
     monkeypatch.setattr(_backend, "off_cpu", lambda t: on_gpu)
     net, seen = JoinConv2d(5, 4, 3), []
 

@@ -37,7 +37,7 @@ def swapped(net, *inputs, codegen="inductor"):
     counts = []
 
     def backend(module, _):
-        counts.append(convolve_first.rewrite(module, Settings(codegen=codegen)))
+        counts.append(convolve_first.swap_interpolations(module, Settings(codegen=codegen)))
         module.graph.lint()
         return module
 
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_float64(mode, dims, corners):
         pytest.skip("nearest has no corners")
     net = Up(dims, mode, corners=None if mode == "nearest" else corners)
     exact, x = copy.deepcopy(net).double(), torch.randn(2, 3, *(5, 4, 3)[:dims])
-    run = torch.compile(net, backend=lambda module, _: convolve_first.rewrite(module, ROUNDED) and module)
+    run = torch.compile(net, backend=lambda module, _: convolve_first.swap_interpolations(module, ROUNDED) and module)
     wanted = step(exact, exact, x.double())
     for mine, theirs in zip(step(net, run, x), wanted, strict=True):
         assert relative_error(mine, theirs) <= 1e-5
@@ -207,7 +207,7 @@ def test_dynamic_sizes_stay():
     counts = []
 
     def backend(module, _):
-        counts.append(convolve_first.rewrite(module, ROUNDED))
+        counts.append(convolve_first.swap_interpolations(module, ROUNDED))
         return module
 
     run = torch.compile(net, backend=backend, dynamic=True)

@@ -93,7 +93,7 @@ def backward(monkeypatch):
 def on_triton(monkeypatch):
     monkeypatch.setattr(fusedseg, "backend", "triton")
     # Replays hide the ops of a graph.
-    monkeypatch.setattr(replays, "rewrite", lambda graph: 0)
+    monkeypatch.setattr(replays, "replay_launches", lambda graph: 0)
 
 
 def made(name, rows):
@@ -145,9 +145,9 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, backward, monkeyp
     net, x = made(name, rows)
     options = {"memory_format": torch.channels_last_3d} if rows and x.dim() == 5 else {}
     peaks = []
-    for rewrite in (gradient_sums.rewrite, lambda graph, liveness: 0):
+    for rewrite in (gradient_sums.fuse_sums, lambda graph, liveness: 0):
         torch._dynamo.reset()
-        monkeypatch.setattr(gradient_sums, "rewrite", rewrite)
+        monkeypatch.setattr(gradient_sums, "fuse_sums", rewrite)
         run = compiled(net, **options)
         loss(run(x)).backward()
         peaks.append(allocator_peak(lambda run=run: loss(run(x)).backward()))

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.compiler.codegen import activations
-from fusedseg.compiler.rewrite import residual_norms
+from fusedseg.compiler.rewrite import joined_norms
 from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler.networks import compiled, kept, results
 from tests.tools.traffic import traffic
@@ -175,18 +174,18 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
 
 @pytest.fixture
 def with_and_without(sources, monkeypatch):
-    """A step with 4 bits with a rewriting and without it: the gradients are the same.
+    """A step with 4 bits with a pass and without it: the gradients are the same.
 
     Returns for both the calls of each graph, in forward and in backward.
     """
 
-    def both(net, rows, rewriting):
+    def both(net, rows, name):
         x, found, called = torch.randn(2, 2, 35, 33), [], []
         if rows:
             net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         for apart in (False, True):
             if apart:
-                monkeypatch.setattr(rewriting, "rewrite", lambda graph: 0)
+                monkeypatch.setattr(joined_norms, name, lambda graph: 0)
             # The same step of the same seed, compiled anew.
             low_bit._steps.clear()
             torch._dynamo.reset()
@@ -230,7 +229,9 @@ def test_bits_put_activations_into_norms(name, rows, with_and_without):
     """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes."""
     norm, act, joined = JOINED[name]
     torch.manual_seed(0)
-    called = [[call for graph in of for call in graph] for of in with_and_without(Skip(norm, act), rows, activations)]
+    called = [
+        [call for graph in of for call in graph] for of in with_and_without(Skip(norm, act), rows, "fuse_activations")
+    ]
     of_activations = [sum("elu" in call or "threshold" in call for call in of) for of in called]
     assert of_activations[1] - of_activations[0] == joined
     assert [of.count("backward") for of in called] == [3, 3]
@@ -260,7 +261,7 @@ def test_bits_put_residuals_into_norms(norm, in_forward, rows, with_and_without)
     In forward, norms of batches alone are divided, so that they may be last.
     """
     torch.manual_seed(0)
-    called = with_and_without(Blocks(norm), rows, residual_norms)
+    called = with_and_without(Blocks(norm), rows, "fuse_residuals")
     sums, relus = ([[sum(word in call for call in graph) for graph in of] for of in called] for word in ("add", "relu"))
     joined = [apart - whole for whole, apart in zip(*sums, strict=True)]
     assert joined[0] == in_forward

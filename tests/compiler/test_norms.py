@@ -26,7 +26,7 @@ def found_in(function, *inputs, how=How(everywhere=True, whole=True)):  # noqa: 
     graphs = []
 
     def compiler(module, example_inputs):
-        norms.rewrite(module.graph, how)
+        norms.replace_norms(module.graph, how)
         module.recompile()
         graphs.append(module.graph)
         return module
@@ -282,7 +282,7 @@ def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
     def as_for_inductor(module, inputs):
         """The graph is rewritten as for Inductor, and no code is generated for it."""
         settings = Settings(codegen="inductor")
-        passes.rewrite(module, settings)
+        passes.prepare(module, settings)
         for node in module.graph.nodes:
             check_node_safe(node)
             targets.append(node.target)

@@ -41,7 +41,7 @@ def test_simplify_drops_copies():
     module = traced(run, x)
     expected = module(x)
     assert {"copy", "clone"} <= set(names(module.graph))
-    simplify.rewrite(module.graph)
+    simplify.remove_copies(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     # The transposed clone has other strides.
@@ -60,7 +60,7 @@ def test_split_needs_no_concatenation():
     inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 3, 3), torch.randn(2, 4, 6, 6)]
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert split_convolutions.rewrite(module.graph) == 1
+    assert split_convolutions.split_backward(module.graph) == 1
     module.graph.eliminate_dead_code()
     module.recompile()
     # The only concatenation left is that of the weight's gradient.
@@ -88,7 +88,7 @@ def test_split_adds_gradients_source_by_source():
     inputs.append(torch.randn(2, 4, 6, 6))
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert split_convolutions.rewrite(module.graph) == 2
+    assert split_convolutions.split_backward(module.graph) == 2
     module.graph.eliminate_dead_code()
     module.recompile()
     assert [names(module.graph).count(name) for name in ("convolution_backward", "cat", "add")] == [4, 0, 2]
@@ -104,7 +104,7 @@ def test_reinplace_writes_over_what_nobody_reads():
         return aten.add(w, z)
 
     module = traced(run, torch.randn(4))
-    in_place.rewrite(module.graph)
+    in_place.write_in_place(module.graph)
     # x is the caller's, and z is read after the sigmoid.
     assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
 
@@ -118,7 +118,7 @@ def test_reinplace_writes_gradients_over_gradients():
     inputs = torch.randn(4), torch.randn(4)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    assert in_place.rewrite(module.graph) == 3
+    assert in_place.write_in_place(module.graph) == 3
     module.recompile()
     assert same(module(*inputs), expected)
 
@@ -138,14 +138,14 @@ def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
         module = traced(partial(run, dim=dim), x, dy)
         expected = module(x, dy)
         # The last one would write over the caller's x.
-        assert in_place.rewrite(module.graph) == 4
+        assert in_place.write_in_place(module.graph) == 4
         module.recompile()
         assert same(module(x, dy), expected)
         # What the trace says may be wrong.
         turned = [t.mT.contiguous().mT for t in (x, dy)]
         assert same(module(*turned), expected)
         module = traced(partial(run, dim=dim), *turned)
-        in_place.rewrite(module.graph)
+        in_place.write_in_place(module.graph)
         module.recompile()
         assert same(module(*turned), expected)
 
@@ -159,7 +159,7 @@ def test_reinplace_exchanges_the_terms_of_a_sum():
     x = torch.randn(4)
     module = traced(run, x)
     expected = module(x)
-    in_place.rewrite(module.graph)
+    in_place.write_in_place(module.graph)
     module.recompile()
     assert names(module.graph) == ["cos", "add_", "sin", "add"]
     assert same(module(x), expected)
@@ -179,7 +179,7 @@ def test_reinplace_knows_views():
     for function in (run, part):
         module = traced(function, torch.randn(4))
         before = names(module.graph)
-        in_place.rewrite(module.graph)
+        in_place.write_in_place(module.graph)
         # Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then.
         after = [name.replace("add_", "add") for name in names(module.graph) if "without_views" not in name]
         assert after == before

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedseg.compiler.plan import schedule
-from fusedseg.compiler.plan.schedule import Goal
+from fusedseg.compiler.plan.schedule import PeakTarget
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import CODEGENS, compiled, results, same
 from tests.compiler.test_passes import names, traced
@@ -30,7 +30,7 @@ def test_a_value_is_computed_twice_around_the_peak():
     module = traced(run, *inputs)
     expected = module(*inputs)
     assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "mul", "mul"]
-    schedule.rewrite(module)
+    schedule.reorder(module)
     assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "sigmoid", "mul", "mul"]
     assert torch.equal(module(*inputs), expected)
 
@@ -69,7 +69,7 @@ def test_the_input_that_needs_the_most_memory_comes_first():
         return aten.mul(tangents, aten.add(small, large))
 
     module = traced(run, torch.randn(1, 50), torch.randn(2, 50), torch.randn(1, 50))
-    schedule.rewrite(module)
+    schedule.reorder(module)
     assert names(module.graph) == ["cos", "cat", "mean", "sigmoid", "add", "mul"]
 
 
@@ -85,13 +85,13 @@ def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
         return aten.mul(aten.mul(aten.mul(small, y), mean), rstd)
 
     module = traced(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
-    schedule.rewrite(module)
+    schedule.reorder(module)
     assert names(module.graph).count("native_group_norm") == 2
 
 
 @pytest.mark.parametrize(("price", "products"), [(0, 1), (1, 1), (1000, 2)])
 def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
-    """The goal was met without it, and so the result lay at the peak however cheap the product was."""
+    """The target was met without it, and so the result lay at the peak however cheap the product was."""
 
     def run(kept, primals, tangents):
         value = aten.mm(kept, primals)
@@ -101,7 +101,7 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    schedule.rewrite(module, Goal(inf, inf, price))
+    schedule.reorder(module, PeakTarget(inf, inf, price))
     assert names(module.graph).count("mm") == products
     assert torch.equal(module(*inputs), expected)
 
@@ -118,7 +118,7 @@ def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    schedule.rewrite(module, fused=fused)
+    schedule.reorder(module, fused=fused)
     assert names(module.graph).count(op) == times
     assert torch.equal(module(*inputs), expected)
 
@@ -136,9 +136,9 @@ def test_a_sum_comes_after_the_product_that_reads_the_same_value(reads, moved):
     inputs = torch.randn(4, 5), torch.randn(4, 5)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    schedule.rewrite(module)
+    schedule.reorder(module)
     assert names(module.graph).index("sum") < names(module.graph).index("mm")
-    schedule.rewrite(module, fused=True)
+    schedule.reorder(module, fused=True)
     assert (names(module.graph).index("sum") > names(module.graph).index("mm")) == moved
     assert same(module(*inputs), expected)
 
@@ -226,13 +226,13 @@ class Chain(nn.Module):
 @pytest.fixture
 def norms_in_backward(monkeypatch):
     """How many norms each scheduled graph computes."""
-    found, original = [], schedule.rewrite
+    found, original = [], schedule.reorder
 
     def rewriting(module, *given):
         original(module, *given)
         found.append(names(module.graph).count("norm"))
 
-    monkeypatch.setattr(schedule, "rewrite", rewriting)
+    monkeypatch.setattr(schedule, "reorder", rewriting)
     return found
 
 

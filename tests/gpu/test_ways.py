@@ -285,7 +285,7 @@ def rewrites():
 # convolution of volumes on Hopper alone, whose tests are in ``tests/ops/test_conv3d.py``.
 ELSEWHERE = {"conv", "conv3d"}
 # Rewrites that no graph of this suite has, and why.
-ABSENT = {"simplify.part": "parts calls that PyTorch has joined although both results are returned"}
+ABSENT = {"simplify.split_shared_calls": "parts calls that PyTorch has joined although both results are returned"}
 
 
 class Case(NamedTuple):

@@ -540,7 +540,7 @@ def aot_eager(dynamic):
 
 def aot_eager_of_rewritten(graph, inputs):
     """The same, with interpolation and pools as this package computes them."""
-    return torch._dynamo.lookup_backend("aot_eager")(passes.rewrite(graph, Settings(codegen="aten")), inputs)
+    return torch._dynamo.lookup_backend("aot_eager")(passes.prepare(graph, Settings(codegen="aten")), inputs)
 
 
 def finish(found, log):
@@ -599,7 +599,9 @@ def compiled_difference(run, dynamic, tell=lambda phase: None, **options):
         graphs.append(graph)
         # Divided convolutions, which come with a budget, may differ in last bits, and so may the gradients of the op of
         # norms; everything else must not.
-        divided = mock.patch.object(split_convolutions, "rewrite") if "budget" in options else contextlib.nullcontext()
+        divided = (
+            mock.patch.object(split_convolutions, "split_backward") if "budget" in options else contextlib.nullcontext()
+        )
         with mock.patch.object(norms, "is_served", return_value=False), divided:
             return backend(graph, inputs, options={"codegen": "aten", **options})
 

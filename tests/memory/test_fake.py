@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg.memory import measure
 from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mode, fake_model
-from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm import aten_norms
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
@@ -34,7 +34,7 @@ def test_fake_and_real_agree(model, autocast, monkeypatch):
     On a CPU a piece of a norm's backward is larger than the tensors of these networks, so smaller ones take its place.
     BatchNorm on a CPU keeps the statistics of a half-precision tensor in fp32; with fake tensors it does not.
     """
-    monkeypatch.setattr(norm_reference, "_plane_tiles", lambda x, norm: None)
+    monkeypatch.setattr(aten_norms, "_plane_tiles", lambda x, norm: None)
     build, shape = MODELS[model]
     net, x = build(), torch.randn(shape)
     half = torch.autocast("cpu", torch.bfloat16, enabled=autocast)

@@ -312,12 +312,12 @@ def test_an_odd_address_is_another_kind(watched, device):
         assert watched == {"compared": 2}
 
 
-@pytest.mark.parametrize("why", ["captured", "no room", "off"])
+@pytest.mark.parametrize("why", ["captured", "no memory", "off"])
 def test_nothing_is_compared(watched, monkeypatch, why, device):
     """While a graph is captured, where memory is short, and with FUSEDSEG_SELF_TEST=0."""
     if why == "off":
         monkeypatch.setenv("FUSEDSEG_SELF_TEST", "0")
-    name, value = {"captured": ("_is_captured", True), "no room": ("_has_room", False), "off": ("PART", 1)}[why]
+    name, value = {"captured": ("_is_captured", True), "no memory": ("_has_memory", False), "off": ("PART", 1)}[why]
     x = torch.randn(2, 4, 12, 12, device=device)
     with monkeypatch.context() as patch:
         patch.setattr(at_size, name, value if why == "off" else lambda x: value)

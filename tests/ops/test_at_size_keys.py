@@ -66,10 +66,10 @@ def norm_recompute(out=False, **options):
     return given, Statistics(None, given.x), norm, out
 
 
-def norm_backward(kept=None, into=False, also=None, spare=False, needs=(True,) * 5, exchange=None, **options):
+def norm_backward(kept=None, into=False, also=None, over_also=False, needs=(True,) * 5, exchange=None, **options):
     given, norm, kept, _ = norm_forward(kept, **options)
     also = also if also is None else image(given.x.shape, given.x.dtype, rows=also)
-    incoming = OutputGradient(given.x, given.x if into else None, also, spare)
+    incoming = OutputGradient(given.x, given.x if into else None, also, over_also)
     return incoming, given, Statistics(None, given.x), norm, kept, needs, exchange
 
 
@@ -172,7 +172,7 @@ KINDS = {
     "norm again": (exact.recompute_kind, norm_recompute, NORMS | {"out": [True]}),
     # It reads rstd, and no eps.
     "gradient of a norm": (exact.backward_kind, norm_backward, {k: v for k, v in NORMS.items() if k != "eps"} | {
-        "kept": [1, 2, 4, 5], "into": [True], "also": [False, True], "spare": [True], "needs": [(False,) * 5],
+        "kept": [1, 2, 4, 5], "into": [True], "also": [False, True], "over_also": [True], "needs": [(False,) * 5],
         "exchange": ["sums"]}),
     "pool": (max_pool._forward_kind, pool_forward, POOLS | {"coded": [False]}),
     "gradient of a pool": (max_pool._backward_kind, pool_backward, POOLS | {"small": [(3, 3)]}),

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.functional import conv_abn
 from fusedseg.memory.meter import measure
+from fusedseg.ops.conv.convolutions import convolve_sources
 from fusedseg.ops.conv.geometry import Geometry
-from fusedseg.ops.conv.reference import convolve_sources
 from fusedseg.ops.layout import dense
 from tests.ops.conv_abn_cases import SMALL, Case, formatted, fused, inputs, running
 from tests.tools.precision import cudnn_set

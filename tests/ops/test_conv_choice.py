@@ -12,7 +12,18 @@ from fusedseg import _torch
 from fusedseg.functional import conv_abn
 from fusedseg.memory import allocator_peak
 from fusedseg.ops.conv import choice as conv_choice
-from fusedseg.ops.conv.choice import MARGIN, ROUNDS, WARMUP, Record, choose, could_win, key_of, measure, tf32_allowed
+from fusedseg.ops.conv.choice import (
+    MARGIN,
+    ROUNDS,
+    WARMUP,
+    Record,
+    choose,
+    could_win,
+    kind_of,
+    kind_of_conv_abn,
+    measure,
+    tf32_allowed,
+)
 from fusedseg.ops.conv.geometry import Geometry
 from tests.tools.precision import cudnn_set
 
@@ -189,9 +200,9 @@ def chosen(conv_backend="auto", forward=None, training=True, **of):
 def remember(record, **of):
     """Stores a choice as if it had been measured."""
     x, w, g = convolution(**of)
-    key = key_of(x, w, g, True)
-    conv_choice._records[key] = record
-    return key
+    kind = kind_of_conv_abn(x, w, g, True)
+    conv_choice._records[kind] = record
+    return kind
 
 
 FASTER, SLOWER, WRONG = (
@@ -250,7 +261,8 @@ def test_few_kinds_are_measured(on_a_gpu, gpu_tensors):
     """Each new size of an image was measured anew, and remembered for ever."""
     x, measured = torch.ones(1), []
     for size in range(2 * conv_choice.MOST_RECORDS):
-        conv_choice.recorded(size, x, lambda name, size=size: measured.append(size) or torch.ones(1))
+        kind = kind_of("op", x, size=size)
+        conv_choice.recorded(kind, x, lambda name, size=size: measured.append(size) or torch.ones(1))
     assert len(set(measured)) == len(conv_choice._records) == conv_choice.MOST_RECORDS
     # Kinds of another op are counted apart.
     assert chosen(forward=lambda name: torch.ones(1)) == "aten"
@@ -270,7 +282,7 @@ def test_fake_tensors_take_aten(on_a_gpu):
 
 
 def test_measured_once_for_each_kind(on_a_gpu, gpu_tensors, monkeypatch):
-    """``Key`` tells kinds apart; sizes within the same power of two of positions are one kind."""
+    """``Kind`` tells calls apart; sizes within the same power of two of positions are one kind."""
     seen = []
 
     def forward(name):

@@ -15,8 +15,7 @@ from fusedseg.functional import (
     conv_abn,
     max_pool,
 )
-from fusedseg.ops.norm import reference as norm_reference
-from fusedseg.ops.norm import stock
+from fusedseg.ops.norm import aten_norms, stock
 from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
 from fusedseg.ops.norm.statistic import statistic_of
 from tests import reference
@@ -55,10 +54,10 @@ def test_norms_over_processes(rules, keep, fmt):
     spec = Norm(keep, Activation("elu", 1.0), process_group="the processes of this test")
     var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
     given, alone = Operands(x, None, bias, None, None, mean, var), spec._replace(own=False, process_group=None)
-    z, stats = norm_reference.forward(given, alone, None, x.clone() if keep == "output" else None)
+    z, stats = aten_norms.forward(given, alone, None, x.clone() if keep == "output" else None)
     saved = Operands(x if keep == "input" else z, None, bias)
     needs = (True, False, True, False, False)
-    dx, _, dbias, *_ = norm_reference.backward(
+    dx, _, dbias, *_ = aten_norms.backward(
         OutputGradient(dz), saved, stats, spec, None, needs, exchange=Exchange(lambda s1, s2: (s1, s2))
     )
     settings = {"activation": "elu", "param": 1.0}
@@ -79,8 +78,8 @@ def test_rebuilt_outputs(rules, groups, fmt, dtype):
     spec = Norm("input", Activation("silu", 0.0), own=groups != 0, over=statistic_of(kind, groups or 0))
     running = (bias.clone(), bias + 1) if groups == 0 else (None, None)
     given = Operands(x, weight, bias, None, None, *running)
-    z, stats = norm_reference.forward(given, spec, None, None)
-    again = norm_reference.recompute(given, stats, spec, None)
+    z, stats = aten_norms.forward(given, spec, None, None)
+    again = aten_norms.recompute(given, stats, spec, None)
     assert relative_error(again, z) <= FORWARD_TOLERANCE[dtype]
 
 

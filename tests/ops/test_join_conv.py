@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
-from fusedseg.ops.conv import reference as module
+from fusedseg.ops.conv import convolutions as module
 from tests.reference import GRADIENT_TOLERANCE, relative_error
 
 CONV = {2: F.conv2d, 3: F.conv3d}

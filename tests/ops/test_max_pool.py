@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fusedseg import _torch
 from fusedseg.functional import max_pool
 from fusedseg.memory.meter import measure
-from fusedseg.ops.max_pool import reference
+from fusedseg.ops.max_pool import aten_max_pool
 from fusedseg.ops.max_pool.windows import Pool
 from tests.tools.tensors import channels_last
 
@@ -38,7 +38,7 @@ FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "cha
 def chunking(request, monkeypatch):
     """The aten path runs in one piece, or in many parts."""
     if request.param == "parts":
-        monkeypatch.setattr(reference, "PART_BYTES", 300)
+        monkeypatch.setattr(aten_max_pool, "PART_BYTES", 300)
 
 
 def special(shape):
@@ -127,8 +127,8 @@ def test_keeps_one_byte_per_output_element(backend, device, rows, arguments):
 
 def test_no_codes_without_gradients(monkeypatch):
     coded = []
-    inner = reference.forward
-    monkeypatch.setattr(reference, "forward", lambda *a: coded.append(a[2] is not None) or inner(*a))
+    inner = aten_max_pool.forward
+    monkeypatch.setattr(aten_max_pool, "forward", lambda *a: coded.append(a[2] is not None) or inner(*a))
     max_pool(torch.randn(1, 2, 4, 4), 2)
     with torch.no_grad():
         max_pool(torch.randn(1, 2, 4, 4, requires_grad=True), 2)
@@ -146,9 +146,9 @@ def test_a_window_that_steps_over_x_is_refused():
 
 def test_a_fake_call_leaves_no_fake_tables():
     """Where aten pools on a GPU, the call that lists a graph's kernels left its tables to calls with values."""
-    before = reference._remembered_distances.cache_info().currsize
+    before = aten_max_pool._remembered_distances.cache_info().currsize
     with _torch.ListingMode(allow_non_fake_inputs=True):
         x = torch.empty(1, 2, 11, 13, device=torch.device("cuda", 0))
-        distances = reference._distances((11, 13), Pool((2, 2), (2, 2), (0, 0), (1, 1), False), x)
+        distances = aten_max_pool._distances((11, 13), Pool((2, 2), (2, 2), (0, 0), (1, 1), False), x)
     assert isinstance(distances, _torch.FakeTensor)
-    assert reference._remembered_distances.cache_info().currsize == before
+    assert aten_max_pool._remembered_distances.cache_info().currsize == before

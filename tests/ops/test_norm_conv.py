@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.ops.conv import choice, norm_conv
-from fusedseg.ops.conv.norm_conv import Before, NormConv, NormConvGradient, Window
+from fusedseg.ops.conv.geometry import Geometry
+from fusedseg.ops.conv.norm_conv import NormConv
 from fusedseg.ops.layout import FORMATS
 
 EPS, MOMENTUM = 1e-5, 0.1
@@ -58,11 +59,11 @@ class Case:
         self.dy = torch.randn_like(y)
         self.gradients = torch.autograd.grad(y, leaves, self.dy)
         self.forward = [y.detach(), *statistics(y.detach()), *moved]
-        before = Before(*(t.detach() for t in (x, weight, bias)), *statistics(x.detach()), w.detach())
-        norm, window = norm_conv.norm_of(*given, of_samples), Window([stride] * dims, [1] * dims, [1] * dims)
+        before = *(t.detach() for t in (x, weight, bias)), *statistics(x.detach()), w.detach()
+        shared = *before, norm_conv.norm_of(*given, of_samples), Geometry((stride,) * dims, (1,) * dims, (1,) * dims, 1)
         after = norm_conv.norm_of("identity", 0.0, of_samples, EPS, MOMENTUM)
-        self.call = NormConv(before, more[0].detach() if more else None, *running, norm, window, after)
-        self.gradient = NormConvGradient(self.dy, before, norm, window, True, True, has_bias)
+        self.call = NormConv(*shared, more[0].detach() if more else None, *running, after)
+        self.gradient = NormConv(*shared, dy=self.dy, wanted=(True, True, has_bias))
 
 
 @pytest.fixture(params=["aten", "triton"], autouse=True)
@@ -79,11 +80,11 @@ def check(found, wanted):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernels", [norm_conv.MEANING, None], ids=["fused", "stock"])
+@pytest.mark.parametrize("kernels", [norm_conv.meaning, None], ids=["fused", "stock"])
 def test_values_and_gradients(name, kernels):
     """Both ways to compute a call: the formulas of the fused kernels, and the ops that they stand for."""
     case = Case(name)
-    check(norm_conv._forward(case.call, kernels, moving=False), case.forward)
+    check(norm_conv._forward(case.call, kernels), case.forward)
     check(norm_conv._backward(case.gradient, kernels), case.gradients)
 
 
@@ -100,7 +101,7 @@ def test_a_shift_that_is_far_from_the_mean_costs_no_digits(name, offset):
 
 def test_a_near_shift_takes_no_second_pass():
     case = Case("batch, relu")
-    y, sums = norm_conv.MEANING.forward(case.call)
+    y, sums = norm_conv.meaning(case.call)
     # The second pass alone reads y.
     found = norm_conv.statistics_of_sums(
         y * math.nan, sums, case.call.after, (case.call.running_mean, case.call.running_var)
@@ -117,7 +118,7 @@ def test_moving_writes_the_running_statistics_where_they_are():
 
 def test_frozen_parameters():
     case = Case("batch, relu")
-    call = case.gradient._replace(affine=False, of_weight=False)
+    call = case.gradient._replace(wanted=(False, False, False))
     dx, *others = norm_conv.norm_conv_backward(*call.arguments)
     assert others == [None] * 4
     torch.testing.assert_close(dx, case.gradients[0])
@@ -131,3 +132,14 @@ def test_a_measurement_compares_every_result():
     assert not record.agree
     results["triton"] = right
     assert choice.measure(torch.float16, lambda by: tuple(t.clone() for t in results[by]), lambda run: 1.0).agree
+
+
+def test_what_no_kernel_computes_is_no_failure(recwarn):
+    def run(by):
+        if by == "triton":
+            raise choice.Unserved
+        return torch.ones(4)
+
+    kind = choice.kind_of("op", torch.ones(1))
+    assert choice._measured(kind, torch.float16, run).choice == "aten"
+    assert not recwarn

@@ -16,8 +16,7 @@ from fusedseg import _backend
 from fusedseg.activation import TABLE, Activation
 from fusedseg.functional import norm_act
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.norm import graph, passes
-from fusedseg.ops.norm import reference as norm_reference
+from fusedseg.ops.norm import aten_norms, graph, passes
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.statistic import statistic_of
@@ -51,8 +50,8 @@ def test_values_and_gradients(keep, kind, backend, device, monkeypatch):
     for activation in ACTIVATIONS if keep == "input" else INVERTIBLE:
         for number in range(DRAWS[backend]):
             tile = TILES[len(activation + kind) % 3 - number] if backend != "aten" else 2**60
-            monkeypatch.setattr(norm_reference, "TILE", tile)
-            monkeypatch.setattr(norm_reference, "TILE_GPU", max(tile, 32) if len(activation) % 2 else 2**60)
+            monkeypatch.setattr(aten_norms, "TILE", tile)
+            monkeypatch.setattr(aten_norms, "TILE_GPU", max(tile, 32) if len(activation) % 2 else 2**60)
             case = drawn(f"{backend} {number}", keep, kind, activation)
             with rules:
                 check(case, place, backend)
@@ -217,11 +216,11 @@ def test_backward_holds_one_tensor_beyond_dz(norm, shape, rows, dtype, most):
 @pytest.mark.parametrize("norm", NORMS)
 def test_without_values_two_tiles_stand_for_all(norm, monkeypatch):
     """Gradients have the shapes of the inputs, and the peak is that of a real step where no tile has whole planes."""
-    monkeypatch.setattr(norm_reference, "_plane_tiles", lambda x, norm: None)
+    monkeypatch.setattr(aten_norms, "_plane_tiles", lambda x, norm: None)
     shape = (2, 12, 32, 64)
     peaks, tiles = [], []
-    of = norm_reference._tiles
-    monkeypatch.setattr(norm_reference, "_tiles", lambda x: tiles.append(of(x)) or tiles[-1])
+    of = aten_norms._tiles
+    monkeypatch.setattr(aten_norms, "_tiles", lambda x: tiles.append(of(x)) or tiles[-1])
     for mode in (contextlib.nullcontext(), FakeTensorMode()):
         with mode:
             x, residual = (torch.empty(shape).requires_grad_() for _ in range(2))
@@ -239,7 +238,7 @@ def test_without_values_two_tiles_stand_for_all(norm, monkeypatch):
 
 @pytest.mark.parametrize("name", ["forward", "recompute", "backward", "moments"])
 def test_both_implementations_have_one_signature(name):
-    mine, other = (inspect.signature(getattr(of, name)) for of in (norm_triton, norm_reference))
+    mine, other = (inspect.signature(getattr(of, name)) for of in (norm_triton, aten_norms))
     assert mine == other
     of_protocol = inspect.signature(getattr(passes.Implementation, name)).parameters
     assert list(of_protocol)[1:] == list(mine.parameters)

@@ -231,7 +231,7 @@ def test_a_number_on_another_device_may_come_first(direct, compiled_afresh, monk
     from fusedseg.compiler.codegen import replays
 
     net, x = norm_net(), torch.randn(2, 3, 10, 10)
-    wanted = replays.rewrite
+    wanted = replays.replay_launches
     found = []
 
     def rewritten(graph):
@@ -244,7 +244,7 @@ def test_a_number_on_another_device_may_come_first(direct, compiled_afresh, monk
             found.append(wanted(graph))
         return found[-1]
 
-    monkeypatch.setattr(replays, "rewrite", rewritten)
+    monkeypatch.setattr(replays, "replay_launches", rewritten)
     compiled(net)(x).sum().backward()
     assert len(found) == 2
     assert all(found)

@@ -5,7 +5,7 @@ import torch
 
 import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
-from fusedseg.ops.segmentation import reference as plain
+from fusedseg.ops.segmentation import aten_sums as plain
 from fusedseg.ops.segmentation import sums as op
 from fusedseg.ops.segmentation import tiles
 from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec

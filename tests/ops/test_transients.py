@@ -207,7 +207,7 @@ def joined(dtype=torch.float32, memory_format=torch.contiguous_format):
 @pytest.mark.parametrize("formed", [2**22, 0], ids=["formed", "apart"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_inputs_freed_early_give_the_same_bits(dtype, formed, memory_format, monkeypatch):
-    monkeypatch.setattr("fusedseg.ops.conv.reference.FORMED_BYTES", formed)
+    monkeypatch.setattr("fusedseg.ops.conv.convolutions.FORMED_BYTES", formed)
     conv, inputs, run = joined(dtype, memory_format)
 
     def step():
@@ -225,7 +225,7 @@ def test_an_unpacked_input_is_freed_before_dx(formed, monkeypatch):
 
     Hooks keep no data at all here, and make the tensors when backward asks for them.
     """
-    monkeypatch.setattr("fusedseg.ops.conv.reference.FORMED_BYTES", formed)
+    monkeypatch.setattr("fusedseg.ops.conv.convolutions.FORMED_BYTES", formed)
     with FakeTensorMode():
         conv = fusedseg.nn.JoinConv2d(8, 8, 3, padding=1)
         x = torch.empty(4, 8, 64, 64, requires_grad=True)

@@ -161,9 +161,11 @@ def test_a_codegen_is_chosen_once(monkeypatch):
             y = super().forward(x)
             return y.sigmoid() * y.tanh() * y.exp() * y.sin()
 
-    traced, rewrite = [], passes.rewrite
+    traced, rewrite = [], passes.prepare
     monkeypatch.setattr(
-        passes, "rewrite", lambda module, asked, **more: traced.append(asked.codegen) or rewrite(module, asked, **more)
+        passes,
+        "prepare",
+        lambda module, asked, **more: traced.append(asked.codegen) or rewrite(module, asked, **more),
     )
     monkeypatch.setattr(_torch, "inductor_problem", lambda: "")
     plan(partial(Gated, 3, 8, 3), (3, 16, 16), "1GiB", convert=None)

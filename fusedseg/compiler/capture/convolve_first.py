@@ -36,7 +36,7 @@ class InterpolatedConvolution(NamedTuple):
     small: fx.Node
 
 
-def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+def swap_interpolations(module: fx.GraphModule, settings: Settings) -> int:
     """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number."""
     graph, count = module.graph, 0
     for node in list(graph.nodes):

@@ -35,21 +35,16 @@ from ..settings import Settings
 CONVOLUTIONS = {*OF_NAME["convolution"].calls, torch.convolution}
 
 
-class _Given(NamedTuple):
-    """A norm of a captured graph: its input, and the running mean with its momentum if the norm moves one."""
+def _given(node: fx.Node) -> tuple[object, object, object] | None:
+    """What a norm is given, if it removes a constant that is added to a channel; None for all other calls.
 
-    x: object
-    running_mean: object = None
-    momentum: object = None
-
-
-def _given(node: fx.Node) -> _Given | None:
-    """What a norm is given, if it removes a constant that is added to a channel; None for all other calls."""
+    Its input, and the running mean with its momentum if the norm moves one.
+    """
     if node.target is norm_op:
         call = NormCall.of_arguments(node.args)
-        norm = call.norm
+        removes = call.norm.own and not call.norm.over.is_grouped and call.norm.process_group is None
         # The graph moves the running mean towards the one that this op returns.
-        return _Given(call.x) if norm.own and not norm.over.is_grouped and norm.process_group is None else None
+        return (call.x, None, None) if removes else None
     function: Any = node.target
     stock = NORMS.get(function)
     if stock is None:
@@ -61,7 +56,7 @@ def _given(node: fx.Node) -> _Given | None:
     C = x.shape[1]
     if not _torch.known(statistic_of(stock.kind, given.get("num_groups")).groups_of(C) == C):
         return None
-    return _Given(given["input"], given.get("running_mean"), given.get("momentum"))
+    return given["input"], given.get("running_mean"), given.get("momentum")
 
 
 class _NoEffect(torch.autograd.Function):
@@ -96,21 +91,9 @@ def with_bias(mean: Tensor, bias: Tensor) -> Tensor:
     return mean + bias.detach().to(mean.dtype)
 
 
-class _NoGradient(torch.autograd.Function):
-    """A bias whose gradient is zeros."""
-
-    @staticmethod
-    def forward(ctx, bias: Tensor) -> Tensor:
-        return bias.view_as(bias)
-
-    @staticmethod
-    def backward(ctx, dbias: Tensor) -> Tensor:
-        return torch.zeros_like(dbias)
-
-
 def without_gradient(bias: Tensor) -> Tensor:
     """The bias of a convolution whose gradient is zeros."""
-    return _NoGradient.apply(bias) if torch.is_grad_enabled() and bias.requires_grad else bias
+    return without_effect(bias.detach(), bias)
 
 
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
@@ -127,7 +110,7 @@ with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor mean, Tensor 
 
 
 class _Dead(NamedTuple):
-    """A norm, the convolution before it, and the bias that has no effect.
+    """A norm with what it is given, the convolution before it, and the bias that has no effect.
 
     may_round: whether last bits of outputs may change.
     """
@@ -135,11 +118,13 @@ class _Dead(NamedTuple):
     norm: fx.Node
     conv: fx.Node
     bias: fx.Node
-    given: _Given
+    x: Any
+    running_mean: Any
+    momentum: Any
     may_round: bool
 
 
-def rewrite(module: fx.GraphModule, settings: Settings) -> int:
+def remove_dead_biases(module: fx.GraphModule, settings: Settings) -> int:
     """Leaves these biases out, or their gradients, and returns their number."""
     found = list(_found(module.graph, settings))
     convolutions = {dead.conv for dead in found}
@@ -154,9 +139,10 @@ def rewrite(module: fx.GraphModule, settings: Settings) -> int:
 def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
     for norm in graph.nodes:
         given = _given(norm) if norm.op == "call_function" else None
-        conv = None if given is None else _convolution_of(given.x, norm)
+        conv = None if given is None else _convolution_of(given[0], norm)
         if given is None or conv is None or not in_one_grad_mode(conv, norm):
             continue
+        x, running_mean, momentum = given
         arguments = captured_arguments_of(conv, ("input", "weight", "bias"))
         bias, y = arguments.get("bias"), captured_value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
@@ -167,9 +153,9 @@ def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
         if 0 in [n for n in y.shape if isinstance(n, int)]:
             # PyTorch's norm of an empty batch does not move the running mean.
             continue
-        if isinstance(given.running_mean, fx.Node) and not isinstance(given.momentum, (int, float)):
+        if isinstance(running_mean, fx.Node) and not isinstance(momentum, (int, float)):
             continue
-        yield _Dead(norm, conv, bias, given, may_round)
+        yield _Dead(norm, conv, bias, x, running_mean, momentum, may_round)
 
 
 def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
@@ -194,17 +180,16 @@ def _stop_gradient(graph: fx.Graph, dead: _Dead) -> None:
 
 
 def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
-    norm, conv, bias, given, _ = dead
+    norm, conv, bias, x, running_mean, momentum, _ = dead
     if len(conv.args) > 2:
         conv.update_arg(2, None)
     else:
         conv.update_kwarg("bias", None)
     with graph.inserting_before(norm):
-        x: Any = given.x
         norm.replace_input_with(x, graph.call_function(without_effect_op, (x, bias)))
-    if isinstance(given.running_mean, fx.Node):
+    if isinstance(running_mean, fx.Node):
         with graph.inserting_after(norm):
-            graph.call_function(move_op, (given.running_mean, bias, float(given.momentum)))  # type: ignore[arg-type]
+            graph.call_function(move_op, (running_mean, bias, float(momentum)))
     if norm.target is norm_op and RUNNING_MEAN in items_of(norm):
         mean = items_of(norm)[RUNNING_MEAN]
         with graph.inserting_after(mean):

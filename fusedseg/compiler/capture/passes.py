@@ -37,8 +37,8 @@ def unfold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def rewrite(module: fx.GraphModule, settings: Settings, for_gpu: bool = False) -> fx.GraphModule:
-    """Rewrites a captured graph for the codegen of the settings.
+def prepare(module: fx.GraphModule, settings: Settings, for_gpu: bool = False) -> fx.GraphModule:
+    """Prepares a captured graph for the codegen of the settings.
 
     for_gpu: whether its norms are those of a GPU on every device, because its bytes are only counted.
     """

@@ -48,19 +48,20 @@ class _Interpolation(torch.autograd.Function):
 def _interpolate(*args: Any, **kwargs: Any) -> Tensor:
     """``F.interpolate`` for Inductor; its gradient is one call where that is as exact as the compiler's own."""
     call = upsample.parse(*args, **kwargs)
-    if call is not None and _is_served(call):
+    if call is None:
+        return F.interpolate(*args, **kwargs)
+    x, _, _, mode, _ = call
+    if _is_served(x, mode):
         return upsample.interpolate_op(*call)
-    trained = call is not None and torch.is_grad_enabled() and call.x.requires_grad
-    if call is None or not trained or _adds_in_half(call.x):
+    if not (torch.is_grad_enabled() and x.requires_grad) or _adds_in_half(x):
         return F.interpolate(*args, **kwargs)
     return _Interpolation.apply(*call)
 
 
-def _is_served(call: upsample.Enlarging) -> bool:
-    x = call.x
+def _is_served(x: Tensor, mode: str) -> bool:
     if not x.is_floating_point() or (x.is_cpu and torch.is_autocast_enabled("cpu")):
         return False
-    return upsample.is_served(x.device, call.mode, x.dim() - 2)
+    return upsample.is_served(x.device, mode, x.dim() - 2)
 
 
 def _adds_in_half(x: Tensor) -> bool:
@@ -115,10 +116,7 @@ def _max_pool(dims: int, stock: Callable[..., Any]) -> Callable[..., Any]:
         if found is None:
             return stock(input, *args, **kwargs)
         x, pool = found
-        if x.is_cpu and dims == 3 and x.dtype in pools.HALF and torch.is_autocast_enabled("cpu"):
-            # Autocast does the same for the stock function on a CPU.
-            x = x.float()
-        return pools.max_pool_op(x, *pool, True)[0]
+        return pools.max_pool_op(pools.as_autocast(x), *pool, True)[0]
 
     return max_pool
 

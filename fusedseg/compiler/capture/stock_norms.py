@@ -3,9 +3,9 @@
 The graph has the functions that the model calls, so a norm is one node here, whatever PyTorch makes of it later.  The
 op keeps x and the statistics, and backward computes its output again from them where it reads that.
 
-``rewrite`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts ``of_stock``
-in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the op, or else
-the functions that were captured.
+``replace_norms`` finds the calls on devices that Triton serves, and with rounded inputs on all devices, and puts
+``of_stock`` in the place of each.  What it computes is decided when AOTAutograd runs it on tensors without values: the
+op, or else the functions that were captured.
 """
 
 import operator
@@ -154,8 +154,7 @@ def of_stock(*arguments: Any) -> Tensor:
     call = given._replace(x=_laid_out(given.x, norm), norm=norm)
     if is_served(call, how):
         return normalised(call)[0]
-    y = _stock(given)
-    return stock.activate(y if given.residual is None else y + given.residual, norm.act)
+    return stock.finished(_stock(given), given.residual, norm.act)
 
 
 def _stock(call: NormCall) -> Tensor:
@@ -179,7 +178,7 @@ def of_module(*arguments: Any) -> tuple[Tensor, ...]:
     if how.whole:
         return norm_op(*call.arguments)
     y, *others = norm_op(*call.with_act(IDENTITY)._replace(residual=None).arguments)
-    return stock.activate(y if call.residual is None else y + call.residual, call.norm.act), *others
+    return stock.finished(y, call.residual, call.norm.act), *others
 
 
 def _by_stock(call: NormCall) -> tuple[Tensor, ...]:
@@ -267,7 +266,7 @@ class _Found(NamedTuple):
         return self.sum or self.norm
 
 
-def rewrite(graph: fx.Graph, how: How) -> int:
+def replace_norms(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
         if node.target is norm_op:

@@ -21,7 +21,7 @@ from torch.fx.node import Argument
 from ... import _torch
 from ...ops.replay import Allocation
 from ...ops.together import Casts, Zeros
-from ..graph import has_symbols, is_dense, name_of, nbytes_of, node_at, roots_of, value_of, writes
+from ..graph import has_symbols, is_cast, is_dense, nbytes_of, node_at, roots_of, value_of, writes
 from ..plan.liveness import Liveness
 from ..settings import optional
 
@@ -29,22 +29,19 @@ from ..settings import optional
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-def is_cast(node: fx.Node) -> bool:
+def casts_alone(node: fx.Node) -> bool:
     """Whether a node is a copy that has another dtype than its source, and is like it otherwise."""
-    if name_of(node) != "_to_copy":
-        return False
-    source, value = value_of(node_at(node, 0)), value_of(node)
-    alike = source.device == value.device and value.layout is torch.strided
-    return alike and source.dtype != value.dtype and set(node.kwargs) <= {"dtype", "layout", "device"}
+    alike = is_cast(node) and value_of(node).layout is torch.strided
+    return alike and set(node.kwargs) <= {"dtype", "layout", "device"}
 
 
 @optional("casts")
-def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
+def batch_casts(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.
     end = next((node for node in graph.nodes if writes(node)), graph.output_node())
     before = liveness.place_of[end]
-    found = [node for node in graph.nodes if is_cast(node) and _is_plain(node) and liveness.place_of[node] < before]
+    found = [node for node in graph.nodes if casts_alone(node) and _is_plain(node) and liveness.place_of[node] < before]
     of_arguments = [node for node in found if node_at(node, 0).op == "placeholder"]
     roots = roots_of(graph)
     of_results = [node for node in found if _can_wait(node, roots)]

@@ -15,7 +15,7 @@ from torch.fx.node import Argument
 from ... import _backend
 from ...ops import upsample
 from ...ops.concat import dense
-from ...ops.conv.reference import SLAB_BYTES
+from ...ops.conv.convolutions import SLAB_BYTES
 from ...ops.layout import FORMATS, pitch_of, suggests_channels_last
 from ..graph import has_symbols, is_tensor, name_of, nbytes_of, nodes_at, row_of, value_of
 from ..rewrite.late_bias import joins_channels
@@ -40,7 +40,7 @@ def put_enlarged(whole: Tensor, x: Tensor, begin: int, how: upsample.How) -> Ten
     return whole
 
 
-def rewrite(graph: fx.Graph) -> int:
+def concatenate_in_place(graph: fx.Graph) -> int:
     """Writes such concatenations like this, and returns their number."""
     return sum(_write(graph, node) for node in list(graph.nodes) if name_of(node) == "cat")
 

@@ -19,6 +19,7 @@ from ...ops.conv import norm_conv
 from ...ops.low_bit.graph import round_op
 from ...ops.norm import graph as norms
 from ..graph import calls_view, has_same_form, items_of, node_at, outputs_of, roots_of, value_of
+from ..rewrite.fused_convolutions import take_statistics
 
 aten = torch.ops.aten
 # Norms that return their running statistics, moved, as the results 3 and 4: the place of the first among the arguments,
@@ -141,20 +142,8 @@ def _is_packed(node: fx.Node, norm: norms.NormCall) -> bool:
 
 
 def _divide(graph: fx.Graph, node: fx.Node, norm: norms.NormCall) -> None:
-    items = items_of(node)
     with graph.inserting_before(node):
         given = (norm.x, norm.running_mean, norm.running_var, *norms.flat(norm.norm))
         statistics = graph.call_function(norms.statistics, given)
-        statistics.meta["val"] = value_of(node)
-    for place in set(items) - {0}:
-        items[place].args = (statistics, place)
-    order = {one: place for place, one in enumerate(graph.nodes)}
-    with graph.inserting_before(min(items[0].users, key=order.__getitem__)):
-        known = norm._replace(running_mean=None, running_var=None, mean=items[1], rstd=items[2])
-        recomputed = graph.call_function(norms.norm_op, known.arguments)
-        recomputed.meta["val"] = value_of(node)
-        z = graph.call_function(operator.getitem, (recomputed, 0))
-        z.meta = dict(items[0].meta)
-    items[0].replace_all_uses_with(z)
-    graph.erase_node(items[0])
-    graph.erase_node(node)
+    statistics.meta["val"] = value_of(node)
+    take_statistics(graph, statistics, node, norm)

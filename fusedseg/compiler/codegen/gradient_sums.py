@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 @optional("sums")
-def rewrite(graph: fx.Graph, liveness: Liveness) -> int:
+def fuse_sums(graph: fx.Graph, liveness: Liveness) -> int:
     """Gives such norms both gradients, and returns how many.
 
     It comes right before ``in_place.py``, which writes results over the gradients that are free.
@@ -64,13 +64,13 @@ def _join(graph: fx.Graph, node: fx.Node, norm: GradientCall, memory: Memory, li
         if roots[also] is roots[dz] or not _is_read(also, x):
             continue
         alike = has_same_form(value_of(also), value_of(x))
-        spare = function.of_residual and alike and memory.is_free(node, also)
+        over_also = function.of_residual and alike and memory.is_free(node, also)
         lives = roots[also].op == "placeholder" or last[roots[also]] > memory.places[node]
-        if function.of_residual and not spare and not lives:
+        if function.of_residual and not over_also and not lives:
             continue
         if not _may_live(dz, also, (total, node), memory, liveness):
             continue
-        node.target = replace(function, spare=spare)
+        node.target = replace(function, over_also=over_also)
         node.args = norm._replace(dz=dz, also=also).tensors
         graph.erase_node(total)
         end = max(last[roots[also]], memory.places[node])

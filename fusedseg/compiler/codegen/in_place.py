@@ -56,7 +56,7 @@ class Memory:
 
 
 @optional("in_place")
-def rewrite(graph: fx.Graph) -> int:
+def write_in_place(graph: fx.Graph) -> int:
     """Makes ops write their results over their arguments, and returns how many do."""
     memory = Memory(graph)
     # For each result the node that writes it, and what it is written over.

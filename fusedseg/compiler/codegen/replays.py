@@ -22,7 +22,7 @@ TENSOR = object()
 
 
 @optional("replays")
-def rewrite(graph: fx.Graph) -> int:
+def replay_launches(graph: fx.Graph) -> int:
     """Writes replays, and returns their number."""
     # A number on the CPU may come first among the arguments, such as the seed of a dropout.
     given_to = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]

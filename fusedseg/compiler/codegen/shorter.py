@@ -22,18 +22,18 @@ from ...ops.together import Zeros
 from ..graph import has_symbols, node_at, value_of
 from ..settings import optional
 from . import convolution_backward
-from .casts import is_cast, put_together
+from .casts import casts_alone, put_together
 
 aten = torch.ops.aten
 
 
-def rewrite(graph: fx.Graph) -> None:
+def shorten_calls(graph: fx.Graph) -> None:
     """Writes calls of norms and casts."""
     for node in graph.nodes:
         made = norms.prepared(node)
         if made is not None:
             node.target, node.args = made
-        elif is_cast(node):
+        elif casts_alone(node):
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
 
 

@@ -19,7 +19,7 @@ from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free, recompute
-from ..plan.keep import Decision, call_node, decide, decision_of, is_free, is_view, leave, sources_of
+from ..plan.keep import Decision, call_node, decide, decision_of, drop_reader, is_free, is_view, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Rule, bent, is_predicate
 
@@ -133,7 +133,7 @@ class _Choice:
             found.kept.add(node)
             self._early(node)
             self._pack(node)
-            leave(node, sources, found)
+            drop_reader(node, sources, found)
             return
         (result,) = chain
         self._add(result)
@@ -158,7 +158,7 @@ class _Choice:
         for reader in readers:
             if reader in found.recomputed:
                 found.recomputed[reader] = [other if source is node else source for source in found.recomputed[reader]]
-        leave(node, sources, found)
+        drop_reader(node, sources, found)
 
     def _add(self, result: fx.Node) -> None:
         """The nodes of a pointwise chain are recomputed."""
@@ -209,7 +209,7 @@ def settled(
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             decided = decision_of(joint, chains.union(chosen.recomputed))
-            decided.goal = chosen.goal
+            decided.peak_target = chosen.peak_target
         choice = _Choice(joint, decided, bits, stuck, set(exact))
         while choice.settle():
             pass

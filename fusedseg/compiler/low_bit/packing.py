@@ -67,7 +67,7 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
-        peak is the lowest, whatever time it takes; the goal of the decision that is returned says so.
+        peak is the lowest, whatever time it takes; the target of the peak of the decision that is returned says so.
     """
     graph = of.graph
     keep.apply(of, decided, Storage(graph, found, seed))
@@ -76,15 +76,15 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     labels = decided.labels
     joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
     counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
-    counted.goal = decided.goal
+    counted.peak_target = decided.peak_target
     model = ByteModel(joint, fused)
     cost = model.needs(counted)
-    if counted.goal is None and not cost.is_within(exact):
-        counted.goal = LOWEST
+    if counted.peak_target is None and not cost.is_within(exact):
+        counted.peak_target = LOWEST
         lowest = model.needs(counted)
         # The search is greedy, and may end higher.
         if lowest.is_within(exact) or lowest.peak < cost.peak:
-            return Choice(replace(decided, goal=LOWEST), lowest)
+            return Choice(replace(decided, peak_target=LOWEST), lowest)
     return Choice(decided, cost)
 
 
@@ -119,7 +119,7 @@ class RoundedChoices(Choices):
         recomputed: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.recomputed}
         outputs = self.joint.outputs
         of, decided, found = settled(
-            graph, outputs, self._bits, keep.Decision(recomputed=recomputed, goal=decision.goal)
+            graph, outputs, self._bits, keep.Decision(recomputed=recomputed, peak_target=decision.peak_target)
         )
         twin, cost = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
-        return Choice(replace(decision, goal=twin.goal), cost)
+        return Choice(replace(decision, peak_target=twin.peak_target), cost)

@@ -26,7 +26,7 @@ from ..settings import OP
 from . import keep
 from .min_cut import Cut
 from .peak import ByteModel
-from .schedule import Goal
+from .schedule import PeakTarget
 
 # A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
 CHEAP = 1
@@ -50,11 +50,11 @@ class Choices:
 
     eager: the bytes that eager mode keeps.
     fused: whether Inductor generates the code.
-    goal: the goal of the decision without a budget.
+    peak_target: that of the decision without a budget.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, goal: Goal | None = None) -> None:
-        self.joint, self.eager, self.fused, self.goal = joint, eager, fused, goal
+    def __init__(self, joint: Joint, eager: int, fused: bool, peak_target: PeakTarget | None = None) -> None:
+        self.joint, self.eager, self.fused, self.peak_target = joint, eager, fused, peak_target
         self.model = ByteModel(joint, fused)
         self.flops, self.total = self.model.flops, self.model.total
 
@@ -68,7 +68,7 @@ class Choices:
     def first(self) -> keep.Decision:
         """The decision without a budget."""
         decided = keep.decide(self.joint)
-        decided.goal = self.goal
+        decided.peak_target = self.peak_target
         return decided
 
     def cut(self) -> Cut:
@@ -79,7 +79,7 @@ class Choices:
         return self.model.kept(decision)
 
     def counted(self, decision: keep.Decision) -> Choice:
-        """A decision with what it costs; one without a goal may get one."""
+        """A decision with what it costs; one without a target of the peak may get one."""
         return Choice(decision, self.model.needs(decision))
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
@@ -186,10 +186,10 @@ class Search:
             return TrialResult.OVER_FLOPS
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
-        decision.goal = Goal(self._most * (1 + PEAK_SLACK), self.most_flops, price)
+        decision.peak_target = PeakTarget(self._most * (1 + PEAK_SLACK), self.most_flops, price)
         found = of.counted(decision)
         cost = found.cost
-        if cost.kept > enough or cost.peak > decision.goal.peak or cost.repeated * of.total > self.most_flops:
+        if cost.kept > enough or cost.peak > decision.peak_target.peak or cost.repeated * of.total > self.most_flops:
             self.refused.add(tried)
             return TrialResult.OVER_PEAK
         self.best, self.recomputed = found, tried

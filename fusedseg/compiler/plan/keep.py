@@ -44,7 +44,7 @@ from ..graph import (
     tensors_of,
 )
 from . import nearly_free, recompute
-from .schedule import Goal
+from .schedule import PeakTarget
 
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.
@@ -64,7 +64,7 @@ class Decision:
         readers: for each of these nodes, who reads it: nodes of ``recomputed`` and nodes of backward.
         reading: the nodes of backward.
         instead: nodes that backward reads in place of others, with the same value.
-        goal: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
+        peak_target: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
             without a budget and bits.
         labels: what the partitioner is told of each node, once ``apply`` has written the decision.
     """
@@ -73,7 +73,7 @@ class Decision:
     recomputed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    goal: Goal | None = None
+    peak_target: PeakTarget | None = None
     reading: list[fx.Node] = field(default_factory=list)
     labels: dict[fx.Node, CheckpointPolicy] = field(default_factory=dict)
 
@@ -272,7 +272,7 @@ def _keep_later(found: Decision, joint: Joint) -> None:
         sources = found.recomputed.pop(reader)
         found.kept.add(reader)
         waiting.append(reader)
-        leave(reader, sources, found)
+        drop_reader(reader, sources, found)
 
 
 def _only_reader(node: fx.Node, found: Decision) -> fx.Node | None:
@@ -281,7 +281,7 @@ def _only_reader(node: fx.Node, found: Decision) -> fx.Node | None:
     return reader if len(readers) == 1 and reader in found.recomputed else None
 
 
-def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
+def drop_reader(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
     """``reader`` reads these sources no longer; what nobody reads is neither kept nor recomputed."""
     for source in sources:
         readers = found.readers.get(source)
@@ -292,7 +292,7 @@ def leave(reader: fx.Node, sources: list[fx.Node], found: Decision) -> None:
             del found.readers[source]
             found.kept.discard(source)
             if source in found.recomputed:
-                leave(source, found.recomputed.pop(source), found)
+                drop_reader(source, found.recomputed.pop(source), found)
 
 
 def _take_along(found: Decision) -> None:

@@ -188,7 +188,7 @@ class ByteModel:
         end = ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.liveness([*self._forward.values(), end], workspace)
         planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
-        steps = planned.least_peak(decision.goal)
+        steps = planned.least_peak(decision.peak_target)
         backward = planned.liveness(steps, workspace)
         copied = {root for root in kept if root in self._joint.changeable}
         copies = sum(self._nbytes[root] for root in copied)

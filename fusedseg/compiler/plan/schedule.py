@@ -29,7 +29,7 @@ MOST_TRAFFIC = 12
 FLOPS_A_BYTE = 130
 
 
-class Goal(NamedTuple):
+class PeakTarget(NamedTuple):
     """Compute-intensive ops run a third time in backward until the peak is at most so many bytes, within so much
     arithmetic.
 
@@ -42,7 +42,7 @@ class Goal(NamedTuple):
 
 
 # The least peak, whatever is repeated for it.
-LOWEST = Goal(-inf, inf)
+LOWEST = PeakTarget(-inf, inf)
 
 
 class BackwardGraph:
@@ -173,18 +173,18 @@ class BackwardGraph:
         """The bytes that a call reads and writes."""
         return step.made + sum(read.nbytes for read in {read.first for read in step.reads})
 
-    def least_peak(self, goal: Goal | None) -> list[ScheduledNode]:
+    def least_peak(self, peak_target: PeakTarget | None) -> list[ScheduledNode]:
         """The nodes in turn, with those computed once more that lower the peak."""
         steps = self.in_turn()
-        if goal is None:
+        if peak_target is None:
             return self._at_price(steps, inf, MOST_TRAFFIC, self.time, sharing=True)
-        if goal.flops < inf:
+        if peak_target.flops < inf:
             # What repeats no arithmetic comes first.
             steps = self._parted_often(steps, self.flops(steps), -inf)
-        steps = self._parted_often(steps, goal.flops, goal.peak)
-        if not goal.price or self.liveness(steps).peak[0] > goal.peak:
+        steps = self._parted_often(steps, peak_target.flops, peak_target.peak)
+        if not peak_target.price or self.liveness(steps).peak[0] > peak_target.peak:
             return steps
-        return self._at_price(steps, goal.flops, goal.price, self.flops)
+        return self._at_price(steps, peak_target.flops, peak_target.price, self.flops)
 
     def _at_price(
         self,
@@ -319,10 +319,10 @@ def reads_inside(node: fx.Node) -> bool:
     return row_of(node).inductor == READS
 
 
-def rewrite(module: fx.GraphModule, goal: Goal | None = None, fused: bool = False) -> None:
+def reorder(module: fx.GraphModule, peak_target: PeakTarget | None = None, fused: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
     backward = BackwardGraph(module.graph, fused)
-    steps = backward.least_peak(goal)
+    steps = backward.least_peak(peak_target)
     if fused:
         steps = sums_after_compute_intensive_ops(steps)
     module.graph = _written(steps)

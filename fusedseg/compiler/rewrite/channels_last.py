@@ -31,7 +31,7 @@ from ...ops.layout import FORMATS, suggests_channels_last
 from ...ops.max_pool import pool as pools
 from ...ops.norm import graph as norms
 from .. import graph as graphs
-from ..graph import arguments_of, computed, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
+from ..graph import arguments_of, computed, is_cast, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
 from ..op_table import ANY, PASSES
 from ..plan.min_cut import ENDLESS, Flow
 from ..settings import KEEP, Settings, optional
@@ -48,7 +48,7 @@ NEED_DENSE = (norms.norm_op, pools.max_pool_op, *INSTEAD.values())
 
 
 @optional("channels_last")
-def run(graph: fx.Graph, settings: Settings) -> int:
+def lay_out(graph: fx.Graph, settings: Settings) -> int:
     """Lays a graph out as the settings say, and returns the number of ops that compute in channels_last."""
     if settings.memory_format == KEEP:
         return 0
@@ -202,14 +202,6 @@ def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return target, args, kwargs
 
 
-def _is_cast(node: fx.Node) -> bool:
-    """Whether a node copies a tensor to another dtype: in the same call it may change the format."""
-    if name_of(node) != "_to_copy":
-        return False
-    source, value = value_of(node.all_input_nodes[0]), value_of(node)
-    return source.dtype != value.dtype and source.device == value.device
-
-
 def chosen(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[fx.Node, int]) -> set[fx.Node]:
     """The ops that are to compute in channels_last, of those that can: the choice that costs least.
 
@@ -250,7 +242,7 @@ def _is_gradient_of_weight(node: fx.Node) -> bool:
 
 def _reads_any(node: fx.Node) -> bool:
     """Whether a node reads images as they lie, without a copy."""
-    return graphs.reads_size_alone(node) or row_of(node).layout == ANY or _is_cast(node)
+    return graphs.reads_size_alone(node) or row_of(node).layout == ANY or is_cast(node)
 
 
 class _Writer:
@@ -291,7 +283,7 @@ class _Writer:
         target, args, kwargs = _call(node)
         needs_dense = target in NEED_DENSE
         # A cast reads what lies otherwise too.
-        swapped = {} if _is_cast(node) else {x: self._rows_of(x, node, needs_dense) for x in images}
+        swapped = {} if is_cast(node) else {x: self._rows_of(x, node, needs_dense) for x in images}
         if weight is not None:
             # PyTorch asks the strides of the input and of the weight for the format of a convolution.
             tells = suggests_channels_last(value_of(swapped[images[-1]]))
@@ -365,7 +357,7 @@ class _Writer:
         key = source, strict
         if key not in self._in_rows:
             form = torch.empty_like(value_of(source), memory_format=FORMATS[value_of(source).dim()])
-            if not self.fused_code and _is_cast(source):
+            if not self.fused_code and is_cast(source):
                 # One call casts and lays out.
                 made = graphs.copied(self.graph, source, {}, before=reader)
                 made.kwargs = {**source.kwargs, "memory_format": FORMATS[form.dim()]}

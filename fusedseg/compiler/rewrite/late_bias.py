@@ -18,7 +18,7 @@ from ..settings import optional
 
 
 @optional("late_bias")
-def rewrite(graph: fx.Graph) -> int:
+def defer_biases(graph: fx.Graph) -> int:
     """Gives concatenations the biases of their sources, and returns the number of these convolutions."""
     biases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -17,7 +17,7 @@ from ..settings import optional
 
 
 @optional("one_channel")
-def rewrite(graph: fx.Graph) -> int:
+def view_in_channels_last(graph: fx.Graph) -> int:
     """Gives gradients of convolutions such views, and returns their number."""
     count = 0
     for node in graph.nodes:

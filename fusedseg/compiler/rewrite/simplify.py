@@ -17,17 +17,17 @@ from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, row_of,
 LABELS = ("recompute", "ac_graph_id")
 
 
-def run(module: fx.GraphModule) -> None:
+def simplify(module: fx.GraphModule) -> None:
     """Simplifies a joint graph."""
     parts = _torch.compiler_parts()
     if parts.config.cse:
         module.graph = parts.fx_graph_cse(module.graph)
-        part(module.graph)
-    rewrite(module.graph)
+        split_shared_calls(module.graph)
+    remove_copies(module.graph)
     forget_running(module.graph)
 
 
-def rewrite(graph: fx.Graph) -> int:
+def remove_copies(graph: fx.Graph) -> int:
     """Replaces each such copy by what it copies, and returns their number.
 
     What the graph returns stays apart from its arguments and from all else that it returns.
@@ -56,7 +56,7 @@ def rewrite(graph: fx.Graph) -> int:
     return count
 
 
-def part(graph: fx.Graph) -> int:
+def split_shared_calls(graph: fx.Graph) -> int:
     """Parts calls that the compiler has made one call of although their results must stay apart; returns their number.
 
     It leaves apart what the graph returns.  So the one call has a result twice, in one memory: an op would write over

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ...ops.conv.reference import SLAB_BYTES
+from ...ops.conv.convolutions import SLAB_BYTES
 from ...ops.upsample import interpolate_backward_op, interpolate_op
 from ..graph import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, number_of, op_of, value_of
 
@@ -29,7 +29,7 @@ INTERPOLATE, ITS_BACKWARD = interpolate_op, interpolate_backward_op
 MOST_RANGES = 4
 
 
-def rewrite(graph: fx.Graph) -> int:
+def split_backward(graph: fx.Graph) -> int:
     """Splits every such backward, and returns their number."""
     found = [node for node in graph.nodes if name_of(node) == "convolution_backward"]
     joined = {node for node in found if name_of(node.args[1]) == "cat" and _is_plain(node)}

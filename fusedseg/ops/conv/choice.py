@@ -2,14 +2,14 @@
 
 ``"auto"`` takes the vendor's convolution, followed by our statistics kernel, unless Triton's kernel is known to be
 faster.  ``could_win`` is the rule for shapes in which it can be faster; for these ``choose`` measures both once, at the
-first call of a kind of convolution (see ``Key``).  It compares their results, and takes Triton's kernel if they agree
+first call of a kind of convolution (see ``Kind``).  It compares their results, and takes Triton's kernel if they agree
 and it needs at most ``MARGIN`` of the vendor's time.  This first call waits for the device, compiles Triton's kernel,
 runs some thirty forwards, and needs the memory of one more output.  The vendor's convolution is taken without a
 measurement while a CUDA graph is captured.  It is also taken if results must be the same in each run (``must_repeat``),
 because a choice by time differs between runs, and if a measurement fails, which a warning says.
 
-For 3x3x3 taps of few channels the vendor has a second rival, the kernel of ``conv3d.py``.  It is measured in the same
-way (``recorded``), and where it is faster, it takes part here in the vendor's place.
+Other ops measure in the same way (``is_faster``): for 3x3x3 taps of few channels the vendor has a second rival, the
+kernel of ``conv3d.py``, which takes part here in the vendor's place where it is faster.
 """
 
 import functools
@@ -46,22 +46,22 @@ MOST_RECORDS = 64
 Results = Tensor | tuple[Tensor, ...]
 
 
-class Key(NamedTuple):
-    """The kind of a convolution.  Convolutions with equal keys share a measurement.
+class Unserved(Exception):
+    """Raised by what may take the place of other ops if it does not compute a call, which is no failure."""
 
-    The number of output positions is rounded up to the next power of two.
+
+class Kind(NamedTuple):
+    """The kind of a call.  Calls of equal kinds share a measurement.
+
+    what: the op.
+    benchmark: a setting of the user for the vendor's library.
+    of: all else that the times depend on, by its names.
     """
 
+    what: str
     device: str
-    dtype: torch.dtype
-    training: bool
-    channels_last: bool
-    weight: tuple[int, ...]
-    geometry: Geometry
-    log2_positions: int
-    # Settings of the user for the vendor's library.
-    tf32: bool
     benchmark: bool
+    of: tuple[tuple[str, Hashable], ...]
 
 
 class Record(NamedTuple):
@@ -77,8 +77,7 @@ class Record(NamedTuple):
         return "triton" if self.agree and self.triton <= MARGIN * self.aten else "aten"
 
 
-# By ``Key``, or by the kinds of other ops.
-_records: dict[Hashable, Record] = {}
+_records: dict[Kind, Record] = {}
 
 
 def tf32_allowed() -> bool:
@@ -148,18 +147,27 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def key_of(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -> Key:
-    layout, shape = layout_of(x), geometry.output_shape(x.shape, w.shape)
-    return Key(
-        device=device_name(x.device),
+def kind_of(what: str, x: Tensor, **of: Hashable) -> Kind:
+    return Kind(what, device_name(x.device), torch.backends.cudnn.benchmark, tuple(of.items()))
+
+
+def log2_positions(shape: torch.Size) -> int:
+    """The number of positions of an image, as a power of two that is not below it."""
+    return math.ceil(math.log2(shape.numel() // shape[1]))
+
+
+def kind_of_conv_abn(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -> Kind:
+    layout = layout_of(x)
+    return kind_of(
+        "conv_abn",
+        x,
         dtype=x.dtype,
         training=training,
         channels_last=layout is not None and layout.rows,
         weight=tuple(w.shape),
         geometry=geometry,
-        log2_positions=math.ceil(math.log2(shape.numel() // shape[1])),
+        log2_positions=log2_positions(geometry.output_shape(x.shape, w.shape)),
         tf32=takes_tf32(x),
-        benchmark=torch.backends.cudnn.benchmark,
     )
 
 
@@ -190,8 +198,8 @@ def choose(
             raise RuntimeError(f"{op}: conv_backend is 'triton', but {reason}")
     elif not could_win(x, w, geometry) or must_repeat() or unfit(x, positions):
         return "aten"
-    key = key_of(x, w, geometry, training)
-    record = recorded(key, x, forward)
+    kind = kind_of_conv_abn(x, w, geometry, training)
+    record = recorded(kind, x, forward)
     if record is None:
         return "triton" if conv_backend == "triton" else "aten"
     if conv_backend == "auto":
@@ -199,23 +207,34 @@ def choose(
     if not record.agree:
         raise RuntimeError(
             f"{op}: conv_backend is 'triton', but on this device its result differs from the vendor's by a relative "
-            f"{record.difference:.1e}, for {key}; please report it, and use 'auto' or 'aten'"
+            f"{record.difference:.1e}, for {kind}; please report it, and use 'auto' or 'aten'"
         )
     return "triton"
 
 
-def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Results]) -> Record | None:
+def is_faster(what: str, x: Tensor, run: Callable[[str], Results], **of: Hashable) -> bool:
+    """Whether what may take the place of other ops is right and faster for such a call (``recorded``).
+
+    It is not taken where results must be the same in each run.
+    """
+    if must_repeat():
+        return False
+    record = recorded(kind_of(what, x, **of), x, run)
+    return record is not None and record.choice == "triton"
+
+
+def recorded(kind: Kind, x: Tensor, run: Callable[[str], Results]) -> Record | None:
     """The measurement of a kind of call, which is made at its first call; ``run`` computes it by "triton" or "aten".
 
     "aten" stands for the ops that run without a choice, and "triton" for what may take their place.
 
     It is None if nothing can be measured now: on a CPU, while a CUDA graph is captured, or if the result is not finite.
-    Nothing more is measured either when there are ``MOST_RECORDS`` of such kinds.
+    Nothing more is measured either when there are ``MOST_RECORDS`` of an op.
     """
     record = _records.get(kind)
     if record is not None or not x.is_cuda:
         return record
-    if sum(isinstance(known, type(kind)) for known in _records) >= MOST_RECORDS:
+    if sum(known.what == kind.what for known in _records) >= MOST_RECORDS:
         return None
     if is_listed(x):
         # A measurement launches the kernel.
@@ -233,10 +252,12 @@ def recorded(kind: Hashable, x: Tensor, run: Callable[[str], Results]) -> Record
     return record
 
 
-def _measured(kind: Hashable, dtype: torch.dtype, run: Callable[[str], Results]) -> Record:
+def _measured(kind: Kind, dtype: torch.dtype, run: Callable[[str], Results]) -> Record:
     """``measure`` on the current device.  Where it fails, the vendor's convolution is the faster one."""
     try:
         return measure(dtype, run, cuda_seconds)
+    except Unserved:
+        return Record(math.inf, 0.0, 0.0, agree=True)
     # Triton's errors have no common class, and a measurement needs more memory than a step.
     except Exception as error:
         text = " ".join(str(error).split())[:300]

@@ -1,18 +1,17 @@
 """The convolution of 3x3x3 taps for few channels: by a Triton kernel (``kernels/conv3d.py``) where that is faster.
 
 ``convolution`` and ``convolution_backward`` have the arguments of aten's ops, for graphs of the compiler and for the
-convolutions of sources (``reference.py``).  They are for code without autograd.  The kernel computes the convolution
+convolutions of sources (``convolutions.py``).  They are for code without autograd.  The kernel computes the convolution
 and the gradient of its input.  The gradient of the weight is always the vendor's.
 
 The kernel takes the vendor's place if ``Arguments.served`` allows it, and if a measurement at the first call of a kind
-of convolution found it faster (``choice.py``; the kind is ``Kind``).  The vendor computes until such a measurement can
+of convolution found it faster (``choice.py``).  The vendor computes until such a measurement can
 be made, so while a CUDA graph is captured.  It also computes if results must be the same in each run.
 
 Sums are fp32 in a fixed order, and the result is rounded once.  A bias is added before that, where the vendor rounds
 twice.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,23 +36,6 @@ LEAST_CHANNELS, MOST_CHANNELS, STEP_CHANNELS = 16, 64, 16
 MOST_SAMPLES = 2**16 - 1
 ONES = (1, 1, 1)
 CHANNELS_LAST = torch.channels_last_3d
-
-
-class Kind(NamedTuple):
-    """The kind of a call.  Calls of equal kinds share a measurement.
-
-    The number of positions is rounded up to the next power of two.
-    """
-
-    what: str
-    device: str
-    dtype: torch.dtype
-    log2_positions: int
-    in_channels: int
-    out_channels: int
-    has_bias: bool
-    # A setting of the user for the vendor's library.
-    benchmark: bool
 
 
 class Arguments(NamedTuple):
@@ -162,20 +144,8 @@ def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 def _is_faster(what: str, x: Tensor, weight: Tensor, has_bias: bool, run: Callable[[str], Tensor]) -> bool:
     """Whether the kernel is right and faster for such a call.  ``run`` computes it by "triton" or "aten"."""
-    if choice.must_repeat():
-        return False
-    kind = Kind(
-        what=what,
-        device=choice.device_name(x.device),
-        dtype=x.dtype,
-        log2_positions=math.ceil(math.log2(x.numel() // x.shape[1])),
-        in_channels=x.shape[1],
-        out_channels=weight.shape[1 if what == "input gradient" else 0],
-        has_bias=has_bias,
-        benchmark=torch.backends.cudnn.benchmark,
-    )
-    record = choice.recorded(kind, x, run)
-    return record is not None and record.choice == "triton"
+    positions, channels = choice.log2_positions(x.shape), tuple(weight.shape[:2])
+    return choice.is_faster(what, x, run, dtype=x.dtype, log2_positions=positions, channels=channels, has_bias=has_bias)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
@@ -185,7 +155,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> 
         def run(backend: str) -> Tensor:
             return (forward if backend == "triton" else reference_forward)(x, weight, bias)
 
-        if _is_faster("forward", x, weight, bias is not None, run):
+        if _is_faster("conv3d", x, weight, bias is not None, run):
             return forward(x, weight, bias)
     return torch.convolution(x, weight, bias, *given)
 
@@ -204,7 +174,7 @@ def convolution_backward(
         def run(backend: str) -> Tensor:
             return (input_gradient if backend == "triton" else reference_input_gradient)(dy, weight)
 
-        if _is_faster("input gradient", dy, weight, False, run):
+        if _is_faster("conv3d input gradient", dy, weight, False, run):
             dw = dbias = None
             if any(need_others):
                 _, dw, dbias = aten.convolution_backward(dy, x, weight, bias_sizes, *shared, [False, *need_others])

@@ -25,15 +25,15 @@ from ..._backend import launching
 from .. import unfused
 from ..layout import dense, layout_of
 from ..norm import eager as norm_op
+from ..norm.aten_norms import activate
 from ..norm.call import Norm, Operands, Statistics, adjacent, on_adjacent
 from ..norm.checks import check_norm
 from ..norm.kept import Kept
-from ..norm.reference import activate
 from ..registry import Result, family
 from ..self_test.cases import EPS, FORMATS, MOMENTUM, SLOPE, image, parameters, stock
 from . import choice, join_conv
+from .convolutions import convolve_sources, stock_convolution
 from .geometry import output_format
-from .reference import convolve_sources, stock_convolution
 from .sources import Convolution, concatenated, is_tensor, shape_of, tensors_of
 
 OP = "fusedseg.conv_abn"

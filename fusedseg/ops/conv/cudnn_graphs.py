@@ -9,8 +9,8 @@ rounds scale and bias to fp16 there.
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._backend import launching
 from ..layout import FORMATS
 from . import choice
-from .norm_conv import SLOPES, VENDORS, Before, NormConv, NormConvGradient, Window, each
+from .norm_conv import SLOPES, VENDORS, NormConv, each
 
 MOST_PLANS = 4
 # The tensors that a graph writes: y or g, and the sums.
@@ -45,20 +45,15 @@ def _handle(device: torch.device) -> Any:
         return _package().create_handle()
 
 
-class Spec(NamedTuple):
-    """What a graph computes, beside the tensors that it has.
-
-    slope: the slope of the activation below 0, which is 1 for none.
-    """
-
-    what: str
-    slope: float
-    window: tuple[tuple[int, ...], ...]
-
-
-def _window(spec: Spec) -> dict[str, Any]:
-    stride, padding, dilation = map(list, spec.window)
+def _window(call: NormConv) -> dict[str, Any]:
+    stride, padding, dilation = map(list, call.geometry[:3])
     return {"stride": stride, "padding": padding, "dilation": dilation}
+
+
+def _slope(call: NormConv) -> float:
+    """The slope of the activation below 0, which is 1 for none."""
+    act = call.norm.act
+    return SLOPES[act.name](act.param)
 
 
 class Graph:
@@ -94,14 +89,14 @@ class Graph:
         return centred, self.do(self.of.add, a=y, b=t["bias"]) if "bias" in t else y
 
 
-def _forward(g: Graph, t: Tensors, spec: Spec) -> Tensors:
-    image = t["x"]
+def _forward(g: Graph, t: Tensors, call: NormConv) -> Tensors:
+    image, slope = t["x"], _slope(call)
     if "mean" in t:
         _, image = g.normed(t)
-        if spec.slope != 1:
-            image = g.do(g.of.relu, input=image, negative_slope=spec.slope)
+        if slope != 1:
+            image = g.do(g.of.relu, input=image, negative_slope=slope)
         image.set_data_type(g.io)
-    y = g.do(g.of.conv_fprop, image=image, weight=t["weight"], **_window(spec))
+    y = g.do(g.of.conv_fprop, image=image, weight=t["weight"], **_window(call))
     if "conv_bias" in t:
         y = g.do(g.of.add, a=y, b=t["conv_bias"])
     if "sum" not in t:
@@ -110,27 +105,24 @@ def _forward(g: Graph, t: Tensors, spec: Spec) -> Tensors:
     return {"y": y, **g.sums(d, d)}
 
 
-def _input_gradient(g: Graph, t: Tensors, spec: Spec) -> Tensors:
-    dz = g.do(g.of.conv_dgrad, loss=t["dy"], filter=t["weight"], **_window(spec))
+def _input_gradient(g: Graph, t: Tensors, call: NormConv) -> Tensors:
+    dz, slope = g.do(g.of.conv_dgrad, loss=t["dy"], filter=t["weight"], **_window(call)), _slope(call)
     # With a stride of 2 the size of the input does not follow from that of dy.
     dz.set_dim(t["x"].get_dim()).set_stride(t["x"].get_stride())
     centred, y = g.normed(t)
-    if spec.slope != 1:
-        dz = g.do(g.of.leaky_relu_backward, loss=dz, input=y, negative_slope=spec.slope)
+    if slope != 1:
+        dz = g.do(g.of.leaky_relu_backward, loss=dz, input=y, negative_slope=slope)
     return {"y": dz, **g.sums(dz, centred)}
 
 
-GRAPHS: dict[str, Callable[[Graph, Tensors, Spec], Tensors]] = {"forward": _forward, "input gradient": _input_gradient}
-
-
-def planned(spec: Spec, given: Mapping[str, Tensor], at: Mapping[str, Any]) -> tuple[Graph, Tensors]:
+def planned(call: NormConv, given: Mapping[str, Tensor], at: Mapping[str, Any]) -> tuple[Graph, Tensors]:
     """A graph with plans, and its tensors; raises an error of the package if cuDNN proposes none.
 
     ``given`` are tensors of the shapes, strides and dtypes, with those that are written: "y", "sum" and "products".
     """
     graph = Graph(given["x"].dtype, at)
     t = {name: None if name in OUTPUTS else graph.input(name, like) for name, like in given.items()}
-    made = GRAPHS[spec.what](graph, t, spec)
+    made = (_forward if call.dy is None else _input_gradient)(graph, t, call)
     for name, tensor in made.items():
         graph.output(tensor, given[name])
     graph.of.validate()
@@ -141,12 +133,17 @@ def planned(spec: Spec, given: Mapping[str, Tensor], at: Mapping[str, Any]) -> t
 
 
 class _Built:
-    """A graph with the plan that took the least time."""
+    """A graph with the plan that took the least time; raises ``choice.Unserved`` if cuDNN proposes none."""
 
-    def __init__(self, spec: Spec, given: Mapping[str, Tensor]) -> None:
-        device = given["x"].device
-        self.handle = _handle(device)
-        self.graph, self.tensors = planned(spec, given, {"handle": self.handle})
+    def __init__(self, call: NormConv, given: Mapping[str, Tensor]) -> None:
+        if not is_installed():
+            raise choice.Unserved
+        self.handle = _handle(given["x"].device)
+        try:
+            self.graph, self.tensors = planned(call, given, {"handle": self.handle})
+        # cuDNN refuses graphs by errors of several classes.
+        except Exception as error:
+            raise choice.Unserved from error
         times, problem = {}, None
         for plan in range(min(MOST_PLANS, self.graph.of.get_execution_plan_count())):
             try:
@@ -173,76 +170,47 @@ class _Built:
 _built: dict[Any, _Built] = {}
 
 
-def _run(spec: Spec, given: Mapping[str, Tensor]) -> None:
-    key = spec, given["x"].device, tuple((name, t.dtype, t.shape, t.stride()) for name, t in given.items())
-    if key not in _built:
-        _built[key] = _Built(spec, given)
-    _built[key](given)
-
-
-def _vectors(before: Before, norm: Any) -> dict[str, Tensor]:
+def _vectors(call: NormConv) -> dict[str, Tensor]:
     """The mean, scale and bias of a norm in fp32."""
-    x, weight, bias, mean, rstd, _ = before
+    x, weight, bias, mean, rstd = call[:5]
     if mean is None:
         return {}
     scale = rstd if weight is None else (rstd.view(-1, x.shape[1]) * weight).flatten()
     vectors = {"mean": mean, "scale": scale, "bias": bias}
-    return {name: each(v.float(), x, norm) for name, v in vectors.items() if v is not None}
+    return {name: each(v.float(), x, call.norm) for name, v in vectors.items() if v is not None}
 
 
-def tensors_of(call: NormConv | NormConvGradient) -> tuple[Spec, dict[str, Tensor], Tensor | None]:
-    """What a graph computes, its tensors, and the memory of its sums."""
-    before, norm, fmt = call.before, call.norm, FORMATS[call.before.x.dim()]
-    x, weight = before.x, before.conv_weight.contiguous(memory_format=fmt)
-    given = {"x": x, "weight": weight, **_vectors(before, norm)}
-    sums, of_sums = None, None
-    if isinstance(call, NormConv):
-        what, of_sums = "forward", call.after
-        y = torch.empty(_shape(x, weight, call.window), dtype=x.dtype, device=x.device, memory_format=fmt)
+def tensors_of(call: NormConv) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors of a graph, and the memory of its sums."""
+    x, fmt = call.x, FORMATS[call.x.dim()]
+    weight = call.conv_weight.contiguous(memory_format=fmt)
+    given, sums = {"x": x, "weight": weight, **_vectors(call)}, None
+    if call.dy is None:
+        shape, of_sums = call.geometry.output_shape(x.shape, weight.shape), call.after
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=fmt)
         if call.conv_bias is not None:
             given["conv_bias"] = call.conv_bias.view(1, -1, *[1] * (x.dim() - 2))
         if call.running_mean is not None and of_sums is not None:
             given["shift"] = each(call.running_mean.float(), y, of_sums)
     else:
-        what, y, of_sums = "input gradient", torch.empty_like(x), norm
+        y, of_sums = torch.empty_like(x), call.norm
         given["dy"] = call.dy.contiguous(memory_format=fmt)
     given["y"] = y
     if of_sums is not None:
         sums = torch.empty(2, of_sums.over.count(y), dtype=torch.float32, device=x.device)
         given |= {"sum": each(sums[0], y, of_sums), "products": each(sums[1], y, of_sums)}
-    slope = SLOPES[norm.act.name](norm.act.param)
-    return Spec(what, slope, tuple(map(tuple, call.window))), given, sums
+    return given, sums
 
 
-def _shape(x: Tensor, weight: Tensor, window: Window) -> Sequence[int]:
-    places = zip(x.shape[2:], weight.shape[2:], *window, strict=True)
-    return x.shape[0], weight.shape[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in places)
+def compute(call: NormConv) -> tuple[Tensor, Tensor | None]:
+    """``norm_conv.Kernels`` by cuDNN."""
+    given, sums = tensors_of(call)
+    forms = tuple((name, t.dtype, t.shape, t.stride()) for name, t in given.items())
+    key = call.norm.act, call.geometry, call.dy is None, call.x.device, forms
+    if key not in _built:
+        _built[key] = _Built(call, given)
+    _built[key](given)
+    return given["y"], sums
 
 
-class _Cudnn:
-    """``Kernels`` by cuDNN."""
-
-    def serves(self, call: NormConv | NormConvGradient) -> bool:
-        if not is_installed():
-            return False
-        spec, given, _ = tensors_of(call)
-        try:
-            planned(spec, given, {"handle": _handle(call.before.x.device)})
-        # cuDNN refuses graphs by errors of several classes.
-        except Exception:
-            return False
-        return True
-
-    def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
-        spec, given, sums = tensors_of(call)
-        _run(spec, given)
-        return given["y"], sums
-
-    def input_gradient(self, call: NormConvGradient) -> tuple[Tensor, Tensor]:
-        spec, given, sums = tensors_of(call)
-        _run(spec, given)
-        assert sums is not None
-        return given["y"], sums
-
-
-VENDORS.append(_Cudnn())
+VENDORS.append(compute)

@@ -1,7 +1,7 @@
 """The geometry of a convolution: its arguments, their checks, and the shape and memory format of the result."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class Geometry(NamedTuple):
             for n, k, s, p, d in zip(x[2:], w[2:], self.stride, self.padding, self.dilation, strict=True)
         ]
         return torch.Size([x[0], w[0], *size])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What aten's convolution takes behind the tensors, and its gradient behind the sizes of the bias too."""
+        return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
 
 
 class RawGeometry(NamedTuple):

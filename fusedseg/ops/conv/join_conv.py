@@ -9,8 +9,8 @@ from torch import Tensor
 from .. import unfused
 from ..check import check_tangents
 from ..double_backward import differentiated_once
+from .convolutions import convolve_sources, convolve_sources_backward, stock_convolution
 from .geometry import RawGeometry, check_convolution
-from .reference import convolve_sources, convolve_sources_backward, stock_convolution
 from .sources import (
     Convolution,
     Source,

@@ -11,7 +11,7 @@ and its gradient ``fusedseg::norm_conv_backward``, over the m values of a statis
     dx = weight * rstd * (g - s1 / m - (x - mean) * rstd * s2 / m)      dweight = sum(s2)      dbias = sum(s1)
 
 Kept for backward: x, mean and rstd; z is never written in forward.  A vendor's kernel computes y from x with the sums
-of y - shift and of its square, or g with its two sums (``Kernels``; ``cudnn_graphs.py`` has cuDNN's).  ``MEANING`` is
+of y - shift and of its square, or g with its two sums (``Kernels``; ``cudnn_graphs.py`` has cuDNN's).  ``meaning`` is
 the same in PyTorch's ops, which stand for the kernels on a CPU.
 
 The statistics are shift + sum / m and squares / m - (sum / m)^2, where the shift is the running mean, or 0 for a norm
@@ -23,8 +23,7 @@ right and faster (``choice.py``).  All other calls run the three ops that stand 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +36,9 @@ from ..layout import FORMATS, dense, is_rows
 from ..norm import passes, triton
 from ..norm.call import Norm, Operands, OutputGradient, Statistics, move_running, stats_dtype
 from ..norm.statistic import BATCH, INSTANCE
-from ..registry import graph_op, serve
+from ..registry import graph_op, serve, whole
 from . import choice, conv3d
+from .geometry import Geometry
 
 aten = torch.ops.aten
 # The activations that the kernels compute, which are linear on both sides of 0.
@@ -49,32 +49,31 @@ SLOPES: dict[str, Callable[[float], float]] = {
 FAR = 64.0
 # Kernels load 16 bytes of adjacent channels.
 STEP_CHANNELS = 8
-_WINDOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation"
-_BEFORE = "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, Tensor conv_weight"
-_ACT = "str activation, float activation_param, bool of_samples"
-ARGUMENTS = (
-    f"{_BEFORE}, Tensor? conv_bias, Tensor? running_mean, Tensor? running_var, {_ACT}, {_WINDOW}, "
-    "bool finds, float eps, float momentum, bool finds_of_samples"
+# The arguments that the op and its gradient share, and their number.
+_SHARED = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, Tensor conv_weight, str activation, "
+    "float activation_param, bool of_samples, SymInt[] stride, SymInt[] padding, SymInt[] dilation"
 )
-_OF_GRADIENT = f"Tensor dy, {_BEFORE}, {_ACT}, {_WINDOW}, bool affine, bool of_weight, bool of_conv_bias"
+_SHARED_COUNT = 12
+ARGUMENTS = (
+    f"{_SHARED}, Tensor? conv_bias, Tensor? running_mean, Tensor? running_var, bool finds, float eps, "
+    "float momentum, bool finds_of_samples"
+)
+_OF_GRADIENT = f"Tensor dy, {_SHARED}, bool affine, bool of_weight, bool of_conv_bias"
 # The place of the running mean among the arguments.
-RUNNING_MEAN = 7
+RUNNING_MEAN = 13
 
 
-class Window(NamedTuple):
-    """The geometry of a convolution without groups."""
+class NormConv(NamedTuple):
+    """The arguments of the op, or of its gradient: tensors, or in a graph the nodes of tensors.
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-
-    @property
-    def arguments(self) -> conv3d.Arguments:
-        return conv3d.Arguments(*self, False, [0] * len(self.stride), 1)
-
-
-class Before(NamedTuple):
-    """The norm before a convolution, and the weight of the convolution; there is no norm if ``mean`` is None."""
+    x, weight, bias, mean, rstd, norm: of the norm before; there is none if ``mean`` is None.
+    geometry: of the convolution, which has no groups.
+    conv_bias, running_mean, running_var, after: of the op alone.  ``after`` has eps, momentum and the statistic of the
+        norm behind; None if nothing is found.
+    dy, wanted: of the gradient alone.  ``wanted`` says whether the gradients of the norm's parameters, of the weight
+        and of the bias of the convolution are asked for; that of x always is.
+    """
 
     x: Any
     weight: Any
@@ -82,87 +81,60 @@ class Before(NamedTuple):
     mean: Any
     rstd: Any
     conv_weight: Any
+    norm: Norm
+    geometry: Geometry
+    conv_bias: Any = None
+    running_mean: Any = None
+    running_var: Any = None
+    after: Norm | None = None
+    dy: Any = None
+    wanted: tuple[bool, bool, bool] = (False, False, False)
 
     @classmethod
-    def on_dense(cls, x: Tensor, *others: Any) -> "Before":
-        return cls(dense(x)[0], *others)
-
-    def z(self, norm: Norm) -> Tensor:
-        """What the convolution reads."""
-        if self.mean is None:
-            return self.x
-        return passes.recompute(Operands(self.x, self.weight, self.bias), Statistics(self.mean, self.rstd), norm)
-
-
-class NormConv(NamedTuple):
-    """The arguments of the op: tensors, or in a graph the nodes of tensors, from which ``arguments`` are written.
-
-    norm: of the norm before, its activation and its statistic.
-    after: of the norm behind, eps, momentum and its statistic; None if nothing is found.
-    """
-
-    before: Before
-    conv_bias: Any
-    running_mean: Any
-    running_var: Any
-    norm: Norm
-    window: Window
-    after: Norm | None
+    def _of_shared(cls, call: Sequence[Any], **more: Any) -> "NormConv":
+        x, *vectors, conv_weight = call[:6]
+        stride, padding, dilation = map(tuple, call[9:_SHARED_COUNT])
+        geometry = Geometry(stride, padding, dilation, groups=1)
+        return cls(dense(x)[0], *vectors, conv_weight, norm_of(*call[6:9]), geometry, **more)
 
     @classmethod
     def of_arguments(cls, call: Sequence[Any]) -> "NormConv":
-        conv_bias, *running = call[6:9]
-        finds, eps, momentum, of_samples = call[15:]
+        conv_bias, mean, var, finds, eps, momentum, of_samples = call[_SHARED_COUNT:]
         after = norm_of("identity", 0.0, of_samples, eps, momentum) if finds else None
-        norm, window = norm_of(*call[9:12]), Window(*call[12:15])
-        return cls._make([Before.on_dense(*call[:6]), conv_bias, *running, norm, window, after])
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        before, *others, norm, window, after = self
-        found = (False, 0.0, 0.0, False) if after is None else (True, after.eps, after.momentum, after.over.of_samples)
-        return *before, *others, *norm.act, norm.over.of_samples, *map(list, window), *found
-
-
-class NormConvGradient(NamedTuple):
-    """The arguments of the gradient; ``affine``, ``of_weight`` and ``of_conv_bias`` say which others are wanted."""
-
-    dy: Any
-    before: Before
-    norm: Norm
-    window: Window
-    affine: bool
-    of_weight: bool
-    of_conv_bias: bool
+        return cls._of_shared(call, conv_bias=conv_bias, running_mean=mean, running_var=var, after=after)
 
     @classmethod
-    def of_arguments(cls, call: Sequence[Any]) -> "NormConvGradient":
-        return cls(call[0], Before.on_dense(*call[1:7]), norm_of(*call[7:10]), Window(*call[10:13]), *call[13:])
+    def of_gradient(cls, call: Sequence[Any]) -> "NormConv":
+        dy, *shared = call
+        return cls._of_shared(shared, dy=dy, wanted=tuple(shared[_SHARED_COUNT:]))
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        dy, before, norm, window, *wanted = self
-        return dy, *before, *norm.act, norm.over.of_samples, *map(list, window), *wanted
+        norm, after = self.norm, self.after
+        shared = *self[:6], *norm.act, norm.over.of_samples, *map(list, self.geometry[:3])
+        if self.dy is not None:
+            return self.dy, *shared, *self.wanted
+        found = (False, 0.0, 0.0, False) if after is None else (True, after.eps, after.momentum, after.over.of_samples)
+        return *shared, self.conv_bias, self.running_mean, self.running_var, *found
+
+    def z(self) -> Tensor:
+        """What the convolution reads."""
+        if self.mean is None:
+            return self.x
+        given, statistics = Operands(self.x, self.weight, self.bias), Statistics(self.mean, self.rstd)
+        return passes.recompute(given, statistics, self.norm)
 
 
 def norm_of(name: str, param: float, of_samples: bool, eps: float = 0.0, momentum: float = 0.0) -> Norm:
     return Norm("input", Activation(name, param), eps, momentum, over=INSTANCE if of_samples else BATCH)
 
 
-class Kernels(Protocol):
-    """The kernels of a vendor, or PyTorch's ops.  Sums are (2, values of a statistic), in the dtype of statistics."""
-
-    def serves(self, call: "NormConv | NormConvGradient") -> bool:
-        """Whether there are kernels for a call, which may take seconds to find out."""
-        ...
-
-    def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
-        """y, and the sums of y - shift and of its square if ``call.after`` is given."""
-        ...
-
-    def input_gradient(self, call: NormConvGradient) -> tuple[Tensor, Tensor]:
-        """g, and the sums of g and of g * (x - mean)."""
-        ...
+# Kernels of a vendor, or PyTorch's ops: y, and the sums of y - shift and of its square if ``after`` is given; of the
+# gradient g, and the sums of g and of g * (x - mean).  Sums are (2, values of a statistic), in the dtype of statistics.
+# Raises ``choice.Unserved`` for a call for which there are no kernels.
+Kernels = Callable[[NormConv], tuple[Tensor, Tensor | None]]
+# The kernels of a GPU, which their file puts here.
+VENDORS: list[Kernels] = []
 
 
 def each(v: Tensor, x: Tensor, norm: Norm) -> Tensor:
@@ -176,50 +148,42 @@ def _sums(v: Tensor, also: Tensor, norm: Norm) -> Tensor:
     return torch.stack([v.sum(over).flatten(), (v * also).sum(over).flatten()])
 
 
-class _Meaning:
+def meaning(call: NormConv) -> tuple[Tensor, Tensor | None]:
     """``Kernels`` in PyTorch's ops."""
-
-    def serves(self, call: NormConv | NormConvGradient) -> bool:
-        return True
-
-    def forward(self, call: NormConv) -> tuple[Tensor, Tensor | None]:
-        weight, window = call.before.conv_weight, call.window
-        y = torch.convolution(call.before.z(call.norm), weight, call.conv_bias, *window.arguments)
-        if call.after is None:
-            return y, None
-        d = y.to(stats_dtype(y))
-        d = d if call.running_mean is None else d - each(call.running_mean, y, call.after)
-        return y, _sums(d, d, call.after)
-
-    def input_gradient(self, call: NormConvGradient) -> tuple[Tensor, Tensor]:
-        x, weight, bias, mean, rstd, _ = call.before
-        wide, act = stats_dtype(x), call.norm.act
-        centred = x.to(wide) - each(mean, x, call.norm)
-        scale = rstd if weight is None else rstd.view(-1, x.shape[1]) * weight
-        normed = centred * each(scale.flatten(), x, call.norm)
-        normed = normed if bias is None else normed + each(bias, x, call.norm)
-        g = TABLE[act.name].grad(_input_gradient(call).to(wide), normed, act.param, normed)
-        assert isinstance(g, Tensor)
-        return g.to(x.dtype), _sums(g, centred, call.norm)
+    if call.dy is not None:
+        return _meaning_of_gradient(call)
+    y = torch.convolution(call.z(), call.conv_weight, call.conv_bias, *call.geometry.arguments)
+    if call.after is None:
+        return y, None
+    d = y.to(stats_dtype(y))
+    d = d if call.running_mean is None else d - each(call.running_mean, y, call.after)
+    return y, _sums(d, d, call.after)
 
 
-MEANING = _Meaning()
-# The kernels of a GPU, which their file puts here.
-VENDORS: list[Kernels] = []
+def _meaning_of_gradient(call: NormConv) -> tuple[Tensor, Tensor]:
+    x, weight, bias, mean, rstd = call[:5]
+    wide, act = stats_dtype(x), call.norm.act
+    centred = x.to(wide) - each(mean, x, call.norm)
+    scale = rstd if weight is None else rstd.view(-1, x.shape[1]) * weight
+    normed = centred * each(scale.flatten(), x, call.norm)
+    normed = normed if bias is None else normed + each(bias, x, call.norm)
+    g = TABLE[act.name].grad(_input_gradient(call).to(wide), normed, act.param, normed)
+    assert isinstance(g, Tensor)
+    return g.to(x.dtype), _sums(g, centred, call.norm)
 
 
-def _input_gradient(call: NormConvGradient) -> Tensor:
+def _input_gradient(call: NormConv) -> Tensor:
     # Of x it reads the shape and the strides.
-    given = call.dy, call.before.x, call.before.conv_weight, None, *call.window.arguments, [True, False, False]
+    given = call.dy, call.x, call.conv_weight, None, *call.geometry.arguments, [True, False, False]
     dz, _, _ = conv3d.convolution_backward(*given)
     assert dz is not None
     return dz
 
 
-def _parameter_gradients(call: NormConvGradient, z: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _parameter_gradients(call: NormConv, z: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the weight and the bias of the convolution."""
-    w, mask = call.before.conv_weight, [False, call.of_weight, call.of_conv_bias]
-    _, *found = aten.convolution_backward(call.dy, z, w, [w.shape[0]], *call.window.arguments, mask)
+    w, (_, *mask) = call.conv_weight, call.wanted
+    _, *found = aten.convolution_backward(call.dy, z, w, [w.shape[0]], *call.geometry.arguments, [False, *mask])
     return tuple(found)
 
 
@@ -252,14 +216,13 @@ def _statistics(y: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | No
     return torch.cat([mean for mean, _ in found]), torch.cat([rstd for _, rstd in found])
 
 
-def _forward(call: NormConv, kernels: Kernels | None, moving: bool) -> tuple[Tensor | None, ...]:
+def _forward(call: NormConv, kernels: Kernels | None, moving: bool = False) -> tuple[Tensor | None, ...]:
     """The results by these kernels, or by the ops of a graph without them."""
     after, sums = call.after, None
     if kernels is None:
-        z = call.before.z(call.norm)
-        y = conv3d.convolution(z, call.before.conv_weight, call.conv_bias, *call.window.arguments)
+        y = conv3d.convolution(call.z(), call.conv_weight, call.conv_bias, *call.geometry.arguments)
     else:
-        y, sums = kernels.forward(call)
+        y, sums = kernels(call)
     if after is None:
         return y, *(None,) * 4
     mean, var = (v if v is None or moving else v.clone() for v in (call.running_mean, call.running_var))
@@ -267,84 +230,51 @@ def _forward(call: NormConv, kernels: Kernels | None, moving: bool) -> tuple[Ten
     return y, *found, *((None, None) if moving else (mean, var))
 
 
-def _backward(call: NormConvGradient, kernels: Kernels | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mean, rstd, _ = call.before
-    norm = call.norm
+def _backward(call: NormConv, kernels: Kernels | None) -> tuple[Tensor | None, ...]:
+    (x, weight, bias, mean, rstd), norm, (affine, *others) = call[:5], call.norm, call.wanted
     of_parameters: tuple[Tensor | None, Tensor | None] = (None, None)
-    if call.of_weight or call.of_conv_bias:
+    if any(others):
         # z is gone before dz is allocated.
-        of_parameters = _parameter_gradients(call, call.before.z(norm))
+        of_parameters = _parameter_gradients(call, call.z())
     given_to_norm, statistics = Operands(x, weight, bias), Statistics(mean, rstd)
-    needs = (True, call.affine and weight is not None, call.affine and bias is not None, False, False)
+    needs = (True, affine and weight is not None, affine and bias is not None, False, False)
     if kernels is None:
         dz = _input_gradient(call)
         incoming = OutputGradient(dz, dz if passes.fits(dz, x, norm) else None)
         found = passes.backward(incoming, given_to_norm, statistics, norm, None, needs)
     else:
-        g, (s1, products) = kernels.input_gradient(call)
-        found = passes.backward_of_sums(g, given_to_norm, statistics, norm, torch.stack([s1, products * rstd]), needs)
+        g, sums = kernels(call)
+        assert sums is not None
+        sums = torch.stack([sums[0], sums[1] * rstd])
+        found = passes.backward_of_sums(g, given_to_norm, statistics, norm, sums, needs)
     dx, dweight, dbias, *_ = found.wanted(needs)
     return dx, dweight, dbias, *of_parameters
 
 
-class Kind(NamedTuple):
-    """The kind of a call.  Calls of equal kinds share a measurement.
-
-    tensors: the dtype, the shape and the strides of each tensor; None for no tensor.
-    benchmark: a setting of the user for the vendor's library.
-    """
-
-    what: str
-    device: str
-    tensors: tuple[Any, ...]
-    norm: Norm
-    window: tuple[tuple[int, ...], ...]
-    after: Norm | None
-    benchmark: bool
-
-
-# Whether the vendor's kernels compute a kind of call at all.
-_served: dict[Kind, bool] = {}
-
-
-def _kernels(
-    call: NormConv | NormConvGradient, run: Callable[[Kernels | None], tuple[Tensor | None, ...]]
-) -> Kernels | None:
-    """The kernels that compute a call; None for the ops of a graph without them.  ``run`` computes it by either."""
-    x = call.before.x
+def _kernels(call: NormConv) -> Kernels | None:
+    """The kernels that compute a call; None for the ops of a graph without them."""
+    x = call.x
     if not _backend.on_gpu(x):
-        return MEANING
-    if choice.must_repeat() or is_listed(x):
+        return meaning
+    if is_listed(x):
         return None
     (vendor,) = VENDORS
-    others = (call.conv_bias, call.running_mean) if isinstance(call, NormConv) else (call.dy,)
-    kind = Kind(
-        what=type(call).__name__,
-        device=choice.device_name(x.device),
-        tensors=tuple(t if t is None else (t.dtype, t.shape, t.stride()) for t in (*call.before, *others)),
-        norm=call.norm,
-        window=tuple(map(tuple, call.window)),
-        after=call.after if isinstance(call, NormConv) else None,
-        benchmark=torch.backends.cudnn.benchmark,
-    )
-    if kind not in _served:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        _served[kind] = vendor.serves(call)
-    if not _served[kind]:
-        return None
 
     def results(by: str) -> tuple[Tensor, ...]:
-        return tuple(v for v in run(vendor if by == "triton" else None) if v is not None)
+        kernels = vendor if by == "triton" else None
+        found = _forward(call, kernels) if call.dy is None else _backward(call, kernels)
+        return tuple(v for v in found if v is not None)
 
-    record = choice.recorded(kind, x, results)
-    return vendor if record is not None and record.choice == "triton" else None
+    tensors = (*call[:6], call.conv_bias, call.running_mean, call.dy)
+    forms = tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+    what, others = "norm_conv" if call.dy is None else "norm_conv_backward", (call.norm, call.geometry, call.after)
+    return vendor if choice.is_faster(what, x, results, tensors=forms, others=others) else None
 
 
 def norm_conv(*arguments: Any, moving: bool = False) -> tuple[Tensor | None, ...]:
     """The results of the op.  None stands for what is not found, and for what moved where it is."""
     call = NormConv.of_arguments(arguments)
-    return _forward(call, _kernels(call, partial(_forward, call, moving=False)), moving)
+    return _forward(call, _kernels(call), moving)
 
 
 def norm_conv_moving(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -354,38 +284,25 @@ def norm_conv_moving(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 def norm_conv_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     """The results of the gradient; None stands for what is not wanted."""
-    call = NormConvGradient.of_arguments(arguments)
-    return _backward(call, _kernels(call, partial(_backward, call)))
-
-
-def _whole(results: Sequence[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
-    """The results of an op, which cannot return None: an empty tensor stands for it."""
-    return tuple(x.new_empty(0) if v is None else v for v in results)
-
-
-def _run(*arguments: Any) -> tuple[Tensor, ...]:
-    return _whole(norm_conv(*arguments), arguments[0])
-
-
-def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _whole(norm_conv_backward(*arguments), arguments[0])
+    call = NormConv.of_gradient(arguments)
+    return _backward(call, _kernels(call))
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
-    before, conv_bias, *running, _, window, after = NormConv.of_arguments(arguments)
-    y = torch.convolution(before.x, before.conv_weight, conv_bias, *window.arguments)
-    if after is None:
-        return _whole((y, *(None,) * 4), y)
-    found = (y.new_empty(after.over.count(y), dtype=stats_dtype(y)) for _ in range(2))
-    return _whole((y, *found, *(None if v is None else torch.empty_like(v) for v in running)), y)
+    call = NormConv.of_arguments(arguments)
+    y = torch.convolution(call.x, call.conv_weight, call.conv_bias, *call.geometry.arguments)
+    if call.after is None:
+        return whole((y, *(None,) * 4), y)
+    found = (y.new_empty(call.after.over.count(y), dtype=stats_dtype(y)) for _ in range(2))
+    moved = (None if v is None else torch.empty_like(v) for v in (call.running_mean, call.running_var))
+    return whole((y, *found, *moved), y)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = NormConvGradient.of_arguments(arguments)
-    x, weight, bias, *_ = call.before
-    affine = (weight, bias) if call.affine else (None, None)
-    like_each = (None if v is None else torch.empty_like(v) for v in (x, *affine))
-    return _whole((*like_each, *_parameter_gradients(call, x)), x)
+    call = NormConv.of_gradient(arguments)
+    affine = (call.weight, call.bias) if call.wanted[0] else (None, None)
+    like_each = (None if v is None else torch.empty_like(v) for v in (call.x, *affine))
+    return whole((*like_each, *_parameter_gradients(call, call.x)), call.x)
 
 
 def fits(x: Tensor, conv_weight: Tensor, act: Activation) -> bool:
@@ -402,14 +319,14 @@ def fits(x: Tensor, conv_weight: Tensor, act: Activation) -> bool:
 RESULTS = f"({', '.join(['Tensor'] * 5)})"
 norm_conv_op = graph_op(
     f"norm_conv({ARGUMENTS}) -> {RESULTS}",
-    _run,
+    lambda *arguments: whole(norm_conv(*arguments), arguments[0]),
     _fake,
     row={"reads": "exact", "cheap": False, "statistics": 1, "images": (0,)},
     flexible=True,
 )
 norm_conv_backward_op = graph_op(
     f"norm_conv_backward({_OF_GRADIENT}) -> {RESULTS}",
-    _run_backward,
+    lambda *arguments: whole(norm_conv_backward(*arguments), arguments[0]),
     _fake_backward,
     row={"reads": "exact", "cheap": False, "dense": True, "images": (0, 1)},
     flexible=True,

@@ -1,7 +1,7 @@
 """The sources of a convolution: tensors that stand for their concatenation, which is not kept for backward.
 
 A source may be ``Interpolated``.  Then the tensor before interpolation is kept, and the interpolated tensor exists only
-while its part of the convolution is computed, in forward or backward (``reference.py``).
+while its part of the convolution is computed, in forward or backward (``convolutions.py``).
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._backend import Backend
 from .. import unfused, upsample
+from ..layout import FORMATS
 from .geometry import Geometry, RawGeometry, parse_geometry
 
-MODES = {
-    4: ("nearest", "nearest-exact", "bilinear", "bicubic", "area"),
-    5: ("nearest", "nearest-exact", "trilinear", "area"),
-}
 aten = torch.ops.aten
-# The modes that take align_corners.
-ALIGNABLE = ("bilinear", "trilinear", "bicubic")
+# For each number of dimensions the modes, and whether they take align_corners.
+MODES = {
+    rank: {mode: aligns for (mode, dims), (_, aligns) in upsample.BACKWARD.items() if dims == rank - 2}
+    | {"area": False}
+    for rank in FORMATS
+}
 
 
 class Enlarge(NamedTuple):
@@ -69,14 +70,14 @@ class Interpolated:
             raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
         if x.dim() not in MODES:
             raise ValueError(f"{op}: x must have two or three spatial dimensions, got {tuple(x.shape)}")
-        if mode not in MODES[x.dim()]:
+        modes = MODES[x.dim()]
+        if mode not in modes:
+            raise ValueError(f"{op}: mode must be one of {', '.join(modes)} for x {tuple(x.shape)}, got {mode!r}")
+        if align_corners is not None and not modes[mode]:
+            alignable = ", ".join(of for of, aligns in modes.items() if aligns)
             raise ValueError(
-                f"{op}: mode must be one of {', '.join(MODES[x.dim()])} for x {tuple(x.shape)}, got {mode!r}"
-            )
-        if align_corners is not None and mode not in ALIGNABLE:
-            raise ValueError(
-                f"{op}: align_corners must be None unless mode is one of {', '.join(ALIGNABLE)}, got {align_corners!r} "
-                f"for mode {mode!r}"
+                f"{op}: align_corners must be None unless mode is one of {alignable}, got {align_corners!r} for mode "
+                f"{mode!r}"
             )
         size = tuple(size)
         if len(size) != x.dim() - 2 or min(size) < 1:

@@ -23,7 +23,7 @@ from ..double_backward import refuse_batches
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
 from ..registry import Result, family, graph_op
 from ..self_test.cases import SHAPE, TOLERANCE, image, stock
-from . import reference
+from . import aten_max_pool
 from .windows import Pool
 
 OP = "fusedseg.max_pool"
@@ -53,7 +53,7 @@ def _is_computed(t: Tensor) -> bool:
 
 def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
     """The positions that codes name in a channel, (N, C, windows), which are some position if a code is wrong."""
-    index = reference.indices(codes.clamp(max=math.prod(pool.kernel) - 1), size, pool)
+    index = aten_max_pool.indices(codes.clamp(max=math.prod(pool.kernel) - 1), size, pool)
     return index.clamp_(0, math.prod(size) - 1).flatten(2)
 
 
@@ -63,7 +63,7 @@ def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...])
     for n in (slice(n, n + 1) for n in range(len(x))):
         exact = torch.empty_like(z[n])
         of = None if codes is None else torch.empty_like(codes[n])
-        reference.forward(x[n], exact, of, rows, pool)
+        aten_max_pool.forward(x[n], exact, of, rows, pool)
         yield exactly(exact).near("z", z[n])
         if codes is not None and of is not None:
             named = x[n].flatten(2).gather(2, _positions(codes[n], tuple(x.shape[2:]), pool)).view(exact.shape)
@@ -121,7 +121,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     if not _is_computed(x):
         return z, codes
     if not _backend.use_triton(x, FAMILY):
-        reference.forward(x, z, codes, rows, pool)
+        aten_max_pool.forward(x, z, codes, rows, pool)
         return z, codes
     _launch_forward(x, z, codes, rows, pool)
     return z, codes
@@ -139,7 +139,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
         return dx
     dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
     if not _backend.use_triton(dz, FAMILY):
-        reference.backward(dz, codes, dx, rows, pool)
+        aten_max_pool.backward(dz, codes, dx, rows, pool)
         return dx
     _launch_backward(dz, codes, dx, rows, pool)
     return dx
@@ -152,7 +152,7 @@ def pick(ddx: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window: A
     """
     if ddx.numel() == 0 or not has_values(ddx):
         return _empty(codes.shape, rows, ddx, ddx.dtype)
-    return _dense_as(reference.pick(ddx, codes, _pool(*window)), rows)
+    return _dense_as(aten_max_pool.pick(ddx, codes, _pool(*window)), rows)
 
 
 class MaxPoolFunction(torch.autograd.Function):
@@ -314,11 +314,15 @@ def of_stock(dims: int, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) 
     return x if x.is_contiguous() or suggests_channels_last(x) else x.contiguous(), pool
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """``x`` as autocast gives it to the stock function: on a CPU, volumes in half precision become fp32."""
+    casts = x.is_cpu and x.dim() == 5 and x.dtype in HALF and torch.is_autocast_enabled("cpu")
+    return x.float() if casts else x
+
+
 def max_pool(x: Tensor, pool: Pool) -> Tensor:
     """The op on a checked argument."""
-    if x.is_cpu and len(pool.kernel) == 3 and x.dtype in HALF and torch.is_autocast_enabled("cpu"):
-        # Autocast does the same for the stock function on a CPU.
-        x = x.float()
+    x = as_autocast(x)
     if unfused.wanted():
         stock: Callable[..., Tensor] = F.max_pool2d if x.dim() == 4 else F.max_pool3d
         return stock(x, *pool)

@@ -116,14 +116,14 @@ class Statistics(NamedTuple):
 class OutputGradient(NamedTuple):
     """The gradient of z: ``dz``, or dz + ``also``, which has the shape and the dtype of dz.
 
-    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  ``spare`` says that the gradient
-    of the residual may be written over ``also``; then that has the strides of x.
+    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  ``over_also`` says that the
+    gradient of the residual may be written over ``also``; then that has the strides of x.
     """
 
     dz: Tensor
     into: Tensor | None = None
     also: Tensor | None = None
-    spare: bool = False
+    over_also: bool = False
 
 
 class Gradients(NamedTuple):

@@ -1,7 +1,7 @@
 """The norm op in float64, some channels at a time, with the errors that rounding may cause in its kernels.
 
 ``triton.py`` compares its results with these at their first call of a kind; ``at_size.py`` says how bounds are found.
-The formulas are those of ``reference.py``.
+The formulas are those of ``aten_norms.py``.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...activation import TABLE, Activation
 from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, wide
-from . import reference, sync
+from . import aten_norms, sync
 from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics
 from .kept import Kept, finite_inverse
 
@@ -44,12 +44,12 @@ def backward_kind(
     exchange: Exchange | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     x, weight, bias, residual, _, _, _, _ = given
-    _, into, also, spare = incoming
+    _, into, also, over_also = incoming
     keep, act, _, _, own, over, _ = norm
     return (
         x.shape, x.is_contiguous(), x.dtype, x.get_device(), keep, act, own, over, residual is None, exchange is None,
-        weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None, spare,
-        also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
+        weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None,
+        over_also, also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ class Channels:
         """The kept ones of these channels, and their xhat, which is a view of the side buffer."""
         assert stats.xhat is not None
         index, slots = kept.within(slice(self.a, self.b))
-        side = reference._kept_view(stats.xhat, self.norm.over.view(self.given.x), kept.count)[:, slots]
+        side = aten_norms._kept_view(stats.xhat, self.norm.over.view(self.given.x), kept.count)[:, slots]
         # Samples may be positions there.
         side = side.unflatten(2, (len(self.given.x) // len(side), -1)).transpose(1, 2).flatten(0, 1)
         return index.to(side.device), side
@@ -239,9 +239,9 @@ def recompute(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...]) -> I
 
 
 def before_backward(incoming: OutputGradient, given: Operands, *rest: Any) -> tuple[Any, ...]:
-    """The arguments with copies of what is written over: the memory for dx, and a second gradient that is spare."""
-    dz, into, also, spare = incoming
-    also = also.clone() if also is not None and spare else also
+    """The arguments with copies of what is written over: the memory for dx, and with ``over_also`` ``also``."""
+    dz, into, also, over_also = incoming
+    also = also.clone() if also is not None and over_also else also
     return OutputGradient(copy_of(dz, into), None, also), copied(given, into), *rest
 
 

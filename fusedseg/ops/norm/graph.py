@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, fx
 
 from ...activation import TABLE, Activation
-from .. import double_backward
+from ..double_backward import refused
 from ..layout import dense, like
-from ..registry import graph_op
+from ..registry import graph_op, whole
 from . import passes
 from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
 from .kept import Kept
@@ -221,14 +221,14 @@ class Backward:
     It is called with ``GradientCall.tensors``.
 
     over: the gradient of x is written over dz.
-    spare: the gradient of the residual may be written over ``also``.
+    over_also: the gradient of the residual may be written over ``also``.
     """
 
     norm: Norm
     affine: bool
     of_residual: bool
     over: bool = False
-    spare: bool = False
+    over_also: bool = False
 
     @property
     def __name__(self) -> str:
@@ -236,7 +236,7 @@ class Backward:
         return f"norm_backward{'_over' * self.over}"
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(GradientCall(self.norm, self.affine, self.of_residual, *tensors), self.over, self.spare)
+        return _backward(GradientCall(self.norm, self.affine, self.of_residual, *tensors), self.over, self.over_also)
 
 
 def _kept(call: NormCall | GradientCall) -> Kept | None:
@@ -278,7 +278,7 @@ def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[
     return z, mean, rstd, *moved, stats.xhat, stats.share
 
 
-def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tuple[Tensor | None, ...]:
+def _backward(call: GradientCall, over: bool = False, over_also: bool = False) -> tuple[Tensor | None, ...]:
     norm, affine, dz, second, (x, _) = call.norm, call.affine, call.dz, call.second, dense(call.x)
     if not norm.own and norm.keep == "input":
         second = (second.to(stats_dtype(x)) + norm.eps).rsqrt()
@@ -291,7 +291,7 @@ def _backward(call: GradientCall, over: bool = False, spare: bool = False) -> tu
         call.slope is not None,
     )
     return passes.backward(
-        OutputGradient(dz, into, call.also, spare),
+        OutputGradient(dz, into, call.also, over_also),
         Operands(x, call.weight, call.bias, call.residual, call.slope),
         _found(x, call.mean, second, call.xhat, call.share),
         norm,
@@ -315,22 +315,17 @@ def statistics_moving(*call: Any) -> tuple[Tensor | None, ...]:
     return statistics(*call, moving=True)
 
 
-def _whole(results: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The results of an op, which cannot return None: an empty tensor stands for it."""
-    return tuple(x.new_empty(0, dtype=dtype) if v is None else v for v in results)
-
-
 def _norm(*arguments: Any) -> tuple[Tensor, ...]:
     call = NormCall.of_arguments(arguments)
     z, mean, rstd, *others = _forward(call)
     # Results of an op must not share memory.
     rstd = None if rstd is None else rstd.clone()
-    return _whole((z, mean, rstd, *others), call.x, stats_dtype(call.x))
+    return whole((z, mean, rstd, *others), call.x)
 
 
 def _norm_backward(*arguments: Any) -> tuple[Tensor, ...]:
     call = GradientCall.of_arguments(arguments)
-    return _whole(_backward(call), call.dz, call.dz.dtype)
+    return whole(_backward(call), call.dz)
 
 
 def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -352,13 +347,13 @@ def _fake_norm(*arguments):
     norm, (x, _), wide = call.norm, dense(call.x), stats_dtype(call.x)
     keeps_input, finds = norm.keep == "input", norm.own and call.mean is None
     count = norm.over.count(x)
-    counts = (count if finds and keeps_input else 0), (count if finds or not keeps_input else 0)
-    mean, rstd = (x.new_empty(n, dtype=wide) for n in counts)
+    has = finds and keeps_input, finds or not keeps_input
+    mean, rstd = (x.new_empty(count, dtype=wide) if one else None for one in has)
     running = (call.running_mean, call.running_var) if finds else (None, None)
     xhat = None if call.slots is None else x.new_empty(x.numel() // x.shape[1] * call.kept_count)
-    share = None if norm.process_group is None else torch.empty_like(rstd)
+    share = None if norm.process_group is None else x.new_empty(count, dtype=wide)
     moved = (None if v is None else torch.empty_like(v) for v in running)
-    return _whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x, wide)
+    return whole((torch.empty_like(x), mean, rstd, *moved, xhat, share), x)
 
 
 def _fake_norm_backward(*arguments):
@@ -366,7 +361,7 @@ def _fake_norm_backward(*arguments):
     x, _ = dense(call.x)
     affine = (call.weight, call.bias) if call.affine else (None, None)
     like_each = (x, *affine, x if call.of_residual else None, call.slope)
-    return _whole([None if v is None else torch.empty_like(v) for v in like_each], call.dz, call.dz.dtype)
+    return whole([None if v is None else torch.empty_like(v) for v in like_each], call.dz)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -400,14 +395,6 @@ def _gradient(ctx, dz: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     return *grads, *(None for _ in flat(ctx.norm)), None
 
 
-def _gradient_context(ctx, inputs, output) -> None:
-    ctx.name = GradientCall.of_arguments(inputs).norm.name
-
-
-def _no_second_gradient(ctx, *unused: object) -> None:
-    raise RuntimeError(double_backward.message(ctx.name))
-
-
 RESULTS = f"({', '.join(['Tensor'] * 7)})"
 # The norm is recomputed in a form of its own (``plan/recompute.py``).  Only plain norms have these rows.
 norm_op = graph_op(
@@ -422,7 +409,7 @@ norm_backward_op = graph_op(
     f"norm_backward({_OF_GRADIENT}) -> ({', '.join(['Tensor'] * 5)})",
     _norm_backward,
     _fake_norm_backward,
-    gradient=(_no_second_gradient, _gradient_context),
+    gradient=refused(lambda inputs: GradientCall.of_arguments(inputs).norm.name),
     row={"reads": "norm", "cheap": False, "dense": True, "layout": "passes"},
     flexible=True,
 )

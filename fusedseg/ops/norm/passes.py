@@ -1,4 +1,4 @@
-"""The two passes of the norm op, and the choice of who computes them: ``triton.py`` or ``reference.py``.
+"""The two passes of the norm op, and the choice of who computes them: ``triton.py`` or ``aten_norms.py``.
 
 The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``eager.py``).
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import _backend
 from ...activation import TABLE, Activation
 from ..layout import like
-from . import reference, sync, triton
+from . import aten_norms, sync, triton
 from .call import (
     Exchange,
     Gradients,
@@ -29,7 +29,7 @@ from .kept import Kept
 
 
 class Implementation(Protocol):
-    """The functions of ``triton.py`` and of ``reference.py``.
+    """The functions of ``triton.py`` and of ``aten_norms.py``.
 
     All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  An implementation ignores
     ``norm.process_group``, because the statistics of all processes are passed to it as running statistics.
@@ -73,7 +73,7 @@ def implementation_of(x: Tensor, act: Activation | None = None) -> Implementatio
     """The module that serves ``x``.  ``act=None`` asks without an activation."""
     # No kernel computes the gradient of a learned slope.
     learned = act is not None and TABLE[act.name].learned
-    return reference if learned or not _backend.use_triton(x, triton.FAMILY) else triton
+    return aten_norms if learned or not _backend.use_triton(x, triton.FAMILY) else triton
 
 
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
@@ -177,7 +177,7 @@ def backward_of_sums(
     ``sums`` are those of g and of g * xhat, (2, values of a statistic).  dx is written over g.
     """
     x, given = given.x, _prepared(given)
-    run = triton if _backend.use_triton(x, triton.FAMILY) else reference
+    run = triton if _backend.use_triton(x, triton.FAMILY) else aten_norms
     return run.backward_of_sums(like(g, x), given, stats, norm, sums, needs)
 
 

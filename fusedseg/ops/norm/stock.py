@@ -12,8 +12,9 @@ from ...activation import TABLE, Activation
 from .call import Norm, Operands
 
 
-def activate(y: Tensor, act: Activation, slope: Tensor | None = None) -> Tensor:
-    return TABLE[act.name].function(y, act.param if slope is None else slope)
+def finished(y: Tensor, residual: Tensor | None, act: Activation, slope: Tensor | None = None) -> Tensor:
+    """phi(y [+ residual])."""
+    return TABLE[act.name].function(y if residual is None else y + residual, act.param if slope is None else slope)
 
 
 def _weight_of(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -33,4 +34,4 @@ def norm_act(given: Operands, norm: Norm) -> Tensor:
         y = F.instance_norm(x, running_mean, running_var, weight, bias, True, norm.momentum, norm.eps)
     else:
         y = F.batch_norm(x, running_mean, running_var, weight, bias, norm.own, norm.momentum, norm.eps)
-    return activate(y if residual is None else y + residual, norm.act, slope)
+    return finished(y, residual, norm.act, slope)

@@ -100,10 +100,10 @@ def backward(
     if norm.keep == "input":
         # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = residual is not None
-    (dz, into, also, spare), layout = incoming, _layout(source, norm)
+    (dz, into, also, over_also), layout = incoming, _layout(source, norm)
     pitch = dresidual = None
     if writes_g:
-        over = also is not None and spare and also.stride() == source.stride()
+        over = also is not None and over_also and also.stride() == source.stride()
         dresidual = also if over else torch.empty_like(source)
     if also is not None:
         pitch = _pitch(also, source, layout)

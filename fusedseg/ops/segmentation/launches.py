@@ -1,4 +1,4 @@
-"""The launches of the kernels of losses, and how their results are compared with ``reference.py`` in float64."""
+"""The launches of the kernels of losses, and how their results are compared with ``aten_sums.py`` in float64."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,8 +11,8 @@ from ... import _backend
 from ..at_size import FUNCTION, PART, Compared, Rounded, U, checked, growth
 from ..registry import Result, family
 from ..self_test.cases import SHAPE, TOLERANCE, image, stock
-from . import reference
-from .reference import Tile
+from . import aten_sums
+from .aten_sums import Tile
 from .spec import NLL, OTHER_NLL, OVERLAP, PREDICTION, TARGET, Sizes, SumsSpec, sizes_of
 
 FAMILY = "sums"
@@ -44,7 +44,7 @@ def _tiles(
     for n in (slice(n, n + 1) for n in range(N)):
         for s in (slice(s, s + step) for s in range(0, flat.shape[2], step)):
             part = flat[n, :, s].double()
-            tile = reference.tile_of(part, target[n, :, s], None if mask is None else mask[n, :, s], spec)
+            tile = aten_sums.tile_of(part, target[n, :, s], None if mask is None else mask[n, :, s], spec)
             sizes = Tile(
                 part.abs() if spec.probability == "identity" else part,
                 tile.y.abs(),
@@ -63,11 +63,11 @@ def _forward_results(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...
     exact, terms = torch.zeros(2, *found.shape, dtype=torch.float64, device=x.device)
     errors = exact.new_zeros(1, sizes.N, 1)
     for n, _, tile, absolute, largest in _tiles(x, target, mask, spec):
-        reference.add_sums(tile, spec, exact[:, n])
-        reference.add_sums(absolute, spec, terms[:, n])
+        aten_sums.add_sums(tile, spec, exact[:, n])
+        aten_sums.add_sums(absolute, spec, terms[:, n])
         weights = 1 + absolute.y.sum(1, keepdim=True)
         units = FUNCTION * (1 + spec.gamma) + 4 * largest
-        errors[:, n] += U * reference._times(weights * units, absolute.m).sum()
+        errors[:, n] += U * aten_sums._times(weights * units, absolute.m).sum()
     counts = spec.hard and not (target.is_floating_point() or (mask is not None and mask.is_floating_point()))
     # Infinity times 0 is NaN, which says nothing either.
     bound = (errors + (growth(sizes.S) + FUNCTION * U) * terms) * (not counts)
@@ -93,7 +93,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
     flat = dx.reshape(*x.shape[:2], -1)
     for n, s, tile, absolute, largest in _tiles(x, target, mask, spec):
         exact = torch.empty_like(tile.x)
-        reference.write_grad(tile, spec, dsums[:, n], exact)
+        aten_sums.write_grad(tile, spec, dsums[:, n], exact)
         terms = (most[n] * absolute.y).sum(1, keepdim=True) + most[n].amax(1, keepdim=True)
         if spec.other:
             terms = terms + most[n].sum(1, keepdim=True)
@@ -109,7 +109,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         bound = (error * terms).expand_as(exact)
         if spec.minimum and spec.probability != "none":
             # Rounding decides whether p or y is the smaller one.
-            p, y = reference._probability(tile.x, spec), tile.y
+            p, y = aten_sums._probability(tile.x, spec), tile.y
             at_kink = (((p - y).abs() < 1e-5) & (y > 0) & (y < 1)).any(1, keepdim=True)
             bound = bound.masked_fill(at_kink, torch.inf)
         yield Rounded(exact, bound).stored(x.dtype).near("dx", flat[n, :, s])

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from ... import _backend
 from ..check import check_input, wide_dtype
 from ..registry import graph_op
-from . import launches, reference
+from . import aten_sums, launches
+from .aten_sums import check_whole
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
-from .reference import check_whole
 from .spec import SumsInputs, SumsSpec
 from .sums import dense_logits, no_autocast
 
@@ -73,7 +73,7 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
             launches.argmax(logits, labels.view(sizes.N, sizes.S), sizes)
             return labels
     with no_autocast(x):
-        reference.argmax(logits, labels)
+        aten_sums.argmax(logits, labels)
     return labels
 
 
@@ -112,4 +112,4 @@ def cross_entropy(logits: Logits, labels: Tensor, options: Mapping[str, Any]) ->
         return labels.new_empty(logits.shape[0], 0, dtype=wide_dtype(tensor_of(given).dtype))
     check_whole(labels)
     with no_autocast(labels):
-        return reference.cross_entropy(given, labels, options)
+        return aten_sums.cross_entropy(given, labels, options)

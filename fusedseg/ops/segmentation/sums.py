@@ -25,7 +25,7 @@ from .. import layout
 from ..check import wide_dtype
 from ..double_backward import differentiated_once, refused
 from ..registry import graph_op
-from . import launches, reference
+from . import aten_sums, launches
 from .checks import check
 from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
 from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
@@ -54,10 +54,10 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
         return x.new_zeros((ROWS, *given.logits.shape[:2]), dtype=sums_dtype(x, spec))
     if isinstance(given.logits, Conv):
         with no_autocast(x):
-            return reference.forward(given, spec)
+            return aten_sums.forward(given, spec)
     x, sizes = dense_logits(x)
     if not _backend.use_triton(x, launches.FAMILY):
-        return reference.forward(given._replace(logits=x), spec)
+        return aten_sums.forward(given._replace(logits=x), spec)
     return launches.forward(x, given.target, given.mask, sizes, spec)
 
 
@@ -73,7 +73,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
         return dx, None, None
     dsums = dsums.contiguous()
     if not _backend.use_triton(x, launches.FAMILY):
-        reference.backward(dsums, given._replace(logits=x), spec, Grads(dx))
+        aten_sums.backward(dsums, given._replace(logits=x), spec, Grads(dx))
         return dx, None, None
     launches.backward(x, given.target, given.mask, sizes, spec, dsums, dx)
     return dx, None, None
@@ -91,7 +91,7 @@ def _conv_backward(
     dweight = torch.zeros(conv.weight.shape[:2], dtype=dtype, device=conv.weight.device) if needs[1] else None
     dbias = None if conv.bias is None or not needs[2] else torch.zeros_like(conv.bias, dtype=dtype)
     if conv.features.numel():
-        reference.backward(dsums, given._replace(logits=conv), spec, Grads(dfeatures, dweight, dbias))
+        aten_sums.backward(dsums, given._replace(logits=conv), spec, Grads(dfeatures, dweight, dbias))
     dweight = None if dweight is None else dweight.to(conv.weight.dtype).view(conv.weight.shape)
     return dfeatures, dweight, None if dbias is None else dbias.to(conv.weight.dtype)
 
@@ -190,7 +190,7 @@ sums_backward_op = graph_op(
     f"segmentation_sums_backward(Tensor dsums, bool[] needs, {_CALL}) -> (Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
-    gradient=refused(OP),
+    gradient=refused(lambda inputs: OP),
 )
 
 

@@ -1,12 +1,15 @@
-"""Activations that go into the norm before them, for the codegen "aten".
+"""Residuals and activations that go into the norm before them.
 
+    norm(x) + y                                  two reads and one write of a tensor in place of three and two
     act(norm(x))                                 one pass over x in place of two
     norm_backward(act_backward(dz, ...), x)      the norm's kernels compute the gate from x
 
-Without the option "bits" norms are captured with their activations (``capture/stock_norms.py``).  With it they are
-captured apart, because what backward asks about the sign of a result must be found in the joint graph.  Once it is
-decided what is packed, nothing keeps them apart any longer: the sign of a packed input's norm is exact
-(``ops/low_bit/graph.py``).
+Without the option "bits" norms are captured with both (``capture/stock_norms.py``).  With it they are captured apart,
+because what backward asks about the sign of a result must be found in the joint graph.  Once it is decided what is
+packed, nothing keeps them apart any longer: the sign of a packed input's norm is exact (``ops/low_bit/graph.py``).
+
+Residuals go into norms with known statistics alone: into those that backward recomputes in the joint graph, and into
+those of forward in its code.  Activations go in in the code of both.
 
 It is done where Triton kernels compute norms; elsewhere results would have other last bits.
 """
@@ -21,7 +24,7 @@ from ...activation import TABLE, Activation
 from ...ops.low_bit.graph import unpack_op
 from ...ops.norm.graph import GradientCall, NormCall
 from .. import op_table
-from ..graph import arguments_of, has_same_form, items_of, name_of, node_at, value_of
+from ..graph import arguments_of, has_same_form, is_tensor, items_of, name_of, node_at, value_of
 
 aten = torch.ops.aten
 # The activations whose result has the sign of its argument, by the name of the op, and of the op of the gradient.
@@ -29,14 +32,50 @@ ACTIVATIONS = {row.name: row for row in op_table.ROWS if row.keeps_sign}
 GRADIENTS = {row.backward: row for row in ACTIVATIONS.values()}
 
 
-def rewrite(graph: fx.Graph) -> int:
-    """Joins these pairs, and returns their number."""
+def fuse_residuals(graph: fx.Graph) -> int:
+    """Puts residuals into these norms, and returns their number."""
+    return sum(_join_residual(graph, node) for node in graph.nodes if node.target is aten.add.Tensor)
+
+
+def _join_residual(graph: fx.Graph, added: fx.Node) -> bool:
+    """The norm of one of the two terms gets the other one, and goes where the sum is."""
+    given = arguments_of(added)
+    terms = [given["self"], given["other"]]
+    if given["alpha"] != 1 or not all(is_tensor(term) for term in terms):
+        return False
+    for y, residual in (terms, terms[::-1]):
+        norm = _norm_of_residual(y, residual, added)
+        if norm is not None:
+            made = node_at(y, 0)
+            made.args = norm._replace(residual=residual).arguments
+            added.prepend(made)
+            added.prepend(y)
+            added.replace_all_uses_with(y)
+            graph.erase_node(added)
+            return True
+    return False
+
+
+def _norm_of_residual(y: fx.Node, residual: fx.Node, added: fx.Node) -> NormCall | None:
+    """The norm without an activation that makes ``y`` for the sum alone, if the residual has the form of both."""
+    norm = NormCall.of(y.args[0]) if y.args else None
+    if residual is y or norm is None or items_of(node_at(y, 0)) != {0: y}:
+        # A sum of a result with itself, or with its detached form; or no norm whose output alone is read.
+        return None
+    if norm.residual is not None or norm.mean is None or not _may_join(norm) or set(y.users) != {added}:
+        return None
+    value = value_of(y)
+    return norm if has_same_form(value, value_of(residual)) and has_same_form(value, value_of(added)) else None
+
+
+def fuse_activations(graph: fx.Graph) -> int:
+    """Puts activations into norms, and returns their number."""
     # First backward, because a gate may be all that reads the result of a norm beside its activation.
     backward = [_join_gradient(graph, node, norm) for node in graph.nodes if (norm := GradientCall.of(node))]
     if any(backward):
         # Without their gates, some norms that backward recomputes have no reader left.
         graph.eliminate_dead_code()
-    forward = [_join(graph, node, call) for node in graph.nodes if (call := NormCall.of(node))]
+    forward = [_join_activation(graph, node, call) for node in graph.nodes if (call := NormCall.of(node))]
     return sum(backward) + sum(forward)
 
 
@@ -65,7 +104,7 @@ def _may_join(norm: NormCall | GradientCall) -> bool:
     return TABLE[norm.norm.act.name].identity and _backend.takes_triton(value_of(norm.x).device)
 
 
-def _join(graph: fx.Graph, norm: fx.Node, given: NormCall) -> bool:
+def _join_activation(graph: fx.Graph, norm: fx.Node, given: NormCall) -> bool:
     y = items_of(norm).get(0)
     if y is None or not _may_join(given):
         return False

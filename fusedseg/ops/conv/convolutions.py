@@ -22,7 +22,7 @@ of x.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from .geometry import Geometry, is_channels_last, is_pointwise, output_format
 from .sources import Interpolated, Source, concatenated, enlarges_of, is_tensor, samples_of, shape_of, tensors_of
 
 aten = torch.ops.aten
+GRADIENTS = _torch.bare_op(aten.convolution_backward.default)
 # A concatenation of up to this many bytes is formed for a moment, because one convolution is faster than several.
 FORMED_BYTES = 2**22
 # A slab has at least this many bytes, so that it keeps a GPU busy for longer than a launch takes.
@@ -63,10 +64,9 @@ def _is_vendors(w: Tensor, conv_backend: Backend) -> bool:
 
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry, conv_backend: Backend = "auto") -> Tensor:
     """The convolution; its result has the memory format of ``output_format``."""
-    stride, padding, dilation, groups = geometry
     # This binding is called with less overhead than torch.ops.
     convolution = torch.convolution if _is_vendors(w, conv_backend) else conv3d.convolution
-    y = convolution(x, w, bias, *(stride, padding, dilation, False, (0,) * len(stride), groups))
+    y = convolution(x, w, bias, *geometry.arguments)
     return y.contiguous(memory_format=output_format(x, w))
 
 
@@ -78,31 +78,40 @@ def convolve_backward(
     wanted: Wanted,
     conv_backend: Backend = "auto",
 ) -> ConvolutionGradients:
-    """The gradients of x, w and the bias.
-
-    ``inputs`` is a list with x, which is taken off the list.  If the list has the only reference to it, a large x is
-    freed before its gradient is allocated.  The gradients have the same bits as those of one call.
-    """
-    x = inputs.pop()
-    need_x, need_w, need_bias = wanted
-    instead = shape_only(dy, x, w) if need_x and (need_w or need_bias) and reuse.is_large(x) else None
-    if instead is None:
-        return _at_once(dy, x, w, geometry, wanted, conv_backend)
-    _, dw, dbias = _at_once(dy, x, w, geometry, (False, need_w, need_bias), conv_backend)
-    del x
-    dx, _, _ = _at_once(dy, instead, w, geometry, (True, False, False), conv_backend)
-    return dx, dw, dbias
-
-
-def _at_once(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wanted: Wanted, conv_backend: Backend
-) -> ConvolutionGradients:
+    """The gradients of x, w and the bias; ``inputs`` is a list with x, as in ``in_turn``."""
     if not any(wanted):
         return None, None, None
-    stride, padding, dilation, groups = geometry
-    rest = [w.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, list(wanted)
     gradients = aten.convolution_backward if _is_vendors(w, conv_backend) else conv3d.convolution_backward
-    return gradients(dy, x, w, *rest)
+    rest = w, [w.shape[0]], *geometry.arguments, list(wanted)
+    if wanted[0] and any(wanted[1:]) and reuse.is_large(inputs[0]):
+        return in_turn(gradients, inputs, dy, *rest)
+    return gradients(dy, inputs.pop(), *rest)
+
+
+def in_turn(
+    of_input: Callable[..., Any], inputs: list[Tensor], dy: Tensor, w: Tensor, *given: Any
+) -> ConvolutionGradients:
+    """All gradients of a convolution, that of its input last, so that the input is gone before that is allocated.
+
+        dw = convolution_backward(dy, x, w)         the last reader of x
+        dx = convolution_backward(dy, like x, w)    from the shape of x alone
+
+    The gradients have the same bits as those of one call.
+
+    Args:
+        of_input: what computes the gradient of the input; it has the arguments of aten's op.
+        inputs: a list with x, the only reference to it, which is taken off the list.
+        given: what aten's op takes behind the tensors.
+    """
+    x = inputs.pop()
+    *geometry, mask = given
+    instead = shape_only(dy, x, w)
+    if instead is None:
+        return of_input(dy, x, w, *given)
+    _, dw, dbias = GRADIENTS(dy, x, w, *geometry, [False, *mask[1:]])
+    del x
+    dx, _, _ = of_input(dy, instead, w, *geometry, [True, False, False])
+    return dx, dw, dbias
 
 
 def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
