@@ -111,10 +111,14 @@ def test_the_checks_launch_every_kernel(monkeypatch):
     pytest.importorskip("triton")
     from fusedseg.kernels.launcher import Launcher
 
-    launched = set()
-    monkeypatch.setattr(Launcher, "__call__", lambda self, tensors, *floats: launched.add(self._kernel.fn.__name__))
-    for family in FAMILIES.values():
+    launched, of_family = set(), set()
+    monkeypatch.setattr(Launcher, "__call__", lambda self, tensors, *floats: of_family.add(self._kernel.fn.__name__))
+    for name, family in FAMILIES.items():
         list(family.self_test(torch.float32, torch.device("cpu")))
+        # Every norm on a GPU compiled this kernel, which an option needs that is off by default.
+        assert (name == "norm_sums") == ("norm_of_sums_kernel" in of_family), name
+        launched |= of_family
+        of_family.clear()
     kernels = (path.read_text() for path in (Path(__file__).parents[1] / "kernels").glob("*.py"))
     assert launched == {name for text in kernels for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
 

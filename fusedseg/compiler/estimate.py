@@ -178,39 +178,38 @@ class _Divisions:
     def _divide(
         self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
     ) -> Any:
-        """Divides a copy of a joint graph in each way; the model runs with the compiler's own."""
+        """Divides a joint graph in each way; the model runs with the parts that the last way makes."""
         from .partition import Partition
 
         options["compiler"] = "inductor"
         fused = codegen == "inductor"
-        for way, of in zip(self._ways, self._found, strict=True):
+        if fused:
+            # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
+            stock, *_ = counting.bytes_of(
+                _by_budget(1.0, copy_of(joint), joint_inputs, **options), options["num_fwd_outputs"], fused
+            )
+            for of in self._found:
+                of[-1][0].stock = stock
+        parts = None
+        for place, (way, of) in enumerate(zip(self._ways, self._found, strict=True), 1):
             graph, _ = of[-1]
+            given = joint if place == len(self._ways) else copy_of(joint)
             with noting_on(graph), warnings.catch_warnings():
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
                 if isinstance(way, settings.Settings):
                     note_codegen(codegen or "aten")
-                    Partition(replace(way, codegen=codegen))(copy_of(joint), joint_inputs, **options)
+                    parts = Partition(replace(way, codegen=codegen))(given, joint_inputs, **options)
                     # The first way that has options has chosen.
                     codegen = codegen or "aten"
                 else:
-                    _compilers_own(copy_of(joint), joint_inputs, way, fused, **options)
-        stock = _by_budget(1.0, joint, joint_inputs, **options)
-        if fused:
-            # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
-            bytes_of_stock, *_ = counting.bytes_of(stock, options["num_fwd_outputs"], fused=True)
-            for of in self._found:
-                of[-1][0].stock = bytes_of_stock
-        return stock
-
-
-def _compilers_own(joint: fx.GraphModule, joint_inputs: object, budget: float, fused: bool, **options: Any) -> None:
-    """Divides a graph as the compiler itself does with an ``activation_memory_budget``, and notes what it keeps."""
-    made = _by_budget(budget, joint, joint_inputs, **options)
-    note_after(None, made, options["num_fwd_outputs"], fused)
+                    parts = _by_budget(way, given, joint_inputs, **options)
+                    note_after(None, parts, options["num_fwd_outputs"], fused)
+        return parts
 
 
 def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **options: Any) -> Any:
+    """Divides a graph as the compiler itself does with an ``activation_memory_budget``."""
     parts = compiler_parts()
     with parts.config.patch(activation_memory_budget=budget):
         return parts.stock_partition(joint, joint_inputs, **options)

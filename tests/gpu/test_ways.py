@@ -281,9 +281,10 @@ def rewrites():
                     yield module, name, function
 
 
-# Families that no graph has: ``ConvABN2d`` is a module, whose tests are in ``test_kernels.py``; and a graph has the
-# convolution of volumes on Hopper alone, whose tests are in ``tests/ops/test_conv3d.py``.
-ELSEWHERE = {"conv", "conv3d"}
+# Families that a graph may not have: ``ConvABN2d`` is a module, whose tests are in ``test_kernels.py``; a graph has the
+# convolution of volumes on Hopper alone, whose tests are in ``tests/ops/test_conv3d.py``; and a norm inside of a
+# convolution needs cuDNN's package, ``tests/kernels/test_norm_sums.py``.
+ELSEWHERE = {"conv", "conv3d", "norm_sums"}
 # Rewrites that no graph of this suite has, and why.
 ABSENT = {"simplify.split_shared_calls": "parts calls that PyTorch has joined although both results are returned"}
 

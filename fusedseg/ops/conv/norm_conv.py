@@ -191,7 +191,7 @@ def statistics_of_sums(
     y: Tensor, sums: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """The mean and rstd of y from the sums of y - shift; it moves the running statistics, whose mean is the shift."""
-    if _backend.use_triton(y, triton.FAMILY) and is_rows(y):
+    if _backend.use_triton(y, triton.SUMS_FAMILY) and is_rows(y):
         return triton.statistics_of_sums(y, sums, norm, running, FAR)
     m, shift = y.numel() // sums.shape[1], running[0]
 

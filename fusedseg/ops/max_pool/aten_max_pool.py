@@ -92,24 +92,29 @@ def _by_axes(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool)
     for x_part, z_part, codes_part in _parts(rows, x, z, z if codes is None else codes):
         value = F.pad(x_part, edges, value=-math.inf) if any(edges) else x_part
         code = None
-        for windows, first, step in passes:
+        for windows, first, step in passes[:-1]:
             value, code = _largest(value, code, windows, first, step)
-        z_part.copy_(value)
-        if code is not None:
-            codes_part.copy_(code)
+        _largest(value, code, *passes[-1], (z_part, codes_part))
 
 
 def _largest(
-    value: Tensor, code: Tensor | None, windows: Sequence[tuple], first: Tensor | None, step: int
+    value: Tensor,
+    code: Tensor | None,
+    windows: Sequence[tuple],
+    first: Tensor | None,
+    step: int,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The largest of the values that ``windows`` pick, and their codes unless ``first`` is None, without branches.
 
     The codes of adjacent windows are ``step`` apart, beside ``code``, those of ``value``.
     """
-    z = value[windows[0]].clone()
+    picked = value[windows[0]]
+    z, codes = (torch.empty_like(picked, dtype=dtype) for dtype in (value.dtype, torch.uint8)) if into is None else into
+    z.copy_(picked)
     before: list[int | Tensor] = [0] * len(windows) if code is None else [code[window] for window in windows]
     # Where all values of a window are -inf, the code stays that of its first position inside of x.
-    best = None if first is None else torch.empty_like(z, dtype=torch.uint8).copy_(before[0] + first)
+    best = None if first is None else codes.copy_(before[0] + first)
     found = torch.empty_like(z)
     for at, window in enumerate(windows[1:], 1):
         found.copy_(value[window])

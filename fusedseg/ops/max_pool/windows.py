@@ -44,7 +44,7 @@ def first_positions(size: tuple[int, ...], count: tuple[int, ...], pool: Pool, d
 def first_codes(count: tuple[int, ...], pool: Pool, device: torch.device, axes: Sequence[int]) -> Tensor:
     """The code along ``axes`` of the first position of every window that is not in the padding before x, uint8."""
     before = [
-        -(-np.maximum(p - np.arange(c) * s, 0) // d) if axis in axes else np.zeros(1, dtype=np.int64)
+        -(-np.maximum(p - np.arange(c) * s, 0) // d) if axis in axes and p else np.zeros(1, dtype=np.int64)
         for axis, (c, s, p, d) in enumerate(zip(count, pool.stride, pool.padding, pool.dilation, strict=True))
     ]
     return _summed(before, steps(pool.kernel), device).byte()

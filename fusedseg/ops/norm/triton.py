@@ -1,4 +1,4 @@
-"""The norm op on Triton kernels, which are in ``kernels/norm_act.py`` and ``kernels/norm_act_bwd.py``."""
+"""The norm op on Triton kernels: ``kernels/norm_act.py``, ``norm_act_bwd.py``, and ``norm_sums.py`` for sums."""
 
 import functools
 from collections.abc import Iterator
@@ -11,14 +11,27 @@ from torch.nn import functional as F
 from ..._backend import launching
 from ...activation import Activation
 from ..at_size import checked
+from ..check import HALF
 from ..layout import Layout, layout_of, pitch_of
 from ..registry import Result, family
 from ..self_test.cases import EPS, FORMATS, MOMENTUM, SHAPE, SLOPE, TOLERANCE, image, parameters, stock
 from . import exact
-from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics, move_running, variance_of
+from .call import (
+    Exchange,
+    Gradients,
+    Needs,
+    Norm,
+    Operands,
+    OutputGradient,
+    Statistics,
+    move_running,
+    stats_dtype,
+    variance_of,
+)
 from .kept import Kept
 
-FAMILY = "norm"
+# The second family has the kernel of ``statistics_of_sums``, which convolutions with norms inside of them need alone.
+FAMILY, SUMS_FAMILY = "norm", "norm_sums"
 # More parts of statistics than a program merges by itself (MAX_PARTIALS in kernels/launch.py), in the self-test.
 PARTS = 18
 
@@ -242,21 +255,6 @@ def _norm_by_kernels(
     return found
 
 
-def _statistics_of_sums(x: Tensor, shift: float) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Results from sums of x - shift, and what they must be in float64."""
-    wide = parameters(x.shape[1], x.dtype, x.device)[0].dtype
-    start = torch.full((x.shape[1],), shift, dtype=wide, device=x.device)
-    running = (start, torch.ones_like(start))
-    d, exact = x.to(wide) - shift, x.double()
-    sums = torch.stack([d.sum((0, 2, 3)), d.square().sum((0, 2, 3))])
-    norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
-    mean, rstd = statistics_of_sums(x, sums, norm, running, far=64.0)
-    expected = exact.mean((0, 2, 3)), exact.var((0, 2, 3), correction=0)
-    yield "mean", mean, expected[0]
-    yield "rstd", rstd, (expected[1] + EPS).rsqrt()
-    yield "running_mean", running[0], shift + MOMENTUM * (expected[0] - shift)
-
-
 @family(FAMILY)
 def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     for fmt, act in (("contiguous", ("leaky_relu", SLOPE)), ("channels_last", ("relu", 0.0))):
@@ -270,8 +268,20 @@ def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
             way = "several programs a channel" if split else "one program a channel"
             for what, found in _norm_by_kernels(x, dz, weight, bias, act, split).items():
                 yield Result(f"{what} ({fmt}, {way})", found, expected[what], TOLERANCE[dtype])
-        if fmt == "channels_last":
-            # The second shift is so far from the mean that x is read again.
-            for shift in (0.5, 1000.0):
-                for what, found, wanted in _statistics_of_sums(x + 1, shift):
-                    yield Result(f"{what} of sums, shift {shift}", found, wanted, TOLERANCE[dtype])
+
+
+@family(SUMS_FAMILY, dtypes=HALF)
+def _self_test_of_sums(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    x = image(SHAPE, dtype, device, "channels_last", 0) + 1
+    wide, exact = x.to(stats_dtype(x)), x.double()
+    mean, var = exact.mean((0, 2, 3)), exact.var((0, 2, 3), correction=0)
+    norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
+    # The second shift is so far from the mean that x is read again.
+    for shift in (0.5, 1000.0):
+        start = wide.new_full(SHAPE[1:2], shift)
+        running, d = (start, torch.ones_like(start)), wide - shift
+        sums = torch.stack([d.sum((0, 2, 3)), d.square().sum((0, 2, 3))])
+        found = *statistics_of_sums(x, sums, norm, running, far=64.0), start
+        expected = mean, (var + EPS).rsqrt(), shift + MOMENTUM * (mean - shift)
+        for what, one, right in zip(("mean", "rstd", "running_mean"), found, expected, strict=True):
+            yield Result(f"{what}, shift {shift}", one, right, TOLERANCE[dtype])
