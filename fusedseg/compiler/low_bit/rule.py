@@ -291,14 +291,15 @@ class Rule:
         if self._is_norm(node, level, noise):
             own = IN_ROWS if _is_of_rows(node) else MIXED
             exact = self._norm(node, self._read(node.args[1])) if level <= own else copied
-            if not self._is_plain(sources):
+            if not self._is_of_ends(sources):
                 self._give_more_bits(copied)
             return self._note(node, noise | copied, max(level, own), exact)
         if copied and self._is_slope(node, level):
             self._give_more_bits(copied)
             return self._note(node, noise | copied, level)
         if self._has_exact_sign(node) or self._is_bounded(node, copied):
-            if self._is_plain(sources) and name_of(node) != "expand":
+            is_plain = name_of(node) in BENT or (_is_linear(node) and name_of(node) != "expand")
+            if is_plain and self._is_of_ends(sources):
                 self.plain.add(node)
             return self._note(node, noise, level)
         if copied and node not in self.stuck and (row_of(node).pieces is not None or name_of(node) in BENT):
@@ -317,8 +318,8 @@ class Rule:
             return self._read(node_at(node, 0)) not in self.roots
         return not copied and (_is_linear(node) or name_of(node) in BOUNDED)
 
-    def _is_plain(self, sources: list[fx.Node]) -> bool:
-        """Whether ends have made all gradients among the sources, and linear functions since then."""
+    def _is_of_ends(self, sources: list[fx.Node]) -> bool:
+        """Whether all gradients among the sources follow from those of ends by linear functions."""
         gradients = [source for source in sources if source in self.joint.backward]
         return bool(gradients) and self.plain.issuperset(gradients)
 
