@@ -13,9 +13,9 @@ a h, where h are their steps, and a depends on no input.
   and the weights at both ends have as large an error anyway.  All else is unsteady: a factor may be large just where
   the gradient is small, or sums may leave little of it.
 * **Norms** read roots whose groups lie inside of what has the same statistics: planes, channels, or rows.  Then the
-  error of 8 bits is at most .09 standard deviations in the root mean square, for every input, and that of 4 bits 1.7.
-  A norm reads 4 bits only if its gradient follows from those of ends by linear functions at the same places: the
-  gradient of the weight there is a sum over these places, with errors of the same size.
+  error of 8 bits is at most .09 standard deviations in the root mean square, for every input, and that of 4 bits 1.6.
+  A norm reads 4 bits only if its gradient follows from those of ends by linear functions, beside kinks: the gradient
+  of the weight there has errors of the same size.
 * **Rows.**  A layer norm divides each row by a number of its own, so it is unsteady, and each row of the gradient has
   an error that is small beside this row.  It stays so while each value of the gradient follows from values of the same
   place.  Until the next end, only layer norms of the same rows may then bring more errors, or more unsteady factors.
@@ -162,7 +162,7 @@ class Rule:
         roots: for each copy its roots.
         noise: for each gradient the roots that have brought an error since the last end.
         levels: the factors that each gradient has met since then; STEADY if it is not named.
-        plain: the gradients that ends have made, and what follows from these by linear functions at the same places.
+        plain: the gradients that ends have made, and what follows from these by functions that are linear beside kinks.
         sized: the values of forward of which norms have set the size.
         layers: for each value of forward the last layers with weights, and arguments, that it follows.
     """
@@ -298,8 +298,7 @@ class Rule:
             self._give_more_bits(copied)
             return self._note(node, noise | copied, level)
         if self._has_exact_sign(node) or self._is_bounded(node, copied):
-            is_plain = name_of(node) in BENT or (_is_linear(node) and name_of(node) != "expand")
-            if is_plain and self._is_of_ends(sources):
+            if (_is_linear(node) or name_of(node) in BENT) and self._is_of_ends(sources):
                 self.plain.add(node)
             return self._note(node, noise, level)
         if copied and node not in self.stuck and (row_of(node).pieces is not None or name_of(node) in BENT):
