@@ -57,6 +57,7 @@ BENT = {row.backward for row in ROWS if row.reads == FOLLOWS}
 BOUNDED = {row.backward for row in ROWS if row.backward}
 CASTS = ("clone", "_to_copy", "convert_element_type")
 SUMS = ("add", "sub", "rsub")
+CHOICES = ("where", "masked_fill")
 # What a gradient has met since the last end: steady factors alone; sums over several places too; factors of rows, and
 # no sums; or anything else.
 STEADY, MIXED, IN_ROWS, UNSTEADY = range(4)
@@ -238,21 +239,27 @@ class Rule:
         row = row_of(call)
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
-        if row.reads == SLOPE and all(source in self.sized for source in self.sources(node) if source in self.roots):
+        if row.reads == SLOPE and self._reads_sized(node):
             self._give_more_bits(copied)
             return set()
         is_linear = _is_linear(call) and not self._may_cancel(call)
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
+    def _reads_sized(self, node: fx.Node) -> bool:
+        return all(source in self.sized for source in self.sources(node) if source in self.roots)
+
     def _may_cancel(self, node: fx.Node) -> bool:
         """Whether a linear result, or what a kink leaves of it, may be small beside what it follows.
 
-        Such are means, what becomes smaller, x - mean(x), whose terms follow the same layer, and x - 1.5 before a ReLU.
+        Such are means, what becomes smaller, x - mean(x), whose terms follow the same layer, x - 1.5 before a ReLU, and
+        what a choice leaves of values of any size.
         """
         reads, terms = row_of(node).reads, [*filter(is_tensor, node.all_input_nodes)]
         if name_of(node) in SUMS:
             layers = [self.layers.get(term, frozenset()) for term in terms]
             return len(layers) < 2 or not layers[0].isdisjoint(layers[1])
+        if name_of(node) in CHOICES:
+            return not self._reads_sized(node)
         return reads == FIRST or (reads == MIXES and size_of(node) < size_of(terms[0]))
 
     def _form(self, node: fx.Node, form: Any) -> set[fx.Node]:
