@@ -26,9 +26,10 @@ Function = Callable[..., Any]
 #
 # The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one: an error e;
 FOLLOWS = "follows"
-# so it is, but summands may cancel each other.  A sum follows values of which norms have set the size;
+# a sum of two terms, or an interpolation.  It follows if its terms follow different layers, or if it enlarges;
 MIXES = "mixes"
-# so it is in its first argument; of the others it reads sizes and positions;
+# a linear function of the first argument, which reads sizes and positions of the others.  A mean may be far smaller
+# than what it reads, so it follows exact values alone;
 FIRST = "first"
 # a product: an error of a e, if the other factor a is a number or a parameter;
 FACTOR = "factor"
@@ -304,12 +305,12 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(MIXES, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
+    *_each(FIRST, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
     OpRow(
-        "avg_pool", MIXES, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+        "avg_pool", FIRST, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
     OpRow(
-        "adaptive_avg_pool", MIXES, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+        "adaptive_avg_pool", FIRST, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
         _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
     OpRow(
@@ -326,9 +327,9 @@ _LINEAR = (
         "dropout", FOLLOWS, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(FOLLOWS, "neg"),
-    *_each(MIXES, "rsub", "where", "masked_fill"),
-    *_each(MIXES, "sum", "mean", inductor=READS, layout=ANY),
+    *_each(FOLLOWS, "neg", "where", "masked_fill"),
+    *_each(MIXES, "rsub"),
+    *_each(FIRST, "sum", "mean", inductor=READS, layout=ANY),
     *_each(FOLLOWS, "repeat", "index", "_unsafe_index", inductor=INSIDE),
     *_each(FOLLOWS, "broadcast_in_dim"),
     # Inductor's call that lays a tensor out in given strides.

@@ -64,7 +64,7 @@ def _fake_backward(dy, x, *window):
 
 
 avg_pool3d_op = graph_op(
-    f"avg_pool3d(Tensor x, {_WINDOW}) -> Tensor", forward, _fake, row={"reads": "mixes", "layout": "passes"}
+    f"avg_pool3d(Tensor x, {_WINDOW}) -> Tensor", forward, _fake, row={"reads": "first", "layout": "passes"}
 )
 avg_pool3d_backward_op = graph_op(
     f"avg_pool3d_backward(Tensor dy, Tensor x, {_WINDOW}) -> Tensor",

@@ -20,10 +20,10 @@ EVERY = {**pieces.BY_HAND, **pieces.OF_IMAGES, **pieces.OF_TOKENS}
 # Each of them was wrong with an earlier rule.  The first ones: values were packed unless a list of exceptions spoke
 # against it.  From 322 on: norms read packed values although a quotient had made the gradient large in a few places
 # (411, 2312, 2502, 2476), activations read values of any size (2566, 3740), and copies followed sums whose terms nearly
-# cancel each other (3606, 3920).
-SEEDS = (3, 17, 24, 45, 63, 322, 411, 2312, 2502, 2566, 3606, 3920)
+# cancel each other (3606, 3920).  In 10013 a norm read 4 bits behind spikes, and tanh left nothing of their gradients.
+SEEDS = (3, 17, 24, 45, 63, 322, 411, 2312, 2502, 2566, 3606, 10013)
 # Of the same kinds; eager mode's gradients are 1e200 (3175), or nothing but rounding (3850).
-MORE = (5, 10, 19, 23, 32, 58, 70, 414, 506, 625, 2365, 2476, 3005, 3124, 3175, 3558, 3740, 3850, 3912)
+MORE = (5, 10, 19, 23, 32, 58, 70, 414, 506, 625, 2365, 2476, 3005, 3124, 3175, 3558, 3740, 3850, 3912, 3920)
 # What was wrong then, by its name: the shape of the input, what stands behind the first layer, and a piece.
 FEW = ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
 NAMED = {

@@ -62,6 +62,18 @@ def steps(t, bits):
     return torch.where(group < 0, -lowest / half, highest / half).view(t.shape)
 
 
+@pytest.mark.parametrize(("bits", "most", "reached"), [(8, 0.089, 0.06), (4, 1.62, 1.0)])
+def test_the_error_beside_the_deviation_has_a_bound(bits, most, reached):
+    """For every input, because a group has few values.  docs/low_bits.md has the proof."""
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    x[0, 1, 3, 5] = 300.0
+    # All but two values of a group lie in the middle of a step.
+    x[0, 2] = 0.5 / (2 ** (bits - 1) - 1)
+    x[0, 2, 0, :2] = torch.tensor([1.0, -1e-9])
+    error = (again(x, bits) - x).square().mean((2, 3)).sqrt() / x.std((2, 3), correction=0)
+    assert reached < error.max() < most
+
+
 @DTYPES
 @FORMATS
 @pytest.mark.parametrize("bits", [8, 4, 2])
