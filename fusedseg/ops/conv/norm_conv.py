@@ -92,10 +92,10 @@ class NormConv(NamedTuple):
 
     @classmethod
     def _of_shared(cls, call: Sequence[Any], **more: Any) -> "NormConv":
-        x, *vectors, conv_weight = call[:6]
+        x, weight, bias, mean, rstd, w = call[:6]
         stride, padding, dilation = map(tuple, call[9:_SHARED_COUNT])
         geometry = Geometry(stride, padding, dilation, groups=1)
-        return cls(dense(x)[0], *vectors, conv_weight, norm_of(*call[6:9]), geometry, **more)
+        return cls(dense(x)[0], weight, bias, mean, rstd, w, norm_of(*call[6:9]), geometry, **more)
 
     @classmethod
     def of_arguments(cls, call: Sequence[Any]) -> "NormConv":
