@@ -65,8 +65,7 @@ SPILLS = {
     ("sm_89", "gelu_tanh-onchip-fp16-rows"): 16,
     ("sm_120", "gelu_tanh-onchip-fp16-rows"): 8,
     # ``most_registers`` asks for as many resident programs as are started.  What a thread spills are parameters of its
-    # channels, which every tile loads again from L1: 28 registers of backward with a residual and a kept input.
-    ("sm_90", "group-split-input-fp16-rows"): 112,
+    # channels, which every tile loads again from L1.
     **{
         ("sm_90", f"{of}-fp16-rows"): most
         for of, most in (("elu", 8), ("eval", 24), ("silu-split", 56), ("hardswish-split", 24), ("kept", 24))
