@@ -27,8 +27,9 @@ ODD_TILE_BYTES, ODD_THREADS = 4096, 128
 # Programs per multiprocessor, which has REGISTERS registers.  The loads of one program overlap with the arithmetic of
 # another.  If there were more programs than the registers allow at once, the last programs would run alone at the end.
 # In backward of rows there are fewer programs, because a thread holds parameters for every channel of its vector.
-# Where it reads two gradients (JOINED) two programs have as many bytes under way as three that read one.
-PROGRAMS_PER_SM, ROWS_PER_SM, JOINED_ROWS_PER_SM, REGISTERS = 4, 3, 2, 65536
+# Where it reads THREE large tensors, the third of which is another gradient or a residual, two programs have as many
+# bytes under way as three that read two.
+PROGRAMS_PER_SM, ROWS_PER_SM, ROWS_OF_THREE_PER_SM, REGISTERS = 4, 3, 2, 65536
 # The largest number of kept channels of rows whose values every thread of backward loads.
 MAX_COLUMNS = 4
 # MAX_PARTIALS is the largest number of partial results of a channel that every program of the second launch merges for
@@ -98,13 +99,13 @@ def warps_of(elements: int, per_thread: int) -> int:
     return max(1, warps(elements, per_thread) * 32 // size)
 
 
-def programs_per_sm(layout, backward: bool, joined: bool) -> int:
+def programs_per_sm(layout, backward: bool, three: bool) -> int:
     if not layout.rows or not backward:
         return PROGRAMS_PER_SM
-    return JOINED_ROWS_PER_SM if joined else ROWS_PER_SM
+    return ROWS_OF_THREE_PER_SM if three else ROWS_PER_SM
 
 
-def most_registers(layout, dtype: torch.dtype, K: int, backward: bool, joined: bool = False) -> dict[str, int]:
+def most_registers(layout, dtype: torch.dtype, K: int, backward: bool, three: bool = False) -> dict[str, int]:
     """The option that lets as many programs be resident as are started for each multiprocessor.
 
     The compiler takes a few registers more by itself: in rows a thread holds the parameters of 8 channels.  In fp64, or
@@ -113,7 +114,7 @@ def most_registers(layout, dtype: torch.dtype, K: int, backward: bool, joined: b
     without_addresses = MAX_COLUMNS if backward else 0
     if (layout.rows and without_addresses < K) or dtype == torch.float64:
         return {}
-    return registers_for(THREADS * programs_per_sm(layout, backward, joined))
+    return registers_for(THREADS * programs_per_sm(layout, backward, three))
 
 
 def on_amd() -> bool:
@@ -207,19 +208,19 @@ def split_blocks(
     reduces: bool = False,
     stats: bool = False,
     backward: bool = False,
-    joined: bool = False,
+    three: bool = False,
 ) -> Blocks:
     """Blocks for tiles that are distributed, in runs of adjacent tiles, over as many programs as fill the device.
 
     ``reduces`` says that every program leaves a partial result; ``stats`` says that the kernel reads one tensor only;
-    ``backward`` says that it is one of those of backward, which hold more parameters, and ``joined`` that it reads two
-    gradients.
+    ``backward`` says that it is one of those of backward, which hold more parameters, and ``three`` that it reads
+    three large tensors.
     """
     tile_bytes, threads = STATS_TILE_BYTES if stats else TILE_BYTES, THREADS
     if stats and not layout.rows and triton.cdiv(layout.S * dtype.itemsize, TILE_BYTES) in (3, 5, 7):
         # A quarter of the last tile, or more, would be empty, and two tiles of another pass would not be one of this.
         tile_bytes = TILE_BYTES
-    programs = programs_per_sm(layout, backward, joined)
+    programs = programs_per_sm(layout, backward, three)
     peel = peel_of(layout, dtype, tile_bytes // dtype.itemsize) if stats else 1
     vector = 16 // dtype.itemsize if layout.rows or peel > 1 else vector_of(layout, dtype)
     if vector * dtype.itemsize < 4:

@@ -327,15 +327,15 @@ def onchip_plan(keep, dtype, layout, act, K):
 
 @plan
 def reduce_plan(keep, dtype, layout, device, act, K, P):
-    """The launcher that leaves sums, and the number of their parts.  P is the pitch of a second gradient, or None."""
-    joined = P is not None
-    blocks = split_blocks(layout, dtype, device, reduces=True, backward=True, joined=joined)
+    """The launcher that leaves sums, and the number of their parts.  P is ``pitch_of_third``."""
+    three = P is not None
+    blocks = split_blocks(layout, dtype, device, reduces=True, backward=True, three=three)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, P or layout.C, blocks.tiles_per_split, blocks.splits)
     constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
     # Planes of a kept input need fewer registers by themselves.  With a limit the compiler loads one vector of x and dz
     # after the other.
     if layout.rows or keep == "output" or vector_of(layout, dtype) == 1:
-        constants |= most_registers(layout, dtype, K, backward=True, joined=joined)
+        constants |= most_registers(layout, dtype, K, backward=True, three=three)
     if layout.rows and K > MAX_COLUMNS:
         # The loads of many kept channels give the tile another order of threads, in which the folded rows lie in other
         # warps.  Triton 3.6 adds such rows wrongly (triton-lang/triton#9219 mends it).
@@ -345,14 +345,19 @@ def reduce_plan(keep, dtype, layout, device, act, K, P):
 
 @plan
 def apply_plan(keep, dtype, layout, device, act, K, P, partials):
-    """The launcher that applies sums in ``partials`` parts.  P is the pitch of a second gradient, or None."""
-    joined = P is not None
-    blocks = split_blocks(layout, dtype, device, backward=True, joined=joined)
+    """The launcher that applies sums in ``partials`` parts.  P is ``pitch_of_third``."""
+    three = P is not None
+    blocks = split_blocks(layout, dtype, device, backward=True, three=three)
     sizes = (layout.I, layout.N, layout.C, layout.S, K, P or layout.C, blocks.tiles_per_split, partials)
     constants = constants_of(keep, dtype, layout, act, K) | blocks.meta
-    constants |= most_registers(layout, dtype, K, backward=True, joined=joined)
+    constants |= most_registers(layout, dtype, K, backward=True, three=three)
     constants["BLOCK_P"] = parts_tile(partials)
     return Launcher(norm_act_bwd_apply_kernel, (blocks.groups, blocks.splits), sizes, constants)
+
+
+def pitch_of_third(pitch, residual, layout):
+    """The pitch of a third large tensor that backward reads, which is a second gradient or a residual, or None."""
+    return layout.C if pitch is None and residual is not None else pitch
 
 
 def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, act, mean=None, residual=None,
@@ -363,7 +368,8 @@ def norm_act_bwd_sums(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, ac
     """
     slots, K = kept if kept is not None else (None, 0)
     keep = "output" if mean is None else "input"
-    launch, splits = reduce_plan(keep, saved.dtype, layout, dz.device, act, K, pitch)
+    P = pitch_of_third(pitch, residual, layout)
+    launch, splits = reduce_plan(keep, saved.dtype, layout, dz.device, act, K, P)
     partial = torch.empty(2, splits, layout.I * layout.C, dtype=rstd.dtype, device=dz.device)
     launch((saved, dz, also, residual, dx, dresidual, partial, weight, bias, mean, rstd, xhat_kept, slots))
     return few(partial, layout.C)
@@ -410,12 +416,14 @@ def norm_act_bwd(dz, saved, layout, weight, bias, rstd, xhat_kept, kept, trainin
             if mean is not None and dresidual is not None:
                 # The first launch writes g, and the second reads it instead of dz and the residual, which saves a pass.
                 sums = norm_act_bwd_sums(*args, dresidual=dresidual, also=also, pitch=pitch)
-                tensors, pitch = (saved, dresidual, None, None, dx, None), None
+                tensors = saved, dresidual, None, None, dx, None
                 act = ("identity", 0.0)
             else:
                 sums = norm_act_bwd_sums(*args, also=also, pitch=pitch)
         partial = merged(sums, layout, weight)
-        apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, pitch, partial.shape[1])
+        # Both launches cut the tensors into the same runs.
+        P = pitch_of_third(pitch, residual, layout)
+        apply = apply_plan(keep, saved.dtype, layout, dz.device, act, K, P, partial.shape[1])
         apply((*tensors, partial, weight, bias, mean, rstd, dweight, dbias, xhat_kept, slots))
     if of_samples:
         dweight, dbias = over_samples(sums, layout, dparam_dtype)

@@ -136,7 +136,6 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
             p = x
         # m y, with which the sums of labels begin: less is alive at once than if y and m were multiplied in each sum.
         at_target = y * m
-        target += tl.sum(y * at_target if SQUARED else at_target, 1, keep_dims=True)
         if NLL == "softmax":
             minus_l = lse - x
             if OTHER:
@@ -149,6 +148,8 @@ def segmentation_sums_fwd_kernel(x_ptr, y_ptr, mask_ptr, position_ptr, out_ptr, 
         if PROBABILITY != "none":
             prediction += tl.sum((p * p if SQUARED else p) * m, 1, keep_dims=True)
             overlap += tl.sum(tl.minimum(p, y) * m if MINIMUM else p * at_target, 1, keep_dims=True)
+        # It is the last of the sums that read m y, while the fewest values are alive.
+        target += tl.sum(y * at_target if SQUARED else at_target, 1, keep_dims=True)
         if NLL == "sigmoid":
             if GAMMA != 0.0:
                 factor *= focal_of_sigmoid(x, y, GAMMA)

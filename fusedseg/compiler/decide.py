@@ -35,17 +35,22 @@ class Candidate(NamedTuple):
     met: bool = True
 
 
-def decide(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep.Decision:
-    """Decides, and writes the decision into the graph of ``module``, but for its labels."""
+def decide(
+    module: fx.GraphModule, eager: EagerMode, settings: Settings, known: choose.Known | None = None
+) -> keep.Decision:
+    """Decides, and writes the decision into the graph of ``module``, but for its labels.
+
+    ``known`` has what was found of other copies of the graph.
+    """
     asks = settings.bits is not None or settings.limits is not None
     if asks and any(keep.LABEL in node.meta for node in module.graph.nodes):
         say_once(
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     if settings.bits is None:
-        found = _exact(module.graph, eager, settings)
+        found = _exact(module.graph, eager, settings, known)
     else:
-        found = _exact(twin_of(module.graph)[0], eager, settings)
+        found = _exact(twin_of(module.graph)[0], eager, settings, known)
         rounded = _rounded(module.graph, eager, settings, found)
         if rounded is None:
             note_unpacked()
@@ -62,7 +67,7 @@ def decide(module: fx.GraphModule, eager: EagerMode, settings: Settings) -> keep
     return found.decision
 
 
-def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings) -> Candidate:
+def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings, known: choose.Known | None) -> Candidate:
     """What is best without bits."""
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, replace(settings, bits=None))
     graph.eliminate_dead_code()
@@ -71,7 +76,7 @@ def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings) -> Candidate:
     choices = choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.fused_code, peak_target)
     if settings.bits is None and settings.limits is None:
         return Candidate(graph, choices, choices.first())
-    (decision, cost), met = choose.nearest(choices, settings.limits)
+    (decision, cost, _), met = choose.nearest(choices, settings.limits, known=known)
     return Candidate(graph, choices, decision, cost, met)
 
 
@@ -85,9 +90,9 @@ def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: Candi
     choices = packing.RoundedChoices(joint, eager.kept, fused, settings.bits, exact.cost)
     wanted, met = None, True
     if settings.limits is not None:
-        (wanted, _), met = choose.nearest(choices, settings.limits, exact.cost)
+        (wanted, *_), met = choose.nearest(choices, settings.limits, exact.cost)
     of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
-    decision, cost = packing.packed(of, decided, found, settings.seed, fused, exact.cost)
+    decision, cost, _ = packing.packed(of, decided, found, settings.seed, fused, exact.cost)
     is_better = cost.is_within(exact.cost)
     if settings.limits is not None:
         # The lower peak, so that a smaller budget has no higher one.

@@ -180,6 +180,7 @@ class _Divisions:
     ) -> Any:
         """Divides a joint graph in each way; the model runs with the parts that the last way makes."""
         from .partition import Partition
+        from .plan.choose import Known
 
         options["compiler"] = "inductor"
         fused = codegen == "inductor"
@@ -190,7 +191,7 @@ class _Divisions:
             )
             for of in self._found:
                 of[-1][0].stock = stock
-        parts = None
+        parts, known = None, Known()
         for place, (way, of) in enumerate(zip(self._ways, self._found, strict=True), 1):
             graph, _ = of[-1]
             given = joint if place == len(self._ways) else copy_of(joint)
@@ -199,7 +200,7 @@ class _Divisions:
                 warnings.simplefilter("ignore", UserWarning)
                 if isinstance(way, settings.Settings):
                     note_codegen(codegen or "aten")
-                    parts = Partition(replace(way, codegen=codegen))(given, joint_inputs, **options)
+                    parts = Partition(replace(way, codegen=codegen), known)(given, joint_inputs, **options)
                     # The first way that has options has chosen.
                     codegen = codegen or "aten"
                 else:

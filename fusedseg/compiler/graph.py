@@ -5,6 +5,7 @@ convolution, a matrix product or attention.  It is kept, unless a second run is 
 of another package, and what is cheap follows from it.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +46,9 @@ def numel_of(t: Tensor) -> int:
 
 
 def hinted(t: Tensor) -> Tensor:
-    """A tensor without memory that has hints in place of symbolic sizes."""
+    """The tensor without values; where its sizes are symbols, one that has their hints."""
+    if all(isinstance(size, int) for size in (*t.shape, *t.stride())):
+        return t
     sizes, strides = (list(map(hint_of, of)) for of in (t.shape, t.stride()))
     return torch.empty_strided(sizes, strides, dtype=t.dtype, device="meta")
 
@@ -134,12 +137,18 @@ def is_random(node: fx.Node) -> bool:
 _NORMS = ("fusedseg::norm", "fusedseg::norm_backward")
 
 
+@functools.cache
+def _name_of_op(op: Any) -> str:
+    # A graph asks for the names of its ops hundreds of thousands of times.
+    return op._schema.name.removeprefix("aten::").removeprefix("prims::")
+
+
 def _name_in_the_table(node: object) -> str:
     """The name of the op of a node as ``op_table.py`` has it: with its namespace, unless that is aten or prims.
 
     A norm of this package that is not plain has no row.
     """
-    name = op_of(node)._schema.name.removeprefix("aten::").removeprefix("prims::") if is_op(node) else ""
+    name = _name_of_op(node.target) if is_op(node) else ""
     return "" if name in _NORMS and NormCall.of(node) is GradientCall.of(node) is None else name
 
 

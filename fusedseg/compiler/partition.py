@@ -17,6 +17,7 @@ from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
 from .passes import Stage
 from .plan import eager_mode, keep
+from .plan.choose import Known
 from .report import note_after, note_moved
 from .settings import Settings
 
@@ -24,10 +25,14 @@ _parts = _torch.compiler_parts()
 
 
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
-    """Divides a joint graph into forward and backward.  It can be pickled, so that Inductor's caches work."""
+    """Divides a joint graph into forward and backward.  It can be pickled, so that Inductor's caches work.
 
-    def __init__(self, settings: Settings) -> None:
+    ``known`` has what was found of other copies of the graph.
+    """
+
+    def __init__(self, settings: Settings, known: Known | None = None) -> None:
         self.settings = settings
+        self._known = known
 
     def uuid(self) -> Any:
         return _parts.get_hash_for_files(FILES, self.settings.identity)
@@ -39,7 +44,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         passes.run(Stage.TRACED, passes.JOINT, module)
         eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         passes.run(Stage.LAYOUT, passes.JOINT, module, self.settings)
-        decision = decide(module, eager, self.settings)
+        decision = decide(module, eager, self.settings, self._known)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, decision.labels, options)
         if self.settings.codegen is None:
             note_moved(traffic.check([forward.graph, backward.graph]))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fusedseg.compiler import NotCompiled, estimate, report
 from fusedseg.compiler.estimate import estimate_ways
+from fusedseg.compiler.plan.min_cut import Cut
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import mean_of
@@ -128,6 +129,19 @@ def test_the_compilers_own_budgets():
         default, less = estimate_ways(net, [x], [1.0, 0.1])
     assert default.repeated == 0 < less.repeated
     assert less.kept[1] < default.kept[1]
+
+
+def test_budgets_of_one_graph_share_a_search(monkeypatch):
+    """Each of the budgets that ``plan`` tries began the search anew."""
+    shape, ways = (8, 3, 64, 64), [{"budget": share, "extra_flops": 2.0, **ATEN} for share in (0.1, 0.02, 0.05)]
+    alone = [estimate(Dense, shape, options=way).to_json() for way in ways]
+    searched, steps = [], Cut.steps
+    monkeypatch.setattr(Cut, "steps", lambda self: searched.append(self) or steps(self))
+    with fake_mode():
+        found = estimate_ways(Dense(), [torch.empty(shape)], ways)
+    assert [of.to_json() for of in found] == alone
+    assert len({of.kept for of in found}) > 1
+    assert len(searched) == 1
 
 
 def test_a_model_whose_graph_has_a_constant():

@@ -65,8 +65,7 @@ SPILLS = {
     ("sm_89", "gelu_tanh-onchip-fp16-rows"): 16,
     ("sm_120", "gelu_tanh-onchip-fp16-rows"): 8,
     # ``most_registers`` asks for as many resident programs as are started.  What a thread spills are parameters of its
-    # channels, which every tile loads again from L1: 28 registers of backward with a residual and a kept input.
-    ("sm_90", "group-split-input-fp16-rows"): 112,
+    # channels, which every tile loads again from L1.
     **{
         ("sm_90", f"{of}-fp16-rows"): most
         for of, most in (("elu", 8), ("eval", 24), ("silu-split", 56), ("hardswish-split", 24), ("kept", 24))
@@ -75,7 +74,7 @@ SPILLS = {
     # A slab of 32 values a thread.  Another order of the same operations spills nothing here, but it makes backward of
     # large rows load one vector after the other.
     ("sm_90", "selu-fp16-rows"): 8,
-    ("sm_100", "instance-split-output-fp16-rows"): 16,
+    ("sm_100", "instance-split-output-fp16-rows"): 8,
     # sm_120 with a scale and a shift in the epilogue.
     ("sm_120", "3x3-64-64-fp16-norm"): 8,
     # Without tensor cores, the backend "auto" takes the vendor's convolution.

@@ -121,5 +121,5 @@ class RoundedChoices(Choices):
         of, decided, found = settled(
             graph, outputs, self._bits, keep.Decision(recomputed=recomputed, peak_target=decision.peak_target)
         )
-        twin, cost = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
+        twin, cost, _ = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
         return Choice(replace(decision, peak_target=twin.peak_target), cost)

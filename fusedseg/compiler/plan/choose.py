@@ -9,11 +9,13 @@ Arithmetic that is left at the end, too little for the next choice, buys single 
 They run a third time where the peak loses as many bytes for it as the choice keeps less for its arithmetic.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple
 
 from torch import fx
@@ -21,7 +23,7 @@ from torch import fx
 from ..._sizes import text_of
 from ...memory.step_bytes import StepBytes
 from ..budget import Budget
-from ..graph import Joint, nbytes_of
+from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
 from . import keep
 from .min_cut import Cut
@@ -41,8 +43,11 @@ PEAK_SLACK = 1e-3
 
 
 class Choice(NamedTuple):
+    """A decision, what it costs, and the values that may be recomputed in it; None for the rules' own decision."""
+
     decision: keep.Decision
     cost: StepBytes
+    recomputed: frozenset[fx.Node] | None = None
 
 
 class Choices:
@@ -88,6 +93,31 @@ class Choices:
     def flops_of(self, decision: keep.Decision) -> int:
         """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
         return self._flops_of(set(decision.recomputed))
+
+    def in_copy(self, known: "Known", most_flops: float, falling: bool) -> Iterator[Choice]:
+        """``frontier`` for a graph that is divided in several ways: it is found once for all equal copies of it.
+
+        The search goes on in a copy of its own, which nobody changes, and its choices are those of this graph.
+        """
+        key = (str(self.joint.graph), self.eager, self.fused, self.goal, most_flops, falling)
+        if key not in known:
+            twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
+            search = Choices(twin, self.eager, self.fused, self.goal).frontier(most_flops, falling)
+            known[key] = (list(twin.graph.nodes), search, [])
+        twins, search, found = known[key]
+        own = dict(zip(twins, self.joint.graph.nodes, strict=True))
+        for place in itertools.count():
+            if place == len(found):
+                found += itertools.islice(search, 1)
+            if place == len(found):
+                return
+            decision, cost, recomputed = found[place]
+            if recomputed is None:
+                yield Choice(self.first(), cost)
+            else:
+                of_own = keep.decision_of(self.joint, {own[node] for node in recomputed})
+                of_own.goal = decision.goal
+                yield Choice(of_own, cost)
 
     def frontier(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
@@ -187,7 +217,7 @@ class Search:
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
         decision.peak_target = PeakTarget(self._most * (1 + PEAK_SLACK), self.most_flops, price)
-        found = of.counted(decision)
+        found = of.counted(decision)._replace(recomputed=tried)
         cost = found.cost
         if cost.kept > enough or cost.peak > decision.peak_target.peak or cost.repeated * of.total > self.most_flops:
             self.refused.add(tried)
@@ -199,18 +229,26 @@ class Search:
         return TrialResult.TAKEN
 
 
-def nearest(choices: Choices, budget: Budget | None, most: StepBytes | None = None) -> tuple[Choice, bool]:
+# Of a graph, by what a search depends on: the nodes of its copy, the search, and the choices that it has found.
+Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice], list[Choice]]]
+
+
+def nearest(
+    choices: Choices, budget: Budget | None, most: StepBytes | None = None, known: Known | None = None
+) -> tuple[Choice, bool]:
     """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
 
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
+    ``known`` has the searches of other ways to divide the same graph.
     """
+    frontier = choices.frontier if known is None else partial(choices.in_copy, known)
     if budget is None:
-        return choices.counted(choices.first()), True
+        return next(frontier(0.0, True)), True
     nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops before.
     falling = nbytes is not None or budget.peak is not None
     last = None
-    for found in choices.frontier(budget.most_flops * choices.total, falling):
+    for found in frontier(budget.most_flops * choices.total, falling):
         if most is not None and not found.cost.is_within(most):
             continue
         last = found
