@@ -123,7 +123,7 @@ NETWORKS = {
     "U-Net": (lambda: unet().to(memory_format=torch.channels_last),
               torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)),
     "U-Net in planes": (unet, torch.randn(2, 3, 64, 64)),
-    "ResNet": (lambda: ResNet18(10, width=8, stages=2).to(memory_format=torch.channels_last),
+    "ResNet": (lambda: ResNet18(10, width=8).to(memory_format=torch.channels_last),
                torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)),
 }  # fmt: skip
 
@@ -144,6 +144,7 @@ def networks_in_channels_last() -> None:
 
 def networks_in_planes() -> None:
     _compiles_what_a_step_launches("U-Net in planes")
+    _compiles_what_a_step_launches("U-Net in planes", training=False)
 
 
 def nnunets_network() -> None:
