@@ -26,9 +26,9 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """(N, 3, H, W) to (N, num_classes)."""
+    """(N, 3, H, W) to (N, num_classes); the first ``stages`` of four have two blocks each."""
 
-    def __init__(self, num_classes: int = 1000, width: int = 64) -> None:
+    def __init__(self, num_classes: int = 1000, width: int = 64, stages: int = 4) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
@@ -36,7 +36,7 @@ class ResNet18(nn.Module):
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        widths = [width, width, 2 * width, 4 * width, 8 * width][: stages + 1]
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(BasicBlock(before, after, 1 if before == after else 2), BasicBlock(after, after, 1))
@@ -44,7 +44,7 @@ class ResNet18(nn.Module):
             )
         )
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8 * width, num_classes)
+        self.fc = nn.Linear(widths[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.pool(self.layers(self.stem(x))).flatten(1))

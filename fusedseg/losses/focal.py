@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
-from ..ops.segmentation.spec import NLL, OTHER_NLL, SumsInputs, SumsSpec, differs
+from ..ops.segmentation.spec import NLL, OTHER_NLL, ROWS, SumsInputs, SumsSpec, differs
 from ..ops.segmentation.sums import sums
 from .monai import DiceLoss, InputForm, LossCall, check_not_negative, checked_reduction, class_weight
 
@@ -47,7 +47,7 @@ class Focal(NamedTuple):
         weight = weight if mask is None else weight * mask
         # Sigmoids of different classes have nothing in common, so each class may be a sample of its own.
         apart = [t.reshape(N * K, 1, *spatial) for t in (x, y, weight)]
-        return sums(SumsInputs(*apart), SumsSpec("none", "sigmoid", dense=True, gamma=gamma)).view(-1, N, K)
+        return sums(SumsInputs(*apart), SumsSpec("none", "sigmoid", dense=True, gamma=gamma)).view(ROWS, N, K)
 
     def value(self, found: Tensor, call: LossCall, weight: Tensor | None) -> Tensor:
         """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""

@@ -1,14 +1,11 @@
 """The command as a shell runs it: output that cannot be written, and models that end the program."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.tools import warm
 
 PROFILE = ("profile", "tests.cli.test_memory:linear", "--input", "4,8", "--codegen", "aten")
-# The command, in a process that has imported PyTorch already.  If OUT is a function, it opens the output.
+# The command, in a process that has imported PyTorch's compiler already.  If OUT is a function, it opens the output.
 RUN = f"""
 import os, runpy, sys
 sys.path.insert(0, {str(warm.ROOT)!r})
@@ -35,14 +32,13 @@ def OUT():
 )
 def test_output_that_cannot_be_written(out, status, message):
     """``| head -1`` and ``> /dev/full`` ended in tracebacks."""
-    run = warm.run_bare(out + RUN, "doctor")
+    run = warm.run_code(out + RUN, "doctor")
     assert (run.returncode, run.stderr) == (status, message)
 
 
 def test_an_encoding_without_the_characters():
-    command = [sys.executable, "-m", "fusedseg", *PROFILE]
-    env = warm.without([]) | {"PYTHONIOENCODING": "ascii"}
-    run = subprocess.run(command, cwd=warm.ROOT, env=env, capture_output=True, text=True, check=False)
+    """PYTHONIOENCODING=ascii makes such an output."""
+    run = warm.run_code("import sys\nOUT = None\nsys.stdout.reconfigure(encoding='ascii')" + RUN, *PROFILE)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("tests.cli.test_memory:linear on 4?8 fp32\n")
 
@@ -75,6 +71,6 @@ NOTHING = (
 )
 def test_models_that_end_the_program_or_cannot_be_trained(arguments, message, tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
-    run = warm.run_bare("OUT = None" + RUN, *arguments, "--input", "1,3,8,8", cwd=tmp_path)
+    run = warm.run_code("OUT = None" + RUN, *arguments, "--input", "1,3,8,8", cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == f"fusedseg {arguments[0]}: {message}\n"

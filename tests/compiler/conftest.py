@@ -44,6 +44,22 @@ def norms_of_a_gpu():
 
 
 @pytest.fixture
+def emitted(monkeypatch):
+    """The graphs that become code in a test, as the last pass leaves them."""
+    from fusedseg.compiler.codegen import aten
+
+    seen, original = [], aten.emit
+
+    def noted(module, inputs):
+        run = original(module, inputs)
+        seen.append(module.graph)
+        return run
+
+    monkeypatch.setattr(aten, "emit", noted)
+    return seen
+
+
+@pytest.fixture
 def sources(monkeypatch):
     """The code of the graphs that a test compiles."""
     from fusedseg.compiler.codegen import aten

@@ -7,8 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 
 class Net(nn.Module):
     """Layers by name, and a function of them and of an image that is the forward pass."""

@@ -71,7 +71,7 @@ NETWORKS = {
         lambda: UNet(1, 3, dims=3, widths=(4, 8), mode="transposed", plain=True, norm_act=instance),
         [(2, 1, 8, 8, 8)],
     ),
-    "ResNet": (lambda: ResNet18(10, width=4), [(2, 3, 32, 32)]),
+    "ResNet": (lambda: ResNet18(10, width=4, stages=2), [(2, 3, 32, 32)]),
     "attention": (Attention, [(2, 3, 8, 8)]),
     "mixed": (mixed, [(2, 3, 16, 16)]),
 }
@@ -88,13 +88,50 @@ def compiled(model, codegen="aten", dynamic=None, **options):
     return torch.compile(model, backend="fusedseg", dynamic=dynamic, options={"codegen": codegen, **options})
 
 
+class TwoBlocks(nn.Module):
+    """Two blocks, the second of which adds the first one's output before its activation."""
+
+    def __init__(self, norm, act, shared=False, channels=3):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.last, one = nn.Conv2d(4, 2, 1), norm()
+        self.norms, self.act = nn.ModuleList([one, one if shared else norm()]), act
+
+    def forward(self, x):
+        h = self.act(self.norms[0](self.first(x)))
+        return self.last(self.act(self.norms[1](self.second(h)) + h))
+
+
+def under_autocast(run):
+    """Calls ``run`` under autocast to bf16."""
+
+    def cast(*inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(*inputs)
+
+    return cast
+
+
+def is_backward(graph):
+    return any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+
+
+def close(found, wanted, rtol=1e-4, atol=1e-5):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=atol)
+
+
 def results(net, run, inputs, steps=2):
-    """Outputs, gradients and buffers of a few training steps, with the same random numbers in each run."""
+    """Outputs, gradients and buffers of a few training steps, with the same random numbers in each run.
+
+    Frozen parameters have no gradient.
+    """
     found = []
     for seed in range(steps):
         torch.manual_seed(seed)
         out = run(*inputs)
-        found += [out.detach().clone(), *torch.autograd.grad(out.square().mean(), [*net.parameters()])]
+        trained = [p for p in net.parameters() if p.requires_grad]
+        found += [out.detach().clone(), *torch.autograd.grad(out.square().mean(), trained)]
     return [*found, *(buffer.clone() for buffer in net.buffers())]
 
 

@@ -24,7 +24,8 @@ from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
 from tests.tools.threads import threads
 
-BUDGETS = (None, 0.8, 0.6, 0.4, 0.3)
+# ``test_claims.py`` has five budgets for other networks.
+BUDGETS = {"ResNet": (None, 0.8, 0.6, 0.4, 0.3)}
 # The share of forward's arithmetic by which a choice may be above the optimum.
 FAR = 0.05
 
@@ -86,7 +87,7 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks, allocated = results(twin, twin, inputs), [], []
-    for budget in BUDGETS:
+    for budget in BUDGETS.get(name, (None, 0.6, 0.3)):
         one = copy.deepcopy(net)
         with warnings.catch_warnings():
             # Networks as small as these miss some budgets.

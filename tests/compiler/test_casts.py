@@ -82,11 +82,7 @@ def train(net, run, inputs, accumulate=1, frozen=(), seen=None):
     return [*found, *(t.clone() for t in net.state_dict().values())]
 
 
-WAYS = {
-    "plain": {},
-    "accumulated": {"accumulate": 2},
-    "frozen": {"frozen": ("net.encoder", "net.down", "net.0")},
-}
+WAYS = {"plain": {}, "accumulated and frozen": {"accumulate": 2, "frozen": ("net.encoder", "net.down", "net.0")}}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fusedseg.ops import avg_pool
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
 from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
-from tests.compiler.networks import BOTH, compiled, in_both
+from tests.compiler.networks import BOTH, compiled, in_both, under_autocast
 from tests.nnunet import PlainConvUNet
 from tests.tools.copies import ROWS, Copies, Deep
 from tests.tools.traffic import traffic
@@ -211,17 +211,10 @@ def test_under_autocast(laid_out, two_threads):
     net, x = unet(2), torch.randn(2, 3, 12, 8)
     kept = copy.deepcopy(net)
 
-    def cast(run):
-        def autocast(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return run(x)
-
-        return autocast
-
-    wanted = step(kept, cast(compiled(kept, memory_format="keep")), x)
+    wanted = step(kept, under_autocast(compiled(kept, memory_format="keep")), x)
     torch._dynamo.reset()
     run = compiled(net, memory_format=torch.channels_last)
-    found = step(net, cast(run), x)
+    found = step(net, under_autocast(run), x)
     assert any(laid_out)
     assert (flat(found) - flat(wanted)).norm() <= 2e-2 * flat(wanted).norm()
     assert steps_of(found) == steps_of(wanted)
@@ -246,12 +239,7 @@ def graphs_of(net, x, monkeypatch, **options):
 
 def test_weights_are_cast_and_laid_out_by_one_call(monkeypatch):
     net, x = unet(2), torch.randn(2, 3, 12, 8)
-
-    def cast(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return net(x)
-
-    graph = graphs_of(cast, x, monkeypatch, memory_format=torch.channels_last)
+    graph = graphs_of(under_autocast(net), x, monkeypatch, memory_format=torch.channels_last)
     weights = {p.shape for p in net.parameters() if p.dim() == 4}
     nodes = [node for node in graph.nodes if is_tensor(node) and value_of(node).shape in weights]
     copies = [node for node in nodes if name_of(node) in ("clone", "_to_copy")]

@@ -11,7 +11,7 @@ import fusedseg
 from fusedseg.compiler.capture import dead_bias
 from fusedseg.compiler.codegen import divided_norms as norms
 from fusedseg.compiler.settings import Settings
-from tests.compiler.networks import CODEGENS, compiled, in_both, results, same
+from tests.compiler.networks import CODEGENS, close, compiled, in_both, results, same
 from tests.compiler.test_passes import names, traced
 
 aten = torch.ops.aten
@@ -52,11 +52,6 @@ def shifted(net):
         if isinstance(getattr(module, "running_mean", None), torch.Tensor):
             nn.init.uniform_(module.running_mean, 1, 2)
     return net, copy.deepcopy(net).double()
-
-
-def close(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
 
 
 def block(dims, conv, norm, act=nn.ReLU):

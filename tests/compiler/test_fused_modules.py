@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from tests.compiler.networks import in_both, kept, results
+from tests.compiler.networks import close, in_both, kept, results
 
 # For each module of this package the stock modules that compute the same.
 MODULES = {
@@ -28,11 +28,6 @@ def layers(norm):
     return nn.Sequential(convs[0], *norm(), convs[1], *norm(), nn.MaxPool2d(2), convs[2])
 
 
-def close(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
-
-
 def through(net, codegen):
     torch._dynamo.reset()
     # Inductor would keep copies of small weights in another layout.
@@ -51,5 +46,5 @@ def test_modules_keep_no_more_than_stock_modules(name, codegen):
     wanted = results(eager, eager, [x])
     for model in (net, converted):
         run = through(model, codegen)
-        close(results(model, run, [x]), wanted)
+        close(results(model, run, [x]), wanted, rtol=1e-7, atol=1e-9)
         assert kept(model, run, [x]) <= most

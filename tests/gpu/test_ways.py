@@ -303,8 +303,6 @@ def cases():
     image, volume = torch.randn(2, 3, 32, 32), torch.randn(2, 1, 8, 16, 24)
     rows, volume_rows = (t.to(memory_format=fmt) for t, fmt in (
         (image, torch.channels_last), (volume, torch.channels_last_3d)))  # fmt: skip
-    resnet = ResNet18(3, width=16)
-    resnet.layers, resnet.fc = resnet.layers[:2], nn.Linear(32, 3)
     return {
         "planes": Case(Net(), image, {"budget": 0.3}),
         "rows": Case(Net(), rows, {}, half=True),
@@ -312,7 +310,7 @@ def cases():
         "volumes in rows": Case(Volumes(), volume_rows, {}, half=True),
         "bits": Case(test_compiler.Net(), torch.randn(test_compiler.SHAPE), {"bits": 8}),
         "norms in convolutions": Case(Net(), rows, {"fused_convolutions": True}, half=True),
-        "bits of residuals": Case(resnet, torch.randn(4, 3, 64, 64), {"bits": 8}),
+        "bits of residuals": Case(ResNet18(3, width=16, stages=2), torch.randn(4, 3, 64, 64), {"bits": 8}),
     }
 
 

@@ -157,4 +157,4 @@ def test_one_thread_replaces_a_running_statistic(path, rows, device, orders, req
         request.getfixturevalue("small_tiles")
     given = batches.inputs((4, 6, 21, 23), rows, torch.float32, device)
     for _ in orders():
-        batches.check(*given, running=batches.start((4, 6), device))
+        batches.check(*given, running=norms.start((4, 6), device))

@@ -62,11 +62,6 @@ def inputs(shape, rows, dtype, device, affine=True):
     return x, dz, *parameters
 
 
-def start(shape, device, dtype=torch.float32):
-    """The running statistics of a new module."""
-    return torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype)
-
-
 def launch(x, dz, weight, bias, **options):
     return norms.launch(x, dz, None, weight, bias, None, **options)
 
@@ -78,14 +73,7 @@ def check(x, dz, weight, bias, **options):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("shape", "rows"), CASES)
 def test_training(shape, rows, device):
-    check(*inputs(shape, rows, torch.float32, device), running=start(shape, device))
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes(path, dtype, device):
-    shape, rows = path
-    check(*inputs(shape, rows, dtype, device), running=start(shape, device, dtype))
+    check(*inputs(shape, rows, torch.float32, device), running=norms.start(shape, device))
 
 
 @pytest.mark.usefixtures("poison")
@@ -93,17 +81,9 @@ def test_running_statistics_in_eval(path, device):
     shape, rows = path
     running = (torch.linspace(-1, 1, shape[1], device=device), torch.linspace(0.5, 2, shape[1], device=device))
     before = [r.clone() for r in running]
-    check(*inputs(shape, rows, torch.float32, device), training=False, running=running)
+    for affine in (True, False):
+        check(*inputs(shape, rows, torch.float32, device, affine), training=False, running=running)
     assert all(map(torch.equal, running, before))
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_without_affine(path, training, device):
-    shape, rows = path
-    given = inputs(shape, rows, torch.float32, device, affine=False)
-    found = check(*given, training=training, running=start(shape, device))
-    assert found["dweight"] is None
 
 
 def test_out_of_place_leaves_x_and_gives_the_same(path, device):

@@ -99,6 +99,11 @@ def inputs(shape, rows, dtype, device, affine=True):
     return x, dz, residual, weight, torch.linspace(-0.5, 0.5, C, device=device, dtype=parameters)
 
 
+def start(shape, device, dtype=torch.float32):
+    """The running statistics of a new module."""
+    return torch.zeros(shape[1], device=device, dtype=dtype), torch.ones(shape[1], device=device, dtype=dtype)
+
+
 def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None, training=True,
            running=(None, None), in_place=True):  # fmt: skip
     """Runs forward and backward, and leaves ``x`` as it is; in the interpreter every access must lie inside its
@@ -169,7 +174,8 @@ def test_dtypes(path, dtype, device):
     shape, groups, rows = path
     # What is kept has each dtype in planes and in rows.
     keep = KEEPS[(rows + (dtype == torch.bfloat16) + (groups is None)) % 2]
-    check(*inputs(shape, rows, dtype, device), groups, keep=keep)
+    running = start(shape, device, dtype) if groups is None else (None, None)
+    check(*inputs(shape, rows, dtype, device), groups, keep=keep, running=running)
 
 
 @pytest.mark.usefixtures("poison")

@@ -100,7 +100,7 @@ def test_without_a_mean(groups, size, rows, request, device):
         request.getfixturevalue("small_tiles")
     x, _, weight, bias = batches.inputs(SHAPE, rows, torch.float32, device)
     counted = torch.zeros((), dtype=torch.int64, device=device) if groups is None else None
-    running = batches.start(SHAPE, device) if groups is None else (None, None)
+    running = norms.start(SHAPE, device) if groups is None else (None, None)
     expected = reference.norm_act(x, weight, bias, eps=norms.EPS, activation="leaky_relu", param=0.01, groups=groups)
     mean, *_ = norm_act_fwd(
         x, x, layout_of(x).by_sample(len(x), groups), weight, bias, *running, True, 0.1, norms.EPS, norms.LEAKY, None,
@@ -133,7 +133,7 @@ def test_kept_channels_split(rows, device):
 def test_running_statistics(rows, training, device):
     shape = (2, 37, 7, 9)
     given = batches.inputs(shape, rows, torch.float16, device)
-    batches.check(*given, training=training, running=batches.start(shape, device))
+    batches.check(*given, training=training, running=norms.start(shape, device))
 
 
 TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))

@@ -89,10 +89,10 @@ def monai_focal(x, y, mask, options):
     axes = tuple(range(2, x.dim()))
     if mask is None:
         return loss.mean() if options.get("reduction", "mean") == "mean" else loss.mean(axes).sum()
-    loss = loss * mask
+    loss, least = loss * mask, torch.finfo(torch.float32).eps
     if options.get("reduction", "mean") == "mean":
-        return loss.sum() / mask.sum()
-    return (loss.sum(axes) / mask.sum(axes)).sum()
+        return loss.sum() / mask.sum().clip(least)
+    return (loss.sum(axes) / mask.sum(axes).clip(least)).sum()
 
 
 def nnunet_top_k(x, target, k, options):
@@ -113,12 +113,17 @@ def nnunet_dice(p, y, mask, options):
 
 
 def nnunet_dc_and_ce(x, target, dice_options, ce_options, weight_ce=1, weight_dice=1, ignore_label=None):
+    """With ``k`` among the options of the cross-entropy, only the worst positions count in it."""
     mask = torch.ones_like(target, dtype=x.dtype) if ignore_label is None else (target != ignore_label).to(x.dtype)
     y = one_hot(target, x.shape[1], x.dtype)
     if ignore_label is not None:
         ce_options = ce_options | {"ignore_index": ignore_label}
-    ce = F.cross_entropy(x, target[:, 0].long(), **ce_options) if mask.sum() > 0 else 0
-    return weight_ce * ce + weight_dice * nnunet_dice(x.softmax(1), y, mask, dice_options)
+    loss, k = 0, ce_options.get("k")
+    if weight_ce and (ignore_label is None or mask.sum() > 0):
+        rest = {name: value for name, value in ce_options.items() if name != "k"}
+        loss = nnunet_top_k(x, target, k, rest) if k else F.cross_entropy(x, target[:, 0].long(), **rest)
+    dice = weight_dice and weight_dice * nnunet_dice(x.softmax(1), y, mask, dice_options)
+    return weight_ce * loss + dice
 
 
 def nnunet_dc_and_bce(x, regions, dice_options, bce_options, weight_ce=1, weight_dice=1, ignored=None):

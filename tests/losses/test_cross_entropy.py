@@ -12,7 +12,9 @@ from tests.losses.compare import check_same
 WEIGHT = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (1, 3, 2, 3, 4), (6, 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5), (2, 3, 4, 5), (1, 3, 2, 3, 4), (6, 3), (0, 3, 5), (2, 3, 0), (0, 3, 0)], ids=str
+)
 def test_as_stock(shape):
     x = torch.randn(shape, dtype=torch.float64)
     labels = torch.randint(3, (shape[0], *shape[2:]))

@@ -80,9 +80,11 @@ def test_the_gradient_waits_for_the_scale_of_the_loss(name):
 @EACH
 def test_logits_that_are_not_formed(name):
     """A convolution and an interpolation give the logits tile by tile."""
-    features, weight = torch.randn(2, 3, 3, 5, dtype=torch.float64), torch.randn(K, 3, dtype=torch.float64)
-    logits, target = ConvLogits(features, weight, size=(6, 10)), labels_or_regions(name, 2, K, (6, 10))
-    assert (LOSSES[name]()(logits, target) - LOSSES[name]()(logits.formed(), target)).abs() <= 1e-13
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 3, 5), (K, 3), (K,))]
+    logits, target = ConvLogits(*given, size=(6, 10)), labels_or_regions(name, 2, K, (6, 10))
+    found, wanted = (LOSSES[name]()(of, target) for of in (logits, logits.formed()))
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(*(torch.autograd.grad(of, given) for of in (found, wanted)), rtol=1e-11, atol=1e-14)
 
 
 def truth_values(name):

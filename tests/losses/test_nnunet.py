@@ -1,4 +1,4 @@
-"""DC_and_CE_loss, DC_and_BCE_loss and DeepSupervision follow nnU-Net's formulas in value and gradient, in float64."""
+"""What nnU-Net's losses have beside its values (``test_values.py``): processes, deep supervision, and errors."""
 
 from unittest import mock
 
@@ -8,51 +8,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedseg.losses import DC_and_BCE_loss, DC_and_CE_loss, DeepSupervision, nnunet
 from fusedseg.ops.segmentation import sums as op
-from tests.losses.compare import check_same
-from tests.losses.formulas import nnunet_dc_and_bce, nnunet_dc_and_ce
+from tests.losses.formulas import nnunet_dc_and_ce
 
 N, K = 2, 4
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
-# Options of Dice, of the cross-entropy, the weights of both and the ignored label.
-CASES = {
-    "nnunet": ({"batch_dice": True, "smooth": 1e-5, "do_bg": False, "ddp": False}, {}, 1, 1, None),
-    "default-dice": ({}, {"weight": WEIGHT, "label_smoothing": 0.1}, 1.2, 0.8, None),
-    "ignore": ({"batch_dice": True, "ddp": False}, {"weight": WEIGHT}, 1, 1, 255),
-    "ignore-a-class": ({"do_bg": False}, {"label_smoothing": 0.1}, 1, 1, 2),
-    "clip": ({"clip_tp": 3.0}, {"reduction": "sum"}, 1, 1, None),
-    "ce-alone-ignores": ({}, {"ignore_index": 1, "label_smoothing": 0.1}, 1, 1, None),
-    "dice-alone": ({"smooth": 0.5}, {}, 0, 1, None),
-    "ce-alone": ({}, {}, 1, 0, 255),
-}
 
 
 def data():
     x = torch.randn(N, K, 5, 6, dtype=torch.float64)
     return x, torch.randint(K, (N, 1, 5, 6), dtype=torch.int16)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_dc_and_ce(name):
-    dice, ce, weight_ce, weight_dice, ignore = CASES[name]
-    x, labels = data()
-    if ignore is not None:
-        labels[1, 0, :2] = ignore
-    loss = DC_and_CE_loss(dice, ce, weight_ce, weight_dice, ignore)
-    for target in (labels, labels.float()):
-        check_same(
-            (loss, target),
-            (nnunet_dc_and_ce, labels, dice, ce, weight_ce, weight_dice, ignore), x,
-        )  # fmt: skip
-
-
-def test_everything_is_ignored():
-    x, labels = data()
-    loss = DC_and_CE_loss({"smooth": 1e-5}, {}, ignore_label=255)
-    leaf = x.requires_grad_()
-    value = loss(leaf, torch.full_like(labels, 255))
-    value.backward()
-    assert value.item() == pytest.approx(-1)
-    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
 def test_the_host_does_not_wait_for_the_device():
@@ -61,21 +25,6 @@ def test_the_host_does_not_wait_for_the_device():
     with FakeTensorMode():
         x = torch.empty(2, 3, 8, 8, requires_grad=True)
         loss(x, torch.empty(2, 1, 8, 8, dtype=torch.uint8)).backward()
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32], ids=str)
-def test_dc_and_bce(dtype, ignored):
-    x, _ = data()
-    regions = torch.rand(N, K + ignored, 5, 6) < 0.4
-    pos_weight = WEIGHT.view(K, 1, 1)
-    for dice, bce in (({"batch_dice": True, "ddp": False}, {}), ({"smooth": 1e-5}, {"pos_weight": pos_weight})):
-        loss = DC_and_BCE_loss(dict(bce), dice, 1.5, 0.5, use_ignore_label=ignored)
-        last = regions[:, -1:] if ignored else None
-        check_same(
-            (loss, regions.to(dtype)),
-            (nnunet_dc_and_bce, regions[:, :K], dice, bce, 1.5, 0.5, last), x,
-        )  # fmt: skip
 
 
 def test_deep_supervision():

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg import losses
 from fusedseg.functional import ConvLogits
-from tests.losses import formulas
 from tests.losses.compare import check_same
 
 INF = float("inf")
@@ -83,20 +81,3 @@ def test_dice_ce_of_a_masked_target(K, backend):
     (dx,) = torch.autograd.grad(value, x)
     assert value.isnan()
     assert not dx.any()
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 3, 0), (0, 3, 0)], ids=str)
-def test_empty(shape):
-    x, labels = torch.randn(shape, dtype=torch.float64), torch.zeros(shape[0], 1, shape[2], dtype=torch.long)
-    y = torch.zeros(shape, dtype=torch.float64)
-    for reduction in ("mean", "sum"):
-        for softmax in (True, False):
-            options = {"use_softmax": softmax, "reduction": reduction}
-            expected = (lambda x, y, options=options: formulas.monai_focal(x, y, None, options), y)
-            check_same((losses.FocalLoss(**options), y), expected, x)
-        options = {"reduction": reduction}
-        check_same((fusedseg.CrossEntropyLoss(**options), labels), (nn.CrossEntropyLoss(**options), labels[:, 0]), x)
-    check_same((losses.TopKLoss(), labels), (lambda x, t: formulas.nnunet_top_k(x, t, 10, {}), labels), x)
-    # nnU-Net leaves the cross-entropy out where a label is ignored everywhere.
-    dice = losses.DC_and_CE_loss({}, {}, weight_ce=0)
-    check_same((losses.DC_and_topk_loss({}, {}, ignore_label=255), labels), (dice, labels), x)

@@ -81,8 +81,14 @@ def assert_same_step(stock, ours, x, residual=None):
     torch.testing.assert_close(ours.state_dict(), stock.state_dict())
 
 
+# Triton gets the options once; ``tests/ops/test_norms.py`` has random norms on each backend.
 @by_place
-@pytest.mark.parametrize(("kind", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "kind", "options"),
+    [*(("aten", *of) for of in OPTIONS), *(("triton", *of) for of in OPTIONS if {"eps", "momentum"} & of[1].keys())],
+    ids=str,
+    indirect=["backend"],
+)
 def test_training_and_eval_as_stock(backend, device, kind, options, place):
     """In one to three dimensions, in both memory formats, with and without a residual."""
     for dims, shape in SHAPES + (VECTORS if kind != "instance" else []):

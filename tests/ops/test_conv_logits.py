@@ -5,7 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import fusedseg
 from fusedseg.functional import ConvLogits, argmax_labels, segmentation_sums, tp_fp_fn
 from fusedseg.memory import SavedBytes
 from fusedseg.memory.meter import LiveBytes
@@ -138,33 +137,6 @@ def test_autocast(size):
         for grad, of in zip(torch.autograd.grad(loss, given), wanted, strict=True):
             assert grad.dtype == torch.float32
             assert relative_error(grad, of) <= 1e-5
-
-
-def test_all_losses_take_it():
-    given = tensors((5, 4))
-    logits = ConvLogits(*given, (8, 8))
-    labels, regions = target_of(logits)[:, None], target_of(logits, "regions")
-    one = ConvLogits(given[0], given[1][:1], given[2][:1], (8, 8))
-    losses = fusedseg.losses
-    of_labels = [
-        fusedseg.DiceLoss(softmax=True, to_onehot_y=True),
-        fusedseg.DiceCELoss(softmax=True, to_onehot_y=True, include_background=False),
-        losses.TverskyLoss(softmax=True, to_onehot_y=True),
-        losses.DC_and_CE_loss({"batch_dice": True}, {}, ignore_label=1),
-    ]
-    calls = [(loss, logits, labels) for loss in of_labels] + [
-        (fusedseg.CrossEntropyLoss(label_smoothing=0.1), logits, labels[:, 0]),
-        (losses.DC_and_BCE_loss({}, {}), logits, regions),
-        (losses.SMPDiceLoss("multiclass"), logits, labels[:, 0]),
-        (losses.SMPTverskyLoss("multilabel"), logits, regions),
-        (losses.SMPDiceLoss("binary"), one, labels[:, 0] > 1),
-        (lambda z, t: losses.DeepSupervision(of_labels[0])([z, z], [t, t]), logits, labels),
-    ]  # fmt: skip
-    for loss, unformed, target in calls:
-        value, expected = loss(unformed, target), loss(unformed.formed(), target)
-        torch.testing.assert_close(value, expected, rtol=1e-13, atol=1e-13)
-        found, wanted = (torch.autograd.grad(of, given) for of in (value, expected))
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["rows", "2d", "2d-aligned", "3d-larger"])

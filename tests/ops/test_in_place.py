@@ -40,13 +40,3 @@ def test_buffers_get_the_versions_that_the_stock_norm_gives_them(backend, device
         module(activation(device))
         versions.append({name: t._version > before[name] for name, t in module.named_buffers()})
     assert versions[0]["num_batches_tracked"] is versions[1]["num_batches_tracked"] is True
-
-
-@pytest.mark.parametrize("name", ["BatchNormAct", "MaxPool2d", "ConvABN2d"])
-def test_other_ops_leave_their_input_alone(backend, device, name):
-    arguments = {"BatchNormAct": (C,), "MaxPool2d": (2,), "ConvABN2d": (C, C, 3)}
-    module, x = getattr(fusedseg, name)(*arguments[name]).to(device), activation(device)
-    before, values = x._version, x.detach().clone()
-    module(x).sum().backward()
-    assert x._version == before
-    assert torch.equal(x, values)

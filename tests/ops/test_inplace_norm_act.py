@@ -197,7 +197,3 @@ def test_saturated_elu_has_gradients(backend, device, dtype, alpha):
     for mine, theirs in zip(gradients, expected, strict=True):
         # Saturated values have a gradient of 0 instead of exp(y), because only the rounding of z is left of them.
         assert relative_error(mine, theirs) <= 2 * GRADIENT_TOLERANCE[dtype]
-
-
-def tensor(*shape, **options):
-    return torch.randn(*shape, **options)

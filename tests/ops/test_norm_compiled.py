@@ -174,14 +174,6 @@ def test_checkpoint_keeps_no_output():
     assert saved.nbytes <= 1024
 
 
-def test_empty_batch():
-    """The running statistics stay."""
-    net = fusedseg.InPlaceABN(4)
-    z = compiled(net)(torch.randn(0, 4, 3, 3, requires_grad=True))
-    assert z.shape == (0, 4, 3, 3)
-    assert torch.equal(net.running_mean, torch.zeros(4))
-
-
 def test_conv_abn_is_a_stock_convolution_and_the_op_of_the_norm():
     """So is a concatenation before it; the bias of the convolution has a gradient in both."""
     net = fusedseg.ConvABN2d(4, 3, 3).double()

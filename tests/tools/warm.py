@@ -52,6 +52,13 @@ def run(
     return _served(PRELOADED, {"module": module}, arguments, cwd, env)
 
 
+def run_code(
+    code: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Runs ``python -c code arguments``; the rest is as for ``run``."""
+    return _served(PRELOADED, {"code": code}, arguments, cwd, env)
+
+
 def run_bare(
     code: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:

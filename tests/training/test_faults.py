@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -123,18 +122,6 @@ def test_pickled(way):
     torch.testing.assert_close(copied(x), run(x))
     copied(x).sum().backward()
     torch._dynamo.reset()
-
-
-def test_output_overwritten_by_the_user(backend):
-    """If the user overwrites an output that backward needs, PyTorch raises its error, and no gradient is wrong."""
-    for name in PAIRS:
-        ours, _ = pair(name)
-        z = ours(torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) * 1)
-        z.detach().zero_()
-        # BatchNormAct keeps its input, so that its backward does not depend on the output.
-        raised = pytest.raises(RuntimeError, match="modified by an inplace operation")
-        with nullcontext() if name == "BatchNormAct" else raised:
-            z.sum().backward()
 
 
 def test_threads():

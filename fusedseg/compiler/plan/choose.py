@@ -99,10 +99,10 @@ class Choices:
 
         The search goes on in a copy of its own, which nobody changes, and its choices are those of this graph.
         """
-        key = (str(self.joint.graph), self.eager, self.fused, self.goal, most_flops, falling)
+        key = (str(self.joint.graph), self.eager, self.fused, self.peak_target, most_flops, falling)
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
-            search = Choices(twin, self.eager, self.fused, self.goal).frontier(most_flops, falling)
+            search = Choices(twin, self.eager, self.fused, self.peak_target).frontier(most_flops, falling)
             known[key] = (list(twin.graph.nodes), search, [])
         twins, search, found = known[key]
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))
@@ -116,7 +116,7 @@ class Choices:
                 yield Choice(self.first(), cost)
             else:
                 of_own = keep.decision_of(self.joint, {own[node] for node in recomputed})
-                of_own.goal = decision.goal
+                of_own.peak_target = decision.peak_target
                 yield Choice(of_own, cost)
 
     def frontier(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
