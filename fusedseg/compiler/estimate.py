@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import compiler_parts, is_call_of_numpy, unset_fake_temporarily
-from ..memory.fake import Model, fake_inputs, fake_mode, fake_model
+from ..memory.fake import Model, autocast_without_values, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
 from .report import Captured, Graph, Report, counted_in_eager_mode, note_after, note_codegen, noting, noting_on
@@ -83,7 +83,7 @@ def estimate_ways(
     first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
     found: list[Found] = [[] for _ in ways]
     try:
-        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+        with autocast_without_values(autocast):
             # Norms that one way needs in pieces are in pieces in all.
             bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
             _compile(model, inputs, replace(first, bits=bits), _Divisions(parsed, found))

@@ -70,6 +70,15 @@ def bytes_before(
     }
 
 
+def autocast_without_values(dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast around a step without values; none if ``dtype`` is None.
+
+    bfloat16 stands for float16, because it has the same bytes.  In float16 some CPUs compute convolutions in contiguous
+    memory alone, and the copies between the formats would be counted.
+    """
+    return torch.autocast("cpu", torch.bfloat16 if dtype in (None, torch.float16) else dtype, dtype is not None)
+
+
 def eager_step(
     model: nn.Module,
     inputs: Sequence[Tensor],
@@ -92,11 +101,11 @@ def eager_step(
     """
 
     def forward(*given: Tensor) -> Any:
-        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+        with autocast_without_values(autocast):
             return model(*given)
 
     def scalar(out: Any) -> Tensor:
-        with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+        with autocast_without_values(autocast):
             if loss is None:
                 return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
             return loss(out) if targets is None else loss(out, targets)

@@ -25,7 +25,8 @@ def test_networks(name):
     assert kept(net, compiled(net, bits=4), inputs) < LARGE[name] * stock
     torch._dynamo.reset()
     # The error needs fewer values than the bytes.
-    found = error_of(net, [x[..., :64, :64].clone() for x in inputs], 4, 16)
+    # Few weights have most of the noise, so 16 roundings leave a bias of up to 0.08 of it, and 64 of about 0.01.
+    found = error_of(net, [x[..., :64, :64].clone() for x in inputs], 4, 64)
     assert 0 < found.size < 0.12
     assert found.bias < MOST
 

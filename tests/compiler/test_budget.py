@@ -36,8 +36,8 @@ def chosen(monkeypatch):
     found = []
     nearest = choose.nearest
 
-    def noted(choices, wanted, most=None):
-        choice, met = nearest(choices, wanted, most)
+    def noted(choices, wanted, most=None, known=None):
+        choice, met = nearest(choices, wanted, most, known)
         # With bits, the plan without them is made before, and noted too.
         found.append((choices.eager, choice.cost, choice.cost.repeated))
         return choice, met
@@ -261,7 +261,7 @@ def test_arithmetic_is_used_up(monkeypatch):
     """A choice that is too dear is tried without one of its products, and then there is one product more each."""
     found, choosing = [], choose.nearest
 
-    def filled(choices, wanted):
+    def filled(choices, wanted, known):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
         steps = cut.steps()
         search = choose.Search(choices, choices.counted(first), most, falling=False)
@@ -269,7 +269,7 @@ def test_arithmetic_is_used_up(monkeypatch):
         found.extend(choices._filled(search, cut, dict([list(steps.items())[-1]])))
         assert all(choice.cost.repeated * choices.total <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
-        return choosing(choices, wanted)
+        return choosing(choices, wanted, known=known)
 
     monkeypatch.setattr(choose, "nearest", filled)
     net, inputs = make("nnU-Net")
@@ -330,14 +330,14 @@ def test_beside_the_optimum(name, monkeypatch):
     found = []
     choosing = choose.nearest
 
-    def compared(choices, wanted):
+    def compared(choices, wanted, known):
         for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
             flops = sum(
                 choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.recomputed}
             )
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
-        return choosing(choices, wanted)
+        return choosing(choices, wanted, known=known)
 
     monkeypatch.setattr(choose, "nearest", compared)
     net, inputs = make(name)

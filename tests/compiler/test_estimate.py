@@ -76,8 +76,10 @@ def test_images_in_channels_last_need_no_copy():
     net, x = Dense().to(memory_format=torch.channels_last), torch.empty(8, 3, 64, 64)
     x = x.to(memory_format=torch.channels_last)
     planes = estimate(Dense, (8, 3, 64, 64), options=ATEN).steps()
-    for of, in_planes in zip(estimate(net, x, options=ATEN).steps(), planes, strict=True):
-        assert of.with_workspaces - of.peak < 0.3 * (in_planes.with_workspaces - in_planes.peak)
+    # On some CPUs, convolutions in float16 compute in contiguous memory alone, and their copies were counted.
+    for autocast in (None, torch.float16):
+        for of, in_planes in zip(estimate(net, x, options=ATEN, autocast=autocast).steps(), planes, strict=True):
+            assert of.with_workspaces - of.peak < 0.3 * (in_planes.with_workspaces - in_planes.peak)
 
 
 @pytest.mark.parametrize("codegen", ["aten", "inductor"])

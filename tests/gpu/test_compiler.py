@@ -112,6 +112,9 @@ def test_two_steps(device, name, codegen, monkeypatch):
     wanted = two_steps(exact, exact, x.double())
 
     fmt = torch.channels_last if way.rows else torch.contiguous_format
+    # For Inductor on a CPU, PyTorch takes the interpolation apart.  Its sums have terms of one layer, so they are exact,
+    # and what comes before them is, too.
+    most = 0.2 if name == "bits" and codegen == "inductor" and device.type == "cpu" else way.most
     # On a GPU, Inductor copies an image to channels_last, and keeps the copy for the gradient of the first weight.
     copied = x.nbytes if codegen == "inductor" and device.type == "cuda" and not way.rows else 0
     net, x = net.to(device, memory_format=fmt), x.to(device, memory_format=fmt)
@@ -135,4 +138,4 @@ def test_two_steps(device, name, codegen, monkeypatch):
             )
     with torch.autocast(device.type, torch.bfloat16, enabled=way.half):
         assert run(x).stride() == net(x).stride()
-        assert kept(net, run, [x]) <= way.most * kept(net, net, [x]) + copied
+        assert kept(net, run, [x]) <= most * kept(net, net, [x]) + copied
