@@ -144,20 +144,21 @@ def launches(item) -> bool:
 def pytest_collection_modifyitems(config, items):
     """Chooses the tests to run, after ``-m`` and ``-k`` have chosen, and begins with the longest.
 
-    Coverage would double the interpreter's time and counts no kernel, so that ``--cov`` leaves out the kernels' tests.
+    Kernel tests run without coverage, which would double the interpreter's time.
     ``--device cuda`` leaves out the tests that do not use ``device``, because they run nothing on the GPU.  ``--ptx``
     also leaves out tests that launch no kernel.  Without both options, the tests of compiled code are left out.
     """
     ptx = config.getoption("--ptx")
     launching = {item for item in items if launches(item)}
+    for item in launching:
+        item.add_marker("no_cover")
     # If pytest is given both folders, bench/conftest.py chooses the benches to run.
     here = Path(__file__).parent
     compiled = config.getoption("--device") == "cuda" or ptx
-    counted = bool(config.getoption("cov_source", default=None))
 
     def left_out(item) -> bool:
         if not compiled:
-            return item.get_closest_marker("compiled") is not None or (counted and item in launching)
+            return item.get_closest_marker("compiled") is not None
         return "device" not in item.fixturenames or (ptx and item not in launching)
 
     elsewhere = {item for item in items if here in item.path.parents and left_out(item)}
