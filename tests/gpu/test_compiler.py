@@ -112,8 +112,8 @@ def test_two_steps(device, name, codegen, monkeypatch):
     wanted = two_steps(exact, exact, x.double())
 
     fmt = torch.channels_last if way.rows else torch.contiguous_format
-    # For Inductor on a CPU, PyTorch takes the interpolation apart.  Its sums have terms of one layer, so they are exact.
-    # What comes before them is exact, too.
+    # For Inductor on a CPU, PyTorch takes the interpolation apart.  Its sums have terms of one layer, so these and what
+    # comes before them are exact.
     most = 0.2 if name == "bits" and codegen == "inductor" and device.type == "cpu" else way.most
     # On a GPU, Inductor copies an image to channels_last, and keeps the copy for the gradient of the first weight.
     copied = x.nbytes if codegen == "inductor" and device.type == "cuda" and not way.rows else 0
