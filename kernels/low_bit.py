@@ -91,9 +91,12 @@ def rounded_up(y, DTYPE: tl.constexpr):
 
 @triton.jit
 def widened(low, high, v, mask):
-    """The lowest and highest values of each place of a tile, with one more tile of values.  They may become NaN."""
+    """The lowest and highest values of each place of a tile, with one more tile of values.
+
+    A NaN stays in the lowest value alone, because AMD's GPUs need a comparison for each value that may keep one.
+    """
     low = tl.minimum(low, tl.where(mask, v, float("inf")), propagate_nan=tl.PropagateNan.ALL)
-    high = tl.maximum(high, tl.where(mask, v, float("-inf")), propagate_nan=tl.PropagateNan.ALL)
+    high = tl.maximum(high, tl.where(mask, v, float("-inf")))
     return low, high
 
 
