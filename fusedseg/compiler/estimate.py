@@ -58,12 +58,17 @@ def estimate(
     """
     with fake_mode() as mode:
         net = fake_model(model, mode, dtype)
-        (found,) = estimate_ways(net, fake_inputs(inputs, dtype), [options or {}], autocast)
+        (found,) = estimate_ways(net, fake_inputs(inputs, dtype), [options or {}], autocast, stock=True)
     return found
 
 
 def estimate_ways(
-    model: nn.Module, inputs: Sequence[Tensor], ways: Sequence[Division], autocast: torch.dtype | None = None
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    ways: Sequence[Division],
+    autocast: torch.dtype | None = None,
+    *,
+    stock: bool = False,
 ) -> list[Report]:
     """A report for each of several ways to divide the graphs of a model, which are captured once.
 
@@ -74,6 +79,7 @@ def estimate_ways(
         inputs: its arguments.
         ways: options of the backend; or a number, which is the compiler's own ``activation_memory_budget``.
         autocast: the dtype of autocast around forward.
+        stock: whether the reports also have what the compiler's own partitioner keeps, which takes another division.
 
     Raises as ``estimate``.
     """
@@ -86,7 +92,7 @@ def estimate_ways(
         with autocast_without_values(autocast):
             # Norms that one way needs in pieces are in pieces in all.
             bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
-            _compile(model, inputs, replace(first, bits=bits), _Divisions(parsed, found))
+            _compile(model, inputs, replace(first, bits=bits), _Divisions(parsed, found, stock))
     # The compiler may raise any error.
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
@@ -158,11 +164,12 @@ def _with_results(run: Callable[..., Any], known: Mapping[int, Any]) -> Callable
 
 
 class _Divisions:
-    """Divides each captured graph in each way, and notes what it keeps."""
+    """Divides each captured graph in each way, and with ``stock`` as PyTorch does, and notes what it keeps."""
 
-    def __init__(self, ways: Sequence[settings.Settings | float], found: Sequence[Found]) -> None:
+    def __init__(self, ways: Sequence[settings.Settings | float], found: Sequence[Found], stock: bool) -> None:
         self._ways = ways
         self._found = found
+        self._stock = stock
 
     def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         """Notes a captured graph, and returns the note of the first way."""
@@ -184,7 +191,7 @@ class _Divisions:
 
         options["compiler"] = "inductor"
         fused = codegen == "inductor"
-        if fused:
+        if fused and self._stock:
             # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
             stock, *_ = counting.bytes_of(
                 _by_budget(1.0, copy_of(joint), joint_inputs, **options), options["num_fwd_outputs"], fused

@@ -177,7 +177,7 @@ def profile(
             ways[CONVERT] = eager_step(converted, given, autocast=autocast).needs
         say(BACKEND)
         try:
-            (report,) = estimate_ways(net, given, [options or {}], autocast)
+            (report,) = estimate_ways(net, given, [options or {}], autocast, stock=True)
         except NotCompiled as error:
             report = None
             left_out = {f"{COMPILER} and {BACKEND}": str(error).partition(": ")[2]}
