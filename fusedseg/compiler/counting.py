@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..memory.meter import Course, key_of
-from ..memory.step_bytes import StepBytes
-from ..memory.workspaces import copies_of
+from ..memory.step_bytes import StepBytes, copies_of
 from .graph import flops_of, following, hint_of, outputs_of, tensors_of
 from .plan import keep, peak
 from .plan.liveness import Liveness

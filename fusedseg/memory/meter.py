@@ -20,8 +20,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
-from .step_bytes import StepBytes
-from .workspaces import copies_of
+from .step_bytes import StepBytes, copies_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Footprint:
         saved: bytes of the storages that autograd keeps at the end of forward, without parameters and buffers.
         held: bytes of all storages alive at the end of forward.
         peak: the most bytes alive at once during forward, loss and backward, gradients included.
-        with_workspaces: the most bytes at once with the estimated workspaces of convolutions (``workspaces.py``).
+        with_workspaces: the most bytes at once with the estimated workspaces of convolutions (``step_bytes.py``).
         course: the bytes alive after each allocation and each release, in forward, and in loss and backward.
         saved_by: the bytes of ``saved`` by what ``measure``'s argument ``where`` said when they were allocated; None
             stands for storages that were there before.
