@@ -21,30 +21,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from . import _torch
 from ._module_hooks import has_global_hooks
 from ._torch import FakeTensor, FakeTensorMode
-from .activation import IDENTITY, OF_MODULE, TABLE, Activation, is_invertible, parse_activation
+from .activation import OF_MODULE as ACTIVATIONS
+from .activation import TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
 from .ops.max_pool import pool as pools
-from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
 from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.statistic import INSTANCE, Statistic
+from .ops.norm.stock import KINDS, OF_MODULE, call_of, channels_of
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
 
-# The dimensions of the input of each norm; ``nn.GroupNorm`` takes any number from 2 on.
-DIMS: dict[type, tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
-    nn.InstanceNorm1d: (3,), nn.InstanceNorm2d: (4,), nn.InstanceNorm3d: (5,),
-}  # fmt: skip
-NORMS = (*DIMS, nn.GroupNorm)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 POOLS: dict[type[nn.Module], int] = {nn.MaxPool2d: 2, nn.MaxPool3d: 3}
@@ -170,7 +162,7 @@ def _parsed(name: str, parameter: object) -> Activation | None:
 
 def _activation(act: Any) -> Activation | None:
     """The activation of a stock module, as its attributes are now; None if no op has it."""
-    row = OF_MODULE[type(act)]
+    row = ACTIVATIONS[type(act)]
     for name, value in row.fixed:
         if getattr(act, name) != value:
             return None
@@ -194,33 +186,10 @@ def _is_untouched(module: nn.Module, cls: type) -> bool:
 
 def _takes(norm: Any, x: Tensor) -> bool:
     """Whether a stock norm takes the input, as one batch with the channels that it was made for."""
-    of_groups = isinstance(norm, nn.GroupNorm)
-    if x.layout is not torch.strided or not (of_groups or x.dim() in DIMS[type(norm)]):
+    least, most = OF_MODULE[type(norm)].modules[type(norm)]
+    if x.layout is not torch.strided or not least <= x.dim() <= most:
         return False
-    return x.numel() > 0 and x.shape[1] == (norm.num_channels if of_groups else norm.num_features)
-
-
-def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
-    """The tensors and the description of a stock norm's call, without its activation.
-
-    The statistics are chosen and moved as the stock norm does it, also where a checkpoint runs a second time.
-    """
-    weight, bias = module.weight, module.bias
-    if isinstance(module, nn.GroupNorm):
-        over = Statistic(True, module.num_groups)
-        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, over=over)
-    mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
-    if isinstance(module, _InstanceNorm):
-        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, INSTANCE)
-        return Operands(x, weight, bias, None, None, mean, var), norm
-    batches = module.num_batches_tracked if training and tracked else None
-    momentum = module.momentum
-    if momentum is None:
-        momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-    norm = Norm("input", IDENTITY, module.eps, momentum, training or mean is None)
-    if training and not tracked:
-        return Operands(x, weight, bias), norm
-    return Operands(x, weight, bias, None, None, mean, var, batches), norm
+    return x.numel() > 0 and x.shape[1] == channels_of(norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -287,10 +256,9 @@ class NormAndAct:
             return None
         if torch.is_autocast_enabled(x.device.type) and not self._keeps_dtypes(x, how):
             return None
-        given, of_call = _call_of(norm, x)
         slope = act.weight if TABLE[how.name].learned else None
-        given = given._replace(residual=residual, slope=slope)
-        of_call = of_call._replace(keep=keep, act=how)
+        # Running statistics move where a checkpoint runs a second time too, as those of the stock norm.
+        given, of_call = call_of(norm, x, how, keep, residual, slope)
         try:
             check(OP, given, of_call)
         except (TypeError, ValueError):
@@ -303,7 +271,7 @@ class NormAndAct:
 
     def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
         """Whether autocast lets both modules return the dtype of ``x``."""
-        if isinstance(self.norm, nn.GroupNorm) or how.name in CAST_BY_AUTOCAST:
+        if not OF_MODULE[self.classes[0]].autocast or how.name in CAST_BY_AUTOCAST:
             return False
         return not TABLE[how.name].learned or x.dtype == torch.get_autocast_dtype(x.device.type)
 
@@ -329,7 +297,7 @@ def _pair_at(steps: Sequence[Step], i: int) -> tuple[NormAndAct | None, int]:
     norm, adds = steps[i] if i < len(steps) else None, steps[i + 1 : i + 2] == [Add()]
     i += 1 + adds
     act = steps[i] if i < len(steps) else None
-    if type(norm) not in NORMS or type(act) not in OF_MODULE:
+    if type(norm) not in OF_MODULE or type(act) not in ACTIVATIONS:
         return None, 0
     after = steps[i + 1] if i + 1 < len(steps) and type(steps[i + 1]) in CONVS else None
     return NormAndAct(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
@@ -600,7 +568,7 @@ def _grouped(rows: Sequence[Served | Left]) -> dict[str, str]:
 
 
 WAYS = {"output": "keeps the output of its activation alone", "input": "keeps its input, not the activation's"}
-ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
+ANY_NORM = tuple(kind.base for kind in KINDS.values())
 
 
 def conversion(model: nn.Module) -> Conversion:
@@ -639,9 +607,9 @@ def _reasons(model: nn.Module) -> dict[Any, str]:
 
 
 def _reason(norm: nn.Module, after: object) -> str:
-    if type(norm) not in NORMS:
+    if type(norm) not in OF_MODULE:
         return "its class is not one of PyTorch's own norms"
-    row = OF_MODULE.get(type(after)) if isinstance(after, nn.Module) else None
+    row = ACTIVATIONS.get(type(after)) if isinstance(after, nn.Module) else None
     if row is None:
         return "no activation that an op has follows it in its block"
     act = type(after).__name__
