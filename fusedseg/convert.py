@@ -303,23 +303,10 @@ def _pair_at(steps: Sequence[Step], i: int) -> tuple[NormAndAct | None, int]:
     return NormAndAct(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
 
 
-class Container(NamedTuple):
-    """A module whose call is the calls of its children, as the plan has found it."""
-
-    module: nn.Module
-    cls: type
-    children: tuple[nn.Module | None, ...]
-    facts: tuple[object, ...]
-
-    def is_as_it_was(self) -> bool:
-        module = self.module
-        return tuple(module._modules.values()) == self.children and _facts_of(module) == self.facts
-
-
 def _facts_of(module: nn.Module) -> tuple[object, ...]:
-    """The attributes that decide what the forward of a library block does."""
+    """What decides what the forward of a container or a library block does: its children, and attributes."""
     own = module.__dict__
-    return own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
+    return tuple(module._modules.values()), own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
 
 
 class BlockPlan:
@@ -330,7 +317,8 @@ class BlockPlan:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._containers: list[Container] = []
+        # Modules whose call is the calls of their children, with their classes and facts.
+        self._containers: list[tuple[nn.Module, type, tuple[object, ...]]] = []
         # Modules that return their input.
         self._idle: list[tuple[Any, type, bool]] = []
         flat = list(self._flat(block, top=True))
@@ -342,7 +330,7 @@ class BlockPlan:
         if steps is None or (not top and any(isinstance(step, Add) for step in steps)):
             yield module
             return
-        self._containers.append(Container(module, type(module), tuple(module._modules.values()), _facts_of(module)))
+        self._containers.append((module, type(module), _facts_of(module)))
         for step in steps:
             if isinstance(step, Add):
                 yield step
@@ -356,11 +344,11 @@ class BlockPlan:
 
         A replica of ``nn.DataParallel`` has all attributes of the block, and so its plan.
         """
-        return self._block is block and all(container.is_as_it_was() for container in self._containers)
+        return self._block is block and all(_facts_of(module) == facts for module, _, facts in self._containers)
 
     def is_unseen(self) -> bool:
         """Whether nobody looks at the calls of the modules that a run leaves out."""
-        if not all(_is_untouched(module, cls) for module, cls, _, _ in self._containers[1:]):
+        if not all(_is_untouched(module, cls) for module, cls, _ in self._containers[1:]):
             return False
         return all(_is_untouched(module, cls) and not (drops and module.p != 0) for module, cls, drops in self._idle)
 
