@@ -1,7 +1,5 @@
 """Functional forms of normalisation and activation."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from ..activation import parse_activation, parse_invertible
@@ -11,7 +9,7 @@ from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
 from ..ops.norm.kept import find
 from ..ops.norm.statistic import INSTANCE, Statistic, statistic_of
-from ..ops.norm.stock import KINDS
+from ..ops.norm.stock import KINDS, KindName
 
 
 def inplace_abn(
@@ -162,7 +160,7 @@ def norm_act(
     *,
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
-    norm: Literal["batch", "instance", "group"] = "batch",
+    norm: KindName = "batch",
     num_groups: int | None = None,
     residual: Tensor | None = None,
     slope: Tensor | None = None,

@@ -8,7 +8,7 @@ decides by itself what is kept (``compiler/capture/stock_norms.py``).
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ...activation import IDENTITY, TABLE, Activation
 from .call import Norm, Operands
 from .statistic import INSTANCE, Statistic
+
+KindName = Literal["batch", "instance", "group"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class Kind:
     autocast: whether the modules return the dtype of their input under autocast.
     """
 
-    name: str
+    name: KindName
     function: Callable[..., Tensor]
     own: str
     base: type[nn.Module]
