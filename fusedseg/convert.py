@@ -40,12 +40,6 @@ Model = TypeVar("Model", bound=nn.Module)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 POOLS: dict[type[nn.Module], int] = {nn.MaxPool2d: 2, nn.MaxPool3d: 3}
-# Activations whose backward reads their output, which the next layer keeps anyway: always, or if they are in place.
-# There a norm that keeps its input saves nothing.
-KEEP_OUTPUT = {"relu"}
-KEEP_OUTPUT_IN_PLACE = {"leaky_relu", "elu", "selu", "celu", "relu6"}
-# Autocast changes the dtype of these.
-CAST_BY_AUTOCAST = {"softplus"}
 
 
 # The library blocks -------------------------------------------------------------------------------------------------
@@ -220,11 +214,13 @@ class NormAndAct:
             return ""
         # Who writes over the output later: nobody before the next convolution, which keeps it; else eager mode must
         # keep the output too, as it does for an activation in place.
-        in_place = self.act.inplace if how.name in KEEP_OUTPUT_IN_PLACE else False
+        kept = TABLE[how.name].keeps_result
+        in_place = self.act.inplace if kept == "in place" else False
         closed = in_place or (self.after is not None and _is_untouched(self.after, self.classes[3]))
         if fresh and closed and is_invertible(how.name, how.param):
             return "output"
-        return "" if self.adds or in_place or how.name in KEEP_OUTPUT else "input"
+        # Where the activation keeps its output, a norm that keeps its input saves nothing.
+        return "" if self.adds or in_place or kept == "always" else "input"
 
     def saves(self) -> str:
         """``way`` for the modules as they are now."""
@@ -271,9 +267,10 @@ class NormAndAct:
 
     def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
         """Whether autocast lets both modules return the dtype of ``x``."""
-        if not OF_MODULE[self.classes[0]].autocast or how.name in CAST_BY_AUTOCAST:
+        row = TABLE[how.name]
+        if not OF_MODULE[self.classes[0]].autocast or not row.autocast:
             return False
-        return not TABLE[how.name].learned or x.dtype == torch.get_autocast_dtype(x.device.type)
+        return not row.learned or x.dtype == torch.get_autocast_dtype(x.device.type)
 
 
 def _paired(steps: Sequence[Step]) -> Iterator[Step | NormAndAct]:
@@ -601,6 +598,6 @@ def _reason(norm: nn.Module, after: object) -> str:
     if row is None:
         return "no activation that an op has follows it in its block"
     act = type(after).__name__
-    if row.name in KEEP_OUTPUT | KEEP_OUTPUT_IN_PLACE:
+    if row.keeps_result:
         return f"{act} after it keeps its own output, which the next layer keeps too, so nothing would be saved"
     return f"no op has {act} with these attributes"

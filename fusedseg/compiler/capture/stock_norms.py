@@ -127,9 +127,10 @@ KEEPING = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "resu
 
 def _name_of(act: Activation, in_place: bool) -> str:
     """The name of ``KEEPING`` for an activation, which is written over its argument if ``in_place``."""
-    if TABLE[act.name].identity:
+    row = TABLE[act.name]
+    if row.identity:
         return "norm"
-    of_result = act.name == "relu" or (in_place and act.name in ("leaky_relu", "elu"))
+    of_result = row.keeps_result == "always" or (in_place and row.keeps_result == "in place")
     return "norm_act_of_result" if of_result else "norm_act_of_input"
 
 
