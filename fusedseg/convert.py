@@ -32,7 +32,7 @@ from .ops.max_pool import pool as pools
 from .ops.norm.checks import check
 from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.stock import KINDS, OF_MODULE, call_of, channels_of
+from .ops.norm.stock import KINDS, OF_MODULE
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
@@ -180,10 +180,11 @@ def _is_untouched(module: nn.Module, cls: type) -> bool:
 
 def _takes(norm: Any, x: Tensor) -> bool:
     """Whether a stock norm takes the input, as one batch with the channels that it was made for."""
-    least, most = OF_MODULE[type(norm)].modules[type(norm)]
+    kind = OF_MODULE[type(norm)]
+    least, most = kind.modules[type(norm)]
     if x.layout is not torch.strided or not least <= x.dim() <= most:
         return False
-    return x.numel() > 0 and x.shape[1] == channels_of(norm)
+    return x.numel() > 0 and x.shape[1] == kind.channels_of(norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -254,7 +255,7 @@ class NormAndAct:
             return None
         slope = act.weight if TABLE[how.name].learned else None
         # Running statistics move where a checkpoint runs a second time too, as those of the stock norm.
-        given, of_call = call_of(norm, x, how, keep, residual, slope)
+        given, of_call = OF_MODULE[self.classes[0]].call(norm, x, how, keep, residual, slope)
         try:
             check(OP, given, of_call)
         except (TypeError, ValueError):

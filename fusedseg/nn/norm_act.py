@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import TABLE, check_slope_given, parse_activation
-from ..ops.norm.stock import BATCH_NORM, GROUP_NORM, INSTANCE_NORM, channels_of
+from ..ops.norm.stock import BATCH_NORM, GROUP_NORM, INSTANCE_NORM
 from .stock_norm import OfBatch, StockNorm
 
 
@@ -31,7 +31,7 @@ class _NormAct(StockNorm):
         act = parse_activation(self.OP, activation, activation_param)
         super().__init__(*stock, device=device, dtype=dtype, **options)
         self.activation, self._act = activation, act
-        learned, channels = TABLE[act.name].learned, channels_of(self)
+        learned, channels = TABLE[act.name].learned, self.KIND.channels_of(self)
         if num_slopes not in (1, channels):
             raise ValueError(
                 f"{self.OP}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}"

@@ -15,7 +15,7 @@ from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
 from ..ops.norm.kept import Kept, recomputing
-from ..ops.norm.stock import Kind, call_of, channels_of
+from ..ops.norm.stock import Kind
 from .unscriptable import Unscriptable
 
 COUNTED = "running_mean", "running_var", "num_batches_tracked"
@@ -60,7 +60,7 @@ class StockNorm(Unscriptable, nn.Module):
         """The call of the norm op for x and a residual."""
         # A forward pass that is computed again moves no running statistics.
         moves = not self.training or not recomputing()
-        return call_of(self, x, self._act, self.KEEP, residual, self._slope(), moves, self._others())
+        return self.KIND.call(self, x, self._act, self.KEEP, residual, self._slope(), moves, self._others())
 
     def _slope(self) -> Tensor | None:
         """The slope of prelu."""
@@ -77,7 +77,7 @@ class StockNorm(Unscriptable, nn.Module):
     def _check_shape(self, x: Tensor) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
-        (least, most), channels = self.KIND.dims, channels_of(self)
+        (least, most), channels = self.KIND.dims, self.KIND.channels_of(self)
         fits = least <= x.dim() <= most
         if fits and x.shape[1] == channels:
             return

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ...activation import IDENTITY, TABLE, Activation
+from ...activation import TABLE, Activation
 from .call import Norm, Operands
-from .statistic import INSTANCE, Statistic
+from .statistic import statistic_of
 
 KindName = Literal["batch", "instance", "group"]
 
@@ -50,6 +50,46 @@ class Kind:
     grouped: bool = False
     autocast: bool = True
 
+    def channels_of(self, module: Any) -> int:
+        """The number of channels that a module was made for."""
+        return module.num_channels if self.grouped else module.num_features
+
+    def call(
+        self,
+        module: Any,
+        x: Tensor,
+        act: Activation,
+        keep: str,
+        residual: Tensor | None = None,
+        slope: Tensor | None = None,
+        moves: bool = True,
+        process_group: str | None = None,
+    ) -> tuple[Operands, Norm]:
+        """The op's tensors and its description for a call of a module.
+
+        The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
+        False.
+        """
+        weight, bias = module.weight, module.bias
+        over = statistic_of(self.name, module.num_groups if self.grouped else None)
+        if not self.own:
+            given = Operands(x, weight, bias, residual, slope)
+            return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
+        training, tracked, momentum = module.training, module.track_running_stats, module.momentum
+        mean, var = module.running_mean, module.running_var
+        if training and not moves:
+            mean = var = None
+        if over.of_samples:
+            norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, over, process_group)
+            return Operands(x, weight, bias, residual, slope, mean, var), norm
+        batches = module.num_batches_tracked if training and tracked and moves else None
+        if training and not tracked:
+            mean = var = None
+        if momentum is None:
+            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+        norm = Norm(keep, act, module.eps, momentum, training or mean is None, over, process_group)
+        return Operands(x, weight, bias, residual, slope, mean, var, batches), norm
+
 
 BATCH_NORM = Kind(
     "batch", F.batch_norm, "training", _BatchNorm,
@@ -68,47 +108,6 @@ GROUP_NORM = Kind(
 KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
 OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}
 OF_MODULE: dict[type, Kind] = {module: kind for kind in KINDS.values() for module in kind.modules}
-
-
-def channels_of(module: Any) -> int:
-    """The number of channels that a module was made for."""
-    return module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features
-
-
-def call_of(
-    module: Any,
-    x: Tensor,
-    act: Activation = IDENTITY,
-    keep: str = "input",
-    residual: Tensor | None = None,
-    slope: Tensor | None = None,
-    moves: bool = True,
-    process_group: str | None = None,
-) -> tuple[Operands, Norm]:
-    """The op's tensors and its description for a call of a norm module.
-
-    The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
-    False.
-    """
-    weight, bias = module.weight, module.bias
-    if isinstance(module, nn.GroupNorm):
-        over = Statistic(True, module.num_groups)
-        given = Operands(x, weight, bias, residual, slope)
-        return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
-    training, tracked, momentum = module.training, module.track_running_stats, module.momentum
-    mean, var = module.running_mean, module.running_var
-    if training and not moves:
-        mean = var = None
-    if isinstance(module, _InstanceNorm):
-        norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, INSTANCE, process_group)
-        return Operands(x, weight, bias, residual, slope, mean, var), norm
-    batches = module.num_batches_tracked if training and tracked and moves else None
-    if training and not tracked:
-        mean = var = None
-    if momentum is None:
-        momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-    norm = Norm(keep, act, module.eps, momentum, training or mean is None, process_group=process_group)
-    return Operands(x, weight, bias, residual, slope, mean, var, batches), norm
 
 
 def finished(y: Tensor, residual: Tensor | None, act: Activation, slope: Tensor | None = None) -> Tensor:
