@@ -70,10 +70,9 @@ class Kind:
         The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
         False.
         """
-        weight, bias = module.weight, module.bias
         over = statistic_of(self.name, module.num_groups if self.grouped else None)
         if not self.own:
-            given = Operands(x, weight, bias, residual, slope)
+            given = Operands(x, module.weight, module.bias, residual, slope)
             return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
         training, tracked, momentum = module.training, module.track_running_stats, module.momentum
         mean, var = module.running_mean, module.running_var
@@ -81,14 +80,14 @@ class Kind:
             mean = var = None
         if over.of_samples:
             norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, over, process_group)
-            return Operands(x, weight, bias, residual, slope, mean, var), norm
+            return Operands(x, module.weight, module.bias, residual, slope, mean, var), norm
         batches = module.num_batches_tracked if training and tracked and moves else None
         if training and not tracked:
             mean = var = None
         if momentum is None:
             momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
         norm = Norm(keep, act, module.eps, momentum, training or mean is None, over, process_group)
-        return Operands(x, weight, bias, residual, slope, mean, var, batches), norm
+        return Operands(x, module.weight, module.bias, residual, slope, mean, var, batches), norm
 
 
 BATCH_NORM = Kind(
