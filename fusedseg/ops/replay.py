@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend, _torch
-from .layout import layout_of
+from .layout import layout_of, memory_of
 from .registry import Result, family
 from .self_test.cases import EPS, MOMENTUM, SHAPE, SLOPE, image, parameters
 
@@ -206,11 +206,7 @@ def direct_stream(device: int | None, argument: Tensor) -> Any:
 def is_same(t: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same memory and the same form."""
     alike = t.dtype == other.dtype and t.shape == other.shape and t.stride() == other.stride()
-    return alike and t.data_ptr() == other.data_ptr() and _memory(t) == _memory(other)
-
-
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return alike and t.data_ptr() == other.data_ptr() and memory_of(t) == memory_of(other)
 
 
 class Numbers:
@@ -245,7 +241,7 @@ class Numbers:
     def part_of(self, t: Tensor) -> tuple[int, int]:
         """The tensor that ``t`` is a part of, and the distance in bytes."""
         known = ((n, other) for n, other in enumerate(self.known) if other is not None)
-        found = [(n, other) for n, other in known if _memory(other) == _memory(t)]
+        found = [(n, other) for n, other in known if memory_of(other) == memory_of(t)]
         if len(found) != 1:
             raise Refused
         ((number, whole),) = found

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ... import _backend, _torch
 from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
-from ...ops.layout import FORMATS, is_rows
+from ...ops.layout import FORMATS, is_rows, memory_of
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, Operands
 from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
@@ -406,4 +406,4 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 def _memory(*values: object) -> set[int]:
     """The addresses of the memories of these tensors; None stands for no tensor."""
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    return {memory_of(value) for value in values if isinstance(value, Tensor)}
