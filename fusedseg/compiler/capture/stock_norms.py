@@ -69,7 +69,7 @@ def call_of(function: Any, given: dict[str, Any]) -> NormCall:
 
 
 # The arguments of norms that are numbers.
-NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
+NUMBERS = ("eps", "momentum", "num_groups", *(kind.own for kind in stock.KINDS.values() if kind.own))
 # The sums of two tensors, and those that are written over the first one.
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
