@@ -6,6 +6,9 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}iB": 2**power for prefix, power in (("K", 10), ("M", 20), ("G", 30), ("T", 40))
 }
 
+# How many digits follow the point.
+DIGITS = {"GiB": 2, "MiB": 1, "KiB": 1, "B": 0}
+
 
 def bytes_in(text: str) -> int:
     """The bytes of a text such as "16GiB", "24 GB" or "800MiB"; 0 if the text cannot be read."""
@@ -30,7 +33,8 @@ def parse_bytes(op: str, value: int | str) -> int:
 
 
 def text_of(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= UNITS[unit]), "B")
+    return f"{nbytes / UNITS[unit]:.{DIGITS[unit]}f} {unit}"
 
 
 def change_text(label: str, before: int, after: int) -> str:

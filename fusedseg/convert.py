@@ -21,39 +21,25 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from . import _torch
 from ._module_hooks import has_global_hooks
 from ._torch import FakeTensor, FakeTensorMode
-from .activation import IDENTITY, OF_MODULE, TABLE, Activation, is_invertible, parse_activation
+from .activation import OF_MODULE as ACTIVATIONS
+from .activation import TABLE, Activation, is_invertible, parse_activation
 from .memory.meter import LiveBytes
 from .ops.max_pool import pool as pools
-from .ops.norm.call import Norm, Operands
 from .ops.norm.checks import check
 from .ops.norm.eager import normalise_eagerly
 from .ops.norm.kept import KeptChannels
-from .ops.norm.statistic import INSTANCE, Statistic
+from .ops.norm.stock import KINDS, OF_MODULE
 
 OP = "fusedseg.convert"
 Model = TypeVar("Model", bound=nn.Module)
 
-# The dimensions of the input of each norm; ``nn.GroupNorm`` takes any number from 2 on.
-DIMS: dict[type, tuple[int, ...]] = {
-    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
-    nn.InstanceNorm1d: (3,), nn.InstanceNorm2d: (4,), nn.InstanceNorm3d: (5,),
-}  # fmt: skip
-NORMS = (*DIMS, nn.GroupNorm)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 POOLS: dict[type[nn.Module], int] = {nn.MaxPool2d: 2, nn.MaxPool3d: 3}
-# Activations whose backward reads their output, which the next layer keeps anyway: always, or if they are in place.
-# There a norm that keeps its input saves nothing.
-KEEP_OUTPUT = {"relu"}
-KEEP_OUTPUT_IN_PLACE = {"leaky_relu", "elu", "selu", "celu", "relu6"}
-# Autocast changes the dtype of these.
-CAST_BY_AUTOCAST = {"softplus"}
 
 
 # The library blocks -------------------------------------------------------------------------------------------------
@@ -170,7 +156,7 @@ def _parsed(name: str, parameter: object) -> Activation | None:
 
 def _activation(act: Any) -> Activation | None:
     """The activation of a stock module, as its attributes are now; None if no op has it."""
-    row = OF_MODULE[type(act)]
+    row = ACTIVATIONS[type(act)]
     for name, value in row.fixed:
         if getattr(act, name) != value:
             return None
@@ -194,33 +180,11 @@ def _is_untouched(module: nn.Module, cls: type) -> bool:
 
 def _takes(norm: Any, x: Tensor) -> bool:
     """Whether a stock norm takes the input, as one batch with the channels that it was made for."""
-    of_groups = isinstance(norm, nn.GroupNorm)
-    if x.layout is not torch.strided or not (of_groups or x.dim() in DIMS[type(norm)]):
+    kind = OF_MODULE[type(norm)]
+    least, most = kind.modules[type(norm)]
+    if x.layout is not torch.strided or not least <= x.dim() <= most:
         return False
-    return x.numel() > 0 and x.shape[1] == (norm.num_channels if of_groups else norm.num_features)
-
-
-def _call_of(module: Any, x: Tensor) -> tuple[Operands, Norm]:
-    """The tensors and the description of a stock norm's call, without its activation.
-
-    The statistics are chosen and moved as the stock norm does it, also where a checkpoint runs a second time.
-    """
-    weight, bias = module.weight, module.bias
-    if isinstance(module, nn.GroupNorm):
-        over = Statistic(True, module.num_groups)
-        return Operands(x, weight, bias), Norm("input", IDENTITY, module.eps, over=over)
-    mean, var, training, tracked = module.running_mean, module.running_var, module.training, module.track_running_stats
-    if isinstance(module, _InstanceNorm):
-        norm = Norm("input", IDENTITY, module.eps, module.momentum or 0.0, training or not tracked, INSTANCE)
-        return Operands(x, weight, bias, None, None, mean, var), norm
-    batches = module.num_batches_tracked if training and tracked else None
-    momentum = module.momentum
-    if momentum is None:
-        momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-    norm = Norm("input", IDENTITY, module.eps, momentum, training or mean is None)
-    if training and not tracked:
-        return Operands(x, weight, bias), norm
-    return Operands(x, weight, bias, None, None, mean, var, batches), norm
+    return x.numel() > 0 and x.shape[1] == kind.channels_of(norm)
 
 
 @dataclass(eq=False, slots=True)
@@ -251,11 +215,13 @@ class NormAndAct:
             return ""
         # Who writes over the output later: nobody before the next convolution, which keeps it; else eager mode must
         # keep the output too, as it does for an activation in place.
-        in_place = self.act.inplace if how.name in KEEP_OUTPUT_IN_PLACE else False
+        kept = TABLE[how.name].keeps_result
+        in_place = self.act.inplace if kept == "in place" else False
         closed = in_place or (self.after is not None and _is_untouched(self.after, self.classes[3]))
         if fresh and closed and is_invertible(how.name, how.param):
             return "output"
-        return "" if self.adds or in_place or how.name in KEEP_OUTPUT else "input"
+        # Where the activation keeps its output, a norm that keeps its input saves nothing.
+        return "" if self.adds or in_place or kept == "always" else "input"
 
     def saves(self) -> str:
         """``way`` for the modules as they are now."""
@@ -287,10 +253,9 @@ class NormAndAct:
             return None
         if torch.is_autocast_enabled(x.device.type) and not self._keeps_dtypes(x, how):
             return None
-        given, of_call = _call_of(norm, x)
         slope = act.weight if TABLE[how.name].learned else None
-        given = given._replace(residual=residual, slope=slope)
-        of_call = of_call._replace(keep=keep, act=how)
+        # Running statistics move where a checkpoint runs a second time too, as those of the stock norm.
+        given, of_call = OF_MODULE[self.classes[0]].call(norm, x, how, keep, residual, slope)
         try:
             check(OP, given, of_call)
         except (TypeError, ValueError):
@@ -303,9 +268,10 @@ class NormAndAct:
 
     def _keeps_dtypes(self, x: Tensor, how: Activation) -> bool:
         """Whether autocast lets both modules return the dtype of ``x``."""
-        if isinstance(self.norm, nn.GroupNorm) or how.name in CAST_BY_AUTOCAST:
+        row = TABLE[how.name]
+        if not OF_MODULE[self.classes[0]].autocast or not row.autocast:
             return False
-        return not TABLE[how.name].learned or x.dtype == torch.get_autocast_dtype(x.device.type)
+        return not row.learned or x.dtype == torch.get_autocast_dtype(x.device.type)
 
 
 def _paired(steps: Sequence[Step]) -> Iterator[Step | NormAndAct]:
@@ -329,29 +295,16 @@ def _pair_at(steps: Sequence[Step], i: int) -> tuple[NormAndAct | None, int]:
     norm, adds = steps[i] if i < len(steps) else None, steps[i + 1 : i + 2] == [Add()]
     i += 1 + adds
     act = steps[i] if i < len(steps) else None
-    if type(norm) not in NORMS or type(act) not in OF_MODULE:
+    if type(norm) not in OF_MODULE or type(act) not in ACTIVATIONS:
         return None, 0
     after = steps[i + 1] if i + 1 < len(steps) and type(steps[i + 1]) in CONVS else None
     return NormAndAct(conv, norm, act, adds, after), i + 1 - first  # type: ignore[arg-type]
 
 
-class Container(NamedTuple):
-    """A module whose call is the calls of its children, as the plan has found it."""
-
-    module: nn.Module
-    cls: type
-    children: tuple[nn.Module | None, ...]
-    facts: tuple[object, ...]
-
-    def is_as_it_was(self) -> bool:
-        module = self.module
-        return tuple(module._modules.values()) == self.children and _facts_of(module) == self.facts
-
-
 def _facts_of(module: nn.Module) -> tuple[object, ...]:
-    """The attributes that decide what the forward of a library block does."""
+    """What decides what the forward of a container or a library block does: its children, and attributes."""
     own = module.__dict__
-    return own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
+    return tuple(module._modules.values()), own.get("apply_se"), own.get("apply_stochastic_depth"), own.get("skip")
 
 
 class BlockPlan:
@@ -362,7 +315,8 @@ class BlockPlan:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._containers: list[Container] = []
+        # Modules whose call is the calls of their children, with their classes and facts.
+        self._containers: list[tuple[nn.Module, type, tuple[object, ...]]] = []
         # Modules that return their input.
         self._idle: list[tuple[Any, type, bool]] = []
         flat = list(self._flat(block, top=True))
@@ -374,7 +328,7 @@ class BlockPlan:
         if steps is None or (not top and any(isinstance(step, Add) for step in steps)):
             yield module
             return
-        self._containers.append(Container(module, type(module), tuple(module._modules.values()), _facts_of(module)))
+        self._containers.append((module, type(module), _facts_of(module)))
         for step in steps:
             if isinstance(step, Add):
                 yield step
@@ -388,11 +342,11 @@ class BlockPlan:
 
         A replica of ``nn.DataParallel`` has all attributes of the block, and so its plan.
         """
-        return self._block is block and all(container.is_as_it_was() for container in self._containers)
+        return self._block is block and all(_facts_of(module) == facts for module, _, facts in self._containers)
 
     def is_unseen(self) -> bool:
         """Whether nobody looks at the calls of the modules that a run leaves out."""
-        if not all(_is_untouched(module, cls) for module, cls, _, _ in self._containers[1:]):
+        if not all(_is_untouched(module, cls) for module, cls, _ in self._containers[1:]):
             return False
         return all(_is_untouched(module, cls) and not (drops and module.p != 0) for module, cls, drops in self._idle)
 
@@ -600,7 +554,7 @@ def _grouped(rows: Sequence[Served | Left]) -> dict[str, str]:
 
 
 WAYS = {"output": "keeps the output of its activation alone", "input": "keeps its input, not the activation's"}
-ANY_NORM = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
+ANY_NORM = tuple(kind.base for kind in KINDS.values())
 
 
 def conversion(model: nn.Module) -> Conversion:
@@ -639,12 +593,12 @@ def _reasons(model: nn.Module) -> dict[Any, str]:
 
 
 def _reason(norm: nn.Module, after: object) -> str:
-    if type(norm) not in NORMS:
+    if type(norm) not in OF_MODULE:
         return "its class is not one of PyTorch's own norms"
-    row = OF_MODULE.get(type(after)) if isinstance(after, nn.Module) else None
+    row = ACTIVATIONS.get(type(after)) if isinstance(after, nn.Module) else None
     if row is None:
         return "no activation that an op has follows it in its block"
     act = type(after).__name__
-    if row.name in KEEP_OUTPUT | KEEP_OUTPUT_IN_PLACE:
+    if row.keeps_result:
         return f"{act} after it keeps its own output, which the next layer keeps too, so nothing would be saved"
     return f"no op has {act} with these attributes"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import fusedseg
 from fusedseg.activation import EXACT_ONLY, INVERTIBLE, NAMES, OF_MODULE, TABLE, Activation, parse_invertible
@@ -116,18 +117,40 @@ def test_a_parameter_that_an_invertible_activation_does_not_have(name):
             parse_invertible("test", name, 0.3)
 
 
+def modules(row):
+    """The stock module, and the one that writes over its input, if there is one."""
+    given = given_to_module(row)
+    yield row.module(**given), False
+    if hasattr(row.module(**given), "inplace"):
+        yield row.module(**given, inplace=True), True
+
+
+@names(OF_MODULE.values())
+def test_what_autograd_keeps(row):
+    for act, in_place in modules(row):
+        kept = []
+        with saved_tensors_hooks(lambda t, kept=kept: kept.append(t.data_ptr()), lambda nothing: nothing):
+            z = act(torch.randn(8, requires_grad=True) * 1.0)
+        always = row.keeps_result == "always"
+        assert (z.data_ptr() in kept) == (always or (in_place and row.keeps_result == "in place"))
+
+
 @names(CONVERTED)
 def test_conversion(row):
     """``convert`` serves a stock activation after a norm if that saves bytes, and the values stay the same."""
-    given = given_to_module(row)
+    for act, in_place in modules(row):
+        check_conversion(act, served=not (row.name == "relu" or (in_place and row.name == "celu")))
+
+
+def check_conversion(act, served):
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), row.module(**given), nn.Conv2d(4, 2, 1)).double()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 1)).double()
     plain = copy.deepcopy(model)
-    served = fusedseg.conversion(fusedseg.convert(model)).served
-    assert [found.cls for found in served] == ([] if row.name == "relu" else [f"BatchNorm2d and {row.module.__name__}"])
+    found = fusedseg.conversion(fusedseg.convert(model)).served
+    assert [row.cls for row in found] == [f"BatchNorm2d and {type(act).__name__}"] * served
     owned = [*model.parameters(), *plain.parameters()]
     kept = [measure(net, x, owned=owned).saved for net in (model, plain)]
-    assert (kept[0] < kept[1]) == bool(served)
+    assert (kept[0] < kept[1]) == served
     for training in (True, False):
         assert_same(model, plain, x, training=training)
 

@@ -51,7 +51,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "losses": ({"ops"}, {"torch"}),
     "inference": ({"ops", "progress"}, {"torch"}),
     "unet": ({"nn", "ops/check"}, {"torch"}),
-    "memory": ({"_backend", "_torch"}, {"torch"}),
+    "memory": ({"_backend", "_torch", "ops/layout"}, {"torch"}),
     "convert": ({"_module_hooks", "_torch", "activation", "memory", "ops"}, {"torch"}),
     "compiler": (BASE - {"_module_hooks"} | {"memory", "ops", "progress"}, {"torch"}),
     "planning": ({"_sizes", "_torch", "compiler", "convert", "memory"}, {"matplotlib", "torch"}),

@@ -74,6 +74,9 @@ class ActivationRow:
     identity: z equals y, so the gradient of y is dz, and a parameter has no effect.
     fixed: attributes of the stock module that the fused ops do not take, each with the only value that they support.
     selected_by: for a row that a word selects, the public name and the word.
+    keeps_result: whether autograd keeps the result of the stock function in place of its input: "always", "in place" of
+        the function that writes over its input, or "" for never.  The next layer keeps the result anyway.
+    autocast: whether the stock module returns the dtype of its input under autocast.
     learned: p is a tensor, the slopes (1,) or (C,) of prelu.  ``forward`` then makes new memory, and ``grad`` returns
         the gradient of p as well.  The kernels do not support it.
     """
@@ -88,6 +91,8 @@ class ActivationRow:
     identity: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()
     selected_by: tuple[str, str] | None = None
+    keeps_result: str = ""
+    autocast: bool = True
     learned: bool = False
 
 
@@ -145,6 +150,7 @@ _ROWS = (
         forward=lambda y, p: _nn.leaky_relu_(y, p),
         grad=lambda dz, y, p, out: write_gradient(aten.leaky_relu_backward, out, dz, y, p, False),
         parameter=Parameter("slope", "negative_slope", 0.01),
+        keeps_result="in place",
         inverse=Inverse(
             y=_leaky_relu_inverse,
             grad=_leaky_relu_grad,
@@ -158,6 +164,7 @@ _ROWS = (
         forward=lambda y, p: _nn.elu_(y, p),
         grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, p, 1, 1, False, y),
         parameter=Parameter("alpha", "alpha", 1.0),
+        keeps_result="in place",
         inverse=Inverse(
             y=_elu_inverse,
             grad=_elu_grad,
@@ -171,6 +178,7 @@ _ROWS = (
         function=lambda y, p: F.selu(y),
         forward=lambda y, p: torch.selu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.elu_backward, out, dz, _SELU_ALPHA, _SELU_SCALE, 1, False, y),
+        keeps_result="in place",
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
             grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
@@ -187,6 +195,7 @@ _ROWS = (
             aten.elu_backward, out, dz, p, 1, 1 / ctypes.c_float(p).value, False, y
         ),
         parameter=Parameter("alpha", "alpha", 1.0),
+        keeps_result="in place",
     ),
     ActivationRow(
         "identity",
@@ -206,6 +215,7 @@ _ROWS = (
         function=lambda y, p: F.relu(y),
         forward=lambda y, p: torch.relu_(y),
         grad=lambda dz, y, p, out: write_gradient(aten.threshold_backward, out, dz, y, 0),
+        keeps_result="always",
     ),
     ActivationRow(
         "silu",
@@ -259,6 +269,7 @@ _ROWS = (
         forward=lambda y, p: _nn.softplus(y, out=y),
         grad=lambda dz, y, p, out: write_gradient(aten.softplus_backward, out, dz, y, 1, 20),
         fixed=(("beta", 1.0), ("threshold", 20.0)),
+        autocast=False,
     ),
     ActivationRow(
         "prelu",

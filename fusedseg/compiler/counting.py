@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..memory.meter import Course, key_of
-from ..memory.step_bytes import StepBytes
-from ..memory.workspaces import copies_of
+from ..memory.meter import Course
+from ..memory.step_bytes import StepBytes, copies_of
+from ..ops.layout import memory_of
 from .graph import flops_of, following, hint_of, outputs_of, tensors_of
 from .plan import keep, peak
 from .plan.liveness import Liveness
@@ -124,10 +124,11 @@ def _storages(nodes: Sequence[object]) -> dict[int, tuple[int, fx.Node]]:
     """The bytes of the storages of nodes that are no inputs, and the first node of each."""
     made = [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
     # A result may be a view of an input.
-    given = {key_of(t) for node in made for n in node.all_input_nodes if n.op == "placeholder" for t in tensors_of(n)}
+    inputs = [n for node in made for n in node.all_input_nodes if n.op == "placeholder"]
+    given = {memory_of(t) for n in inputs for t in tensors_of(n)}
     found: dict[int, tuple[int, fx.Node]] = {}
     for node in made:
         for t in tensors_of(node):
-            if key_of(t) not in given:
-                found.setdefault(key_of(t), (hint_of(t.untyped_storage().nbytes()), node))
+            if memory_of(t) not in given:
+                found.setdefault(memory_of(t), (hint_of(t.untyped_storage().nbytes()), node))
     return found

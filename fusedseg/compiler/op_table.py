@@ -10,7 +10,7 @@ For an op that several rows have, such a row comes first.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,17 +66,6 @@ ANY = "any"
 FLAG = "inplace"
 
 
-class NormFunction(NamedTuple):
-    """Which statistics a norm uses.
-
-    kind: which values share a mean and a variance, in the words of ``Norm`` (``ops/norm/call.py``).
-    own: the argument that says whether the statistics are those of the input; "" if they always are.
-    """
-
-    kind: str
-    own: str
-
-
 @dataclass(frozen=True, eq=False)
 class OpRow:
     """What the compiler knows about a function, or about ops.
@@ -125,10 +114,6 @@ class OpRow:
     backward: the op of the gradient.  It has the arguments ``parameter`` and ``fixed`` too.
     parameter: the argument of the op that is the parameter of the activation ``name`` of ``fusedseg.activation``.
     fixed: values that other arguments of the op have in this activation.
-
-    Norms that ``ops/norm`` computes too:
-
-    norm: the statistics that the function uses; None for other functions.
     """
 
     name: str
@@ -158,7 +143,6 @@ class OpRow:
     backward: str = ""
     parameter: str = ""
     fixed: tuple[tuple[str, Any], ...] = ()
-    norm: NormFunction | None = None
 
 
 def _alone(*functions: Function) -> dict[Function, Any]:
@@ -349,18 +333,12 @@ _EXACT = (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
             "_native_batch_norm_legit_functional", "cudnn_batch_norm", "miopen_batch_norm",
         ),
-        _alone(F.batch_norm), statistics=1, norm=NormFunction("batch", "training"),
+        _alone(F.batch_norm), statistics=1,
     ),
     # In eval mode the statistics are constants.
     *_each(FOLLOWS, "_native_batch_norm_legit_no_training", statistics=1),
-    OpRow(
-        "instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1,
-        norm=NormFunction("instance", "use_input_stats"),
-    ),
-    OpRow(
-        "group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1,
-        norm=NormFunction("group", ""),
-    ),
+    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1),
+    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1),
     # Where PyTorch has no kernel for an RMS norm, as on a CPU, graphs have it as powers and means.
     OpRow("layer_norm", EXACT, ("native_layer_norm", "_fused_rms_norm"), _alone(F.layer_norm), statistics=1),
     *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
@@ -430,5 +408,3 @@ OF_OP: dict[str, OpRow] = _by_op(ROWS)
 # What is known about all other ops.
 UNKNOWN = OpRow("", EXACT, (), cheap=False, poles=True)
 OF_NAME: dict[str, OpRow] = {row.name: row for row in ROWS}
-# The norms among PyTorch's functions.
-NORMS: dict[Any, NormFunction] = {call: row.norm for row in ROWS if row.norm is not None for call in row.calls}

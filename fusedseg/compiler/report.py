@@ -361,22 +361,11 @@ def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: i
         graph.recomputed = counting.recomputed_modules(decision.recomputed)
 
 
-def note_codegen(codegen: str) -> None:
-    """Notes who generates the code of the graph that is compiled now."""
+def note(codegen: str | None = None, moved: Moved | None = None, unpacked: bool | None = None) -> None:
+    """Notes these attributes of the graph that is compiled now."""
     graph = _open.get()
-    if graph is not None:
-        graph.codegen = codegen
-
-
-def note_moved(moved: Moved) -> None:
-    """Notes the bytes by which the codegen of the graph that is compiled now is chosen."""
-    graph = _open.get()
-    if graph is not None:
-        graph.moved = moved
-
-
-def note_unpacked() -> None:
-    """Notes that the graph that is compiled now keeps values as they are, although the option bits is given."""
-    graph = _open.get()
-    if graph is not None:
-        graph.unpacked = True
+    if graph is None:
+        return
+    graph.codegen = graph.codegen if codegen is None else codegen
+    graph.moved = graph.moved if moved is None else moved
+    graph.unpacked = graph.unpacked if unpacked is None else unpacked

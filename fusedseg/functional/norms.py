@@ -1,7 +1,5 @@
 """Functional forms of normalisation and activation."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from ..activation import parse_activation, parse_invertible
@@ -11,7 +9,7 @@ from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
 from ..ops.norm.kept import find
 from ..ops.norm.statistic import INSTANCE, Statistic, statistic_of
-from ..ops.norm.statistic import NAMES as STATISTICS
+from ..ops.norm.stock import KINDS, KindName
 
 
 def inplace_abn(
@@ -162,7 +160,7 @@ def norm_act(
     *,
     activation: str = "leaky_relu",
     activation_param: float | str | None = None,
-    norm: Literal["batch", "instance", "group"] = "batch",
+    norm: KindName = "batch",
     num_groups: int | None = None,
     residual: Tensor | None = None,
     slope: Tensor | None = None,
@@ -191,12 +189,13 @@ def norm_act(
     """
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
-    check_choice(op, "norm", norm, STATISTICS)
-    if (norm == "group") != (num_groups is not None):
+    check_choice(op, "norm", norm, tuple(KINDS))
+    kind = KINDS[norm]
+    if kind.grouped != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
-    if norm == "group" and (running_mean is not None or running_var is not None):
-        raise ValueError(f"{op}: norm 'group' has no running statistics, running_mean and running_var must be None")
-    own, over = training or norm == "group", statistic_of(norm, num_groups)
+    if not kind.own and (running_mean is not None or running_var is not None):
+        raise ValueError(f"{op}: norm {norm!r} has no running statistics, running_mean and running_var must be None")
+    own, over = training or not kind.own, statistic_of(norm, num_groups)
     of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, over=over)
     given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip

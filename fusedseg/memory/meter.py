@@ -20,8 +20,8 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from .._torch import FakeTensor, TorchDispatchMode, tree_leaves
-from .step_bytes import StepBytes
-from .workspaces import copies_of
+from ..ops.layout import memory_of
+from .step_bytes import StepBytes, copies_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Footprint:
         saved: bytes of the storages that autograd keeps at the end of forward, without parameters and buffers.
         held: bytes of all storages alive at the end of forward.
         peak: the most bytes alive at once during forward, loss and backward, gradients included.
-        with_workspaces: the most bytes at once with the estimated workspaces of convolutions (``workspaces.py``).
+        with_workspaces: the most bytes at once with the estimated workspaces of convolutions (``step_bytes.py``).
         course: the bytes alive after each allocation and each release, in forward, and in loss and backward.
         saved_by: the bytes of ``saved`` by what ``measure``'s argument ``where`` said when they were allocated; None
             stands for storages that were there before.
@@ -63,10 +63,6 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 Course = tuple[Sequence[int], Sequence[int]]
 
 
-def key_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class SavedBytes:
     """A context that counts the storages that autograd keeps, each until the graph frees it.
 
@@ -79,7 +75,7 @@ class SavedBytes:
     """
 
     def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
-        self._owned = {key_of(tensor) for tensor in owned}
+        self._owned = {memory_of(tensor) for tensor in owned}
         # For each storage how many saved tensors lie in it, and its bytes.
         self._savers = Counter[int]()
         self._nbytes: dict[int, int] = {}
@@ -105,13 +101,13 @@ class SavedBytes:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
-        self._retain(key_of(tensor), tensor.untyped_storage().nbytes())
+        self._retain(memory_of(tensor), tensor.untyped_storage().nbytes())
 
     def add_attributes(self, outputs: object) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
         for node in graph_of(outputs):
             for tensor in tensors_of(getattr(node, "__dict__", {})):
-                self._retain(key_of(tensor), tensor.untyped_storage().nbytes())
+                self._retain(memory_of(tensor), tensor.untyped_storage().nbytes())
 
     def _retain(self, key: int, nbytes: int) -> None:
         if key not in self._owned:
@@ -130,7 +126,7 @@ class _SavedTensor:
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        key = key_of(tensor)
+        key = memory_of(tensor)
         saved._retain(key, tensor.untyped_storage().nbytes())
         weakref.finalize(self, saved._release, key).atexit = False
 
@@ -172,7 +168,7 @@ class LiveBytes(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor) -> None:
         """Counts the tensor's storage from now until it is freed."""
-        storage, key = tensor.untyped_storage(), key_of(tensor)
+        storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self.places:
             self.places[key] = self._where()
             self._count(storage.nbytes())
@@ -198,9 +194,9 @@ class LiveBytes(TorchDispatchMode):
         # This is by far the most frequent view, because every saved tensor is detached.
         if func is torch.ops.aten.detach.default:
             return out
-        given = {key_of(tensor) for tensor in tensors_of((args, kwargs))}
+        given = {memory_of(tensor) for tensor in tensors_of((args, kwargs))}
         for tensor in tensors_of(out):
-            if key_of(tensor) not in given:
+            if memory_of(tensor) not in given:
                 self.track(tensor)
         self.with_workspaces = max(self.with_workspaces, self.current + _workspace(func, args, out))
         return out

@@ -1,4 +1,4 @@
-"""Formats bytes, tables and sentences for terminals, and writes files that do not exist yet."""
+"""Formats tables and sentences for terminals, and writes files that do not exist yet."""
 
 import json
 import shutil
@@ -14,12 +14,6 @@ WIDTH, NARROWEST = 110, 40
 
 def mib(nbytes: float) -> str:
     return f"{nbytes / MEBIBYTE:,.1f}"
-
-
-def gib(nbytes: float) -> str:
-    if nbytes < MEBIBYTE / 10:
-        return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / MEBIBYTE:.1f} MiB"
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:

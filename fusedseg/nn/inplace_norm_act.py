@@ -14,8 +14,8 @@ from .._torch import assume_constant_result
 from ..activation import parse_invertible
 from ..ops import unfused
 from ..ops.norm.kept import Kept, KeptChannels, serve_compiled_code, watch
-from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
-from .stock_norm import StockNorm
+from ..ops.norm.stock import BATCH_NORM, GROUP_NORM, INSTANCE_NORM
+from .stock_norm import OfBatch, StockNorm
 
 
 class Invertible(StockNorm):
@@ -104,7 +104,7 @@ class Invertible(StockNorm):
         return f"{super().extra_repr()}, activation={self._act}"
 
 
-class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
+class InPlaceABN(Invertible, OfBatch, _BatchNorm):
     """Batch normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions, or none::
@@ -158,6 +158,7 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
     """
 
     OP = "fusedseg.InPlaceABN"
+    KIND = BATCH_NORM
     EXACT = "BatchNormAct"
 
     def __init__(
@@ -180,7 +181,7 @@ class InPlaceABN(Invertible, BatchStatistics, _BatchNorm):
         )  # fmt: skip
 
 
-class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
+class InPlaceInstanceNormAct(Invertible, _InstanceNorm):
     """Instance normalisation and an invertible activation over (N, C, *spatial), written over the input.
 
     Equals, for one to three spatial dimensions::
@@ -213,6 +214,7 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
     """
 
     OP = "fusedseg.InPlaceInstanceNormAct"
+    KIND = INSTANCE_NORM
     EXACT = "InstanceNormAct"
 
     def __init__(
@@ -235,7 +237,7 @@ class InPlaceInstanceNormAct(Invertible, InstanceStatistics, _InstanceNorm):
         )  # fmt: skip
 
 
-class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
+class InPlaceGroupNormAct(Invertible, nn.GroupNorm):
     """Group normalisation and an invertible activation over (N, C) or (N, C, *spatial), written over the input.
 
     Equals::
@@ -259,6 +261,7 @@ class InPlaceGroupNormAct(Invertible, GroupStatistics, nn.GroupNorm):
     """
 
     OP = "fusedseg.InPlaceGroupNormAct"
+    KIND = GROUP_NORM
     EXACT = "GroupNormAct"
 
     def __init__(

@@ -8,8 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..activation import TABLE, check_slope_given, parse_activation
-from .norm_statistics import BatchStatistics, GroupStatistics, InstanceStatistics
-from .stock_norm import StockNorm
+from ..ops.norm.stock import BATCH_NORM, GROUP_NORM, INSTANCE_NORM
+from .stock_norm import OfBatch, StockNorm
 
 
 class _NormAct(StockNorm):
@@ -31,7 +31,7 @@ class _NormAct(StockNorm):
         act = parse_activation(self.OP, activation, activation_param)
         super().__init__(*stock, device=device, dtype=dtype, **options)
         self.activation, self._act = activation, act
-        learned, channels = TABLE[act.name].learned, self._channels
+        learned, channels = TABLE[act.name].learned, self.KIND.channels_of(self)
         if num_slopes not in (1, channels):
             raise ValueError(
                 f"{self.OP}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}"
@@ -87,7 +87,7 @@ class _NormAct(StockNorm):
         return made
 
 
-class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
+class BatchNormAct(_NormAct, OfBatch, _BatchNorm):
     """Batch normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, for one to three spatial dimensions, or none::
@@ -136,6 +136,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
     """
 
     OP = "fusedseg.BatchNormAct"
+    KIND = BATCH_NORM
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class BatchNormAct(_NormAct, BatchStatistics, _BatchNorm):
         )  # fmt: skip
 
 
-class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
+class InstanceNormAct(_NormAct, _InstanceNorm):
     """Instance normalisation, an optional residual and any activation over (N, C, *spatial).
 
     Equals, for one to three spatial dimensions::
@@ -189,6 +190,7 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
     """
 
     OP = "fusedseg.InstanceNormAct"
+    KIND = INSTANCE_NORM
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class InstanceNormAct(_NormAct, InstanceStatistics, _InstanceNorm):
         )  # fmt: skip
 
 
-class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
+class GroupNormAct(_NormAct, nn.GroupNorm):
     """Group normalisation, an optional residual and any activation over (N, C) or (N, C, *spatial).
 
     Equals, ``state_dict`` included::
@@ -234,6 +236,7 @@ class GroupNormAct(_NormAct, GroupStatistics, nn.GroupNorm):
     """
 
     OP = "fusedseg.GroupNormAct"
+    KIND = GROUP_NORM
 
     def __init__(
         self,

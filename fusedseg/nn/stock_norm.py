@@ -1,11 +1,12 @@
 """The base class of all norm modules: the forward pass, and the conversion from a stock norm and back."""
 
+import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
@@ -13,36 +14,29 @@ from ..ops.check import check_dtype, check_tensor
 from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
-from ..ops.norm.kept import Kept
-from .norm_statistics import COUNTED
+from ..ops.norm.kept import Kept, recomputing
+from ..ops.norm.stock import Kind
 from .unscriptable import Unscriptable
+
+COUNTED = "running_mean", "running_var", "num_batches_tracked"
 
 
 class StockNorm(Unscriptable, nn.Module):
     """The base class of all norm modules.
 
-    It stands before a class of ``norm_statistics.py`` and before the stock norm, which brings parameters, buffers and
-    settings.
+    It stands before the stock norm, which brings parameters, buffers and settings.
     """
 
     # The name of the module in errors, and the tensor that it keeps: the "output" or the "input".
     OP: str
     KEEP: str
-    # The number of channels, the least and the largest number of dimensions of x, the words for them in errors, and
-    # whether x must have that number of channels.
-    _channels: int
-    DIMS: tuple[int, int]
-    SPATIAL: str
-    channels_matter: bool
-    # The classes of the stock norms.  If there are several, they are in the order of their spatial dimensions.
-    stock: Any
+    # The stock norms.
+    KIND: Kind
 
     weight: Any
     bias: Any
     eps: float
     _act: Activation
-    # The call of the norm op for x and a residual.
-    _call: Callable[[Tensor, Tensor | None], tuple[Operands, Norm]]
 
     def __init__(self, *stock: object, bias: bool = True, dtype: torch.dtype | None = None, **options: object) -> None:
         """``stock`` and ``options`` are arguments of the stock norm."""
@@ -62,6 +56,20 @@ class StockNorm(Unscriptable, nn.Module):
         check(self.OP, given, norm)
         return normalise(given, norm, self._kept_now(given.weight, given.bias, x.dtype, residual is not None))
 
+    def _call(self, x: Tensor, residual: Tensor | None) -> tuple[Operands, Norm]:
+        """The call of the norm op for x and a residual."""
+        # A forward pass that is computed again moves no running statistics.
+        moves = not self.training or not recomputing()
+        return self.KIND.call(self, x, self._act, self.KEEP, residual, self._slope(), moves, self._others())
+
+    def _slope(self) -> Tensor | None:
+        """The slope of prelu."""
+        return None
+
+    def _others(self) -> str | None:
+        """The name of the process group whose members share the statistics, or None."""
+        return None
+
     def _kept_now(self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, residual: bool) -> Kept | None:
         """The kept channels of an output of this dtype; None for a module that keeps its input."""
         return None
@@ -69,11 +77,13 @@ class StockNorm(Unscriptable, nn.Module):
     def _check_shape(self, x: Tensor) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
-        fits = self.DIMS[0] <= x.dim() <= self.DIMS[1]
-        if fits and x.shape[1] == self._channels:
+        (least, most), channels = self.KIND.dims, self.KIND.channels_of(self)
+        fits = least <= x.dim() <= most
+        if fits and x.shape[1] == channels:
             return
-        text = f"{self.OP}: x must have shape (N, {self._channels}) {self.SPATIAL}, got {tuple(x.shape)}"
-        if not fits or self.channels_matter:
+        text = f"{self.OP}: x must have shape (N, {channels}) {self.KIND.spatial}, got {tuple(x.shape)}"
+        # Without parameters and running statistics, an instance norm takes any number of channels.
+        if not fits or not isinstance(self, _InstanceNorm) or self.affine or self.running_mean is not None:
             raise ValueError(text)
         # The caller of the module is five frames above.
         warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=5)
@@ -81,8 +91,8 @@ class StockNorm(Unscriptable, nn.Module):
     @classmethod
     def _from_stock(cls, norm: nn.Module, **options: Any) -> Any:
         """Makes a module of this class with these options that shares the parameters and buffers of ``norm``."""
-        if type(norm) not in cls.stock:
-            names = ", ".join(f"nn.{c.__name__}" for c in cls.stock)
+        if type(norm) not in cls.KIND.modules:
+            names = ", ".join(f"nn.{c.__name__}" for c in cls.KIND.modules)
             raise TypeError(f"{cls.OP}.from_norm: norm must be one of {names}, got {type(norm).__name__}")
         made = cls(*_arguments(norm), **options)
         _adopt(made, norm)
@@ -98,9 +108,47 @@ class StockNorm(Unscriptable, nn.Module):
         """
         if dims not in (1, 2, 3):
             raise ValueError(f"{self.OP}.to_norm: dims must be 1, 2 or 3, got {dims!r}")
-        norm = self.stock[min(dims, len(self.stock)) - 1](*_arguments(self))
+        classes: list[Any] = [*self.KIND.modules]
+        norm = classes[min(dims, len(classes)) - 1](*_arguments(self))
         _adopt(norm, self)
         return norm
+
+
+class OfBatch:
+    """A base class of the modules that are a ``_BatchNorm``.
+
+    Code that searches a model for BatchNorms, such as ``swa_utils.update_bn``, finds these modules.
+    ``nn.SyncBatchNorm.convert_sync_batchnorm``, and functions of this name in other libraries, find them too, and would
+    replace them by norms without an activation.  The property ``qconfig`` makes them raise an error.
+    """
+
+    @property
+    def qconfig(self) -> Any:
+        """The attribute that PyTorch's quantisation sets on modules.
+
+        ``convert_sync_batchnorm`` of PyTorch asks for it by ``hasattr``, which lets every error pass except
+        AttributeError, and so do the copies of this function in other libraries, such as timm.  No other attribute that
+        they read could raise an error without harm to other code.  Only the frame of the caller shows who asks, because
+        ``torch.ao.quantization.prepare`` asks every module for this attribute as well.
+        """
+        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+            name = f"fusedseg.{type(self).__name__}"
+            raise RuntimeError(
+                f"{name}: convert_sync_batchnorm would replace this module by a norm without its "
+                "activation; call fusedseg.convert_sync(model) instead, which serves plain BatchNorms as well"
+            )
+        try:
+            return self.__dict__["qconfig"]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no qconfig") from None
+
+    @qconfig.setter
+    def qconfig(self, value: object) -> None:
+        self.__dict__["qconfig"] = value
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del self.__dict__["qconfig"]
 
 
 def _arguments(norm: nn.Module) -> tuple:

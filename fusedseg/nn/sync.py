@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from .._torch import assume_constant_result
+from ..ops.norm.stock import BATCH_NORM
 from .inplace_norm_act import InPlaceABN
 from .norm_act import BatchNormAct
-from .norm_statistics import BatchStatistics
 
 
 @functools.cache
@@ -156,7 +156,7 @@ class BatchNormActSync(Synchronised, BatchNormAct):
 SYNCHRONISED: dict[type, type] = {
     InPlaceABN: InPlaceABNSync,
     BatchNormAct: BatchNormActSync,
-    **dict.fromkeys(BatchStatistics.stock, nn.SyncBatchNorm),
+    **dict.fromkeys(BATCH_NORM.modules, nn.SyncBatchNorm),
 }
 
 

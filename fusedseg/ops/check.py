@@ -20,6 +20,16 @@ def has_values(t: Tensor) -> bool:
     return not isinstance(t, FakeTensor) and not t.is_meta
 
 
+def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts the tensors of a convolution, on the device of the first one; None if not."""
+    kind = tensors[0].device.type
+    # Meta tensors have no autocast, and a question about it raises an error.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    casts = all(t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
+    return torch.get_autocast_dtype(kind) if casts else None
+
+
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}")

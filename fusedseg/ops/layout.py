@@ -45,6 +45,11 @@ class Layout(NamedTuple):
         return self._replace(N=N, I=samples, D=self.C // groups)
 
 
+def memory_of(t: Tensor) -> int:
+    """The number of the memory that a tensor lies in, which its views share."""
+    return t.untyped_storage()._cdata
+
+
 def suggests_channels_last(x: Tensor) -> bool:
     """Whether aten treats ``x``, (N, C, *spatial), as channels_last.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _backend, _torch
-from .layout import layout_of
+from .layout import layout_of, memory_of
 from .registry import Result, family
 from .self_test.cases import EPS, MOMENTUM, SHAPE, SLOPE, image, parameters
 
@@ -56,23 +56,6 @@ class Allocation(NamedTuple):
     dtype: torch.dtype
 
 
-class Launch(NamedTuple):
-    """A launch: ``call(*grid, stream, *options, *arguments)``, or the arguments as one tuple if they are ``packed``.
-
-    ``choose`` takes the addresses of the launch from all addresses; ``values`` come behind them.
-    """
-
-    kernel: Any
-    call: Callable[..., None]
-    grid: tuple[int, ...]
-    options: tuple[Any, ...]
-    choose: Callable[[list[int | None]], tuple[int | None, ...]]
-    values: tuple[Any, ...]
-    packed: bool
-    # Its code is unloaded when it is freed.
-    compiled: Any
-
-
 class Program(NamedTuple):
     """What an op allocates and launches.
 
@@ -81,13 +64,16 @@ class Program(NamedTuple):
     some bytes behind the address of a tensor.
 
     forms: the dtype and the strides of the arguments with two dimensions or more; None for the others.
+    launches: the kernel and its call with the grid and the options; what takes the addresses of the launch from all
+        addresses; the values behind them; whether these arguments are passed as one tuple; and the compiled kernel,
+        whose code is unloaded when it is freed.
     results: takes the results from all tensors.
     """
 
     forms: tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]
     allocations: tuple[Allocation, ...]
     parts: tuple[tuple[int, int], ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[tuple[Any, ...], ...]
     results: Callable[[list[Tensor | None]], Any]
 
 
@@ -147,8 +133,8 @@ class Replay:
             addresses.append(address)
         if bits % 16:
             return self.function(*tensors)
-        for launch in program.launches:
-            if launch.kernel.pre_run_hooks:
+        for kernel, *_ in program.launches:
+            if kernel.pre_run_hooks:
                 return self.function(*tensors)
         for allocation in program.allocations:
             new = self._empty(*allocation)
@@ -220,11 +206,7 @@ def direct_stream(device: int | None, argument: Tensor) -> Any:
 def is_same(t: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same memory and the same form."""
     alike = t.dtype == other.dtype and t.shape == other.shape and t.stride() == other.stride()
-    return alike and t.data_ptr() == other.data_ptr() and _memory(t) == _memory(other)
-
-
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return alike and t.data_ptr() == other.data_ptr() and memory_of(t) == memory_of(other)
 
 
 class Numbers:
@@ -259,7 +241,7 @@ class Numbers:
     def part_of(self, t: Tensor) -> tuple[int, int]:
         """The tensor that ``t`` is a part of, and the distance in bytes."""
         known = ((n, other) for n, other in enumerate(self.known) if other is not None)
-        found = [(n, other) for n, other in known if _memory(other) == _memory(t)]
+        found = [(n, other) for n, other in known if memory_of(other) == memory_of(t)]
         if len(found) != 1:
             raise Refused
         ((number, whole),) = found
@@ -306,7 +288,7 @@ def program_of(
         call, function, options, packed, compiled = launch.ready
         choose = operator.itemgetter(*(places.get(number, number) for number in given))
         options = (function, *options)
-        made.append(Launch(launch.kernel, call, launch.grid, options, choose, launch.values, packed, compiled))
+        made.append((launch.kernel, call, launch.grid, options, choose, launch.values, packed, compiled))
     return Program(
         forms=tuple((t.dtype, t.stride()) if t is not None and t.dim() > 1 else None for t in tensors),
         allocations=tuple(Allocation(tuple(t.shape), t.stride(), t.dtype) for t in allocated),

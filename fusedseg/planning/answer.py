@@ -4,7 +4,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..memory.tables import gib, table, wrapped
+from .._sizes import text_of
+from ..memory.tables import table, wrapped
 from .ways import BACKEND, Way
 
 NOISE = "With noise in the gradient"
@@ -99,7 +100,8 @@ class Plan:
             if self.batch is not None:
                 found = "yes" if option.fits else "no"
             remarks = [remark for remark in ("noise" if option.noisy else "", self._useless(option)) if remark]
-            lines.append((option.label, found, gib(option.kept), gib(option.total), _share(option), ", ".join(remarks)))
+            needs = text_of(option.kept), text_of(option.total), _share(option)
+            lines.append((option.label, found, *needs, ", ".join(remarks)))
         lines += [(label, "left out", "", "", "", "") for label in self.left_out]
         return table(("", head, "kept", "peak", "repeated", ""), lines)
 
@@ -141,8 +143,8 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        kept_back = f" ({gib(self.budget - self.usable)} of it kept back)" if self.usable < self.budget else ""
-        title = f"{self.model} in {gib(self.budget)}{kept_back}"
+        kept_back = f" ({text_of(self.budget - self.usable)} of it kept back)" if self.usable < self.budget else ""
+        title = f"{self.model} in {text_of(self.budget)}{kept_back}"
         reasons: dict[str, list[str]] = {}
         for label, reason in self.left_out.items():
             reasons.setdefault(reason, []).append(label)
@@ -165,14 +167,15 @@ class Plan:
     def _wanted(self) -> tuple[list[Option], list[str]]:
         """The options to name, and sentences about them."""
         best, exact = self.cheapest, self.exact
-        named, lines = [best], [f"Cheapest for batch {self.batch}: {best.label}, {gib(best.total)}, {_price(best)}."]
+        named = [best]
+        lines = [f"Cheapest for batch {self.batch}: {best.label}, {text_of(best.total)}, {_price(best)}."]
         if exact is not None and exact is not best:
             named.append(exact)
-            text = f"{exact.label}, {gib(exact.total)}, {_price(exact)}"
+            text = f"{exact.label}, {text_of(exact.total)}, {_price(exact)}"
             lines.append(f"Without autocast, which rounds to half precision: {text}.")
         if not best.noisy and named[-1].repeated:
             noisy = [option for option in self._noisy() if option.way.amp == named[-1].way.amp][:1]
-            lines += [f"{NOISE}: {option.label}, {gib(option.total)}, {_price(option)}." for option in noisy]
+            lines += [f"{NOISE}: {option.label}, {text_of(option.total)}, {_price(option)}." for option in noisy]
         return named, lines
 
     def _largest(self) -> tuple[list[Option], list[str]]:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._sizes import parse_bytes
+from .._sizes import parse_bytes, text_of
 from ..convert import convert as convert_blocks
 from ..memory.fake import Model, OptimizerFactory, bytes_before, eager_step, fake_inputs, fake_mode, fake_model
 from ..memory.step_bytes import StepBytes
-from ..memory.tables import gib
 from .answer import Option, Plan
 from .ways import BACKEND, CONVERT, EAGER, STARTS, Convert, Line, Way, of_backend
 
@@ -88,9 +87,9 @@ def plan(
         least = min(options, key=lambda option: option.total)
         back = f", of which {reserve:.0%} are kept back" if reserve else ""
         raise ValueError(
-            f"{OP}: {name} with batch {least.smallest} does not fit in {gib(nbytes)}{back}: the "
-            f"leanest way, {least.label}, needs {gib(least.total)}, and {gib(least.total - usable)} are missing; "
-            "take a smaller batch or input"
+            f"{OP}: {name} with batch {least.smallest} does not fit in {text_of(nbytes)}{back}: the "
+            f"leanest way, {least.label}, needs {text_of(least.total)}, and {text_of(least.total - usable)} are "
+            "missing; take a smaller batch or input"
         )
     return Plan(name, options, nbytes, usable, batch, search.left_out)
 

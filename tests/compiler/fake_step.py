@@ -9,7 +9,8 @@ from fusedseg.compiler.capture import passes
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import Settings
-from fusedseg.memory.meter import LiveBytes, key_of, mean_of, tensors_of
+from fusedseg.memory.meter import LiveBytes, mean_of, tensors_of
+from fusedseg.ops.layout import memory_of
 
 
 class Bytes(NamedTuple):
@@ -59,11 +60,11 @@ def fake_step(net, inputs, **options):
     graphs = _Graphs(net, inputs, **options)
     (given, forward), (read, backward) = graphs.made
     arguments = [_bare(node) for node in given]
-    own = {key_of(t) for t in arguments}
+    own = {memory_of(t) for t in arguments}
     with LiveBytes() as live:
         results = forward(list(arguments))
         kept = results[graphs.outputs :]
-        sizes = {key_of(t): t.untyped_storage().nbytes() for t in tensors_of(kept) if key_of(t) not in own}
+        sizes = {memory_of(t): t.untyped_storage().nbytes() for t in tensors_of(kept) if memory_of(t) not in own}
         # The caller holds the output until backward has its gradient.
         of_forward, output = live.peak, results[: graphs.outputs]
         gradients = [_bare(node) for node in read if "tangents" in node.name]

@@ -26,9 +26,10 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
-from ...ops.norm.statistic import statistic_of
+from ...ops.norm.statistic import Statistic, statistic_of
+from ...ops.norm.stock import OF_FUNCTION
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
-from ..op_table import NORMS, OF_NAME
+from ..op_table import OF_NAME
 from ..settings import Settings
 
 # The convolutions, whose second and third arguments are the weight and the bias.
@@ -42,21 +43,24 @@ def _given(node: fx.Node) -> tuple[object, object, object] | None:
     """
     if node.target is norm_op:
         call = NormCall.of_arguments(node.args)
-        removes = call.norm.own and not call.norm.over.is_grouped and call.norm.process_group is None
+        removes = call.norm.own and call.norm.process_group is None and _removes(call.norm.over, call.x)
         # The graph moves the running mean towards the one that this op returns.
         return (call.x, None, None) if removes else None
     function: Any = node.target
-    stock = NORMS.get(function)
-    if stock is None:
+    kind = OF_FUNCTION.get(function)
+    if kind is None:
         return None
     given = getcallargs(function, *node.args, **node.kwargs)
-    x = captured_value_of(given["input"])
-    if x is None or (stock.own and given[stock.own] is not True):
-        return None
-    C = x.shape[1]
-    if not _torch.known(statistic_of(stock.kind, given.get("num_groups")).groups_of(C) == C):
+    own, over = not kind.own or given[kind.own] is True, statistic_of(kind.name, given.get("num_groups"))
+    if not own or not _removes(over, given["input"]):
         return None
     return given["input"], given.get("running_mean"), given.get("momentum")
+
+
+def _removes(over: Statistic, x: object) -> bool:
+    """Whether norms of these statistics remove a constant that is added to a channel of a node."""
+    value = captured_value_of(x)
+    return value is not None and _torch.known(over.removes_constants(value.shape[1]))
 
 
 class _NoEffect(torch.autograd.Function):

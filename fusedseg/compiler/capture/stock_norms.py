@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ... import _backend, _torch
 from ...activation import IDENTITY, TABLE, Activation
 from ...ops.check import ACTIVATION_DTYPES
-from ...ops.layout import FORMATS, is_rows
+from ...ops.layout import FORMATS, is_rows, memory_of
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, Operands
 from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
@@ -60,16 +60,16 @@ def wanted_by(settings: Settings, for_gpu: bool) -> How:
 
 def call_of(function: Any, given: dict[str, Any]) -> NormCall:
     """A call of a norm of PyTorch with these arguments, as one of the op."""
-    kind, argument = op_table.NORMS[function]
-    own = not argument or bool(given[argument])
-    over = statistic_of(kind, given.get("num_groups"))
+    kind = stock.OF_FUNCTION[function]
+    own = not kind.own or bool(given[kind.own])
+    over = statistic_of(kind.name, given.get("num_groups"))
     norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
     named = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
     return NormCall(norm, given["input"], **named)
 
 
 # The arguments of norms that are numbers.
-NUMBERS = ("eps", "momentum", "training", "use_input_stats", "num_groups")
+NUMBERS = ("eps", "momentum", "num_groups", *(kind.own for kind in stock.KINDS.values() if kind.own))
 # The sums of two tensors, and those that are written over the first one.
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
@@ -127,9 +127,10 @@ KEEPING = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "resu
 
 def _name_of(act: Activation, in_place: bool) -> str:
     """The name of ``KEEPING`` for an activation, which is written over its argument if ``in_place``."""
-    if TABLE[act.name].identity:
+    row = TABLE[act.name]
+    if row.identity:
         return "norm"
-    of_result = act.name == "relu" or (in_place and act.name in ("leaky_relu", "elu"))
+    of_result = row.keeps_result == "always" or (in_place and row.keeps_result == "in place")
     return "norm_act_of_result" if of_result else "norm_act_of_input"
 
 
@@ -154,16 +155,8 @@ def of_stock(*arguments: Any) -> Tensor:
     call = given._replace(x=_laid_out(given.x, norm), norm=norm)
     if is_served(call, how):
         return normalised(call)[0]
-    return stock.finished(_stock(given), given.residual, norm.act)
-
-
-def _stock(call: NormCall) -> Tensor:
-    """The norm as PyTorch's function computes it."""
-    x, weight, bias, norm = call.x, call.weight, call.bias, call.norm
-    if norm.over.is_grouped:
-        return F.group_norm(x, norm.over.groups_of(x.shape[1]), weight, bias, norm.eps)
-    function: Any = F.instance_norm if norm.over.of_samples else F.batch_norm
-    return function(x, call.running_mean, call.running_var, weight, bias, norm.own, norm.momentum, norm.eps)
+    tensors = Operands(given.x, given.weight, given.bias, None, None, given.running_mean, given.running_var)
+    return stock.finished(stock.normalised(tensors, given.norm), given.residual, norm.act)
 
 
 def of_module(*arguments: Any) -> tuple[Tensor, ...]:
@@ -272,7 +265,7 @@ def replace_norms(graph: fx.Graph, how: How) -> int:
         if node.target is norm_op:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
-    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in op_table.NORMS]
+    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in stock.OF_FUNCTION]
     _copy_what_moves(graph, norms)
     # What stays a function of PyTorch can be found in the compiler's caches.
     norms = [node for node in norms if how.is_for(captured_value_of(node))]
@@ -287,11 +280,11 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
     moving: set[fx.Node] = set()
     reading: list[tuple[fx.Node, fx.Node]] = []
     for node in norms:
-        stock: Any = node.target
-        given = getcallargs(stock, *node.args, **node.kwargs)
+        function: Any = node.target
+        given = getcallargs(function, *node.args, **node.kwargs)
         buffers = [given.get(name) for name in ("running_mean", "running_var")]
         found = [buffer for buffer in buffers if isinstance(buffer, fx.Node)]
-        if call_of(stock, given).norm.own:
+        if call_of(function, given).norm.own:
             moving.update(found)
         else:
             reading += [(node, buffer) for buffer in found]
@@ -304,13 +297,13 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
-    stock: Any = node.target
-    norm = getcallargs(stock, *node.args, **node.kwargs)
+    function: Any = node.target
+    norm = getcallargs(function, *node.args, **node.kwargs)
     value, x = captured_value_of(node), _source_value(norm["input"])
     numbers = (norm[name] for name in NUMBERS if name in norm)
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
-    call = call_of(stock, norm)
+    call = call_of(function, norm)
     found = _after(node, call) if how.whole else _Found(node)
     act = IDENTITY if found.act is None else activation_of(found.act)
     assert act is not None
@@ -413,4 +406,4 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 def _memory(*values: object) -> set[int]:
     """The addresses of the memories of these tensors; None stands for no tensor."""
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    return {memory_of(value) for value in values if isinstance(value, Tensor)}

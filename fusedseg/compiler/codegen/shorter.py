@@ -10,7 +10,7 @@ zeros
     that a graph only returns, as the gradients of dead biases, are filled by one kernel.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -56,38 +56,28 @@ def write_convolutions(graph: fx.Graph) -> int:
     """Writes such convolutions and their gradients, and returns their number."""
     found = [node for node in graph.nodes if node.target in CONVOLUTIONS and _is_the_vendors(node)]
     for node in found:
-        function = CONVOLUTIONS[node.target].function
+        function, *_ = CONVOLUTIONS[node.target]
         if function is node.target:
             node.kwargs = {"vendors": True}
         node.target = function
     return len(found)
 
 
-class ConvolutionCall(NamedTuple):
-    """The function to call for a convolution that is the vendor's, and the places of its input, weight and stride.
-
-    A function that serves both kinds is told so by ``vendors=True``.
-    """
-
-    function: Any
-    x: int
-    weight: int
-    stride: int
-
-
-CONVOLUTIONS: dict[Any, ConvolutionCall] = {
-    aten.convolution.default: ConvolutionCall(torch.convolution, 0, 1, 3),
-    aten.convolution_backward.default: ConvolutionCall(convolution_backward.GRADIENTS, 1, 2, 4),
-    convolution_backward.convolution_backward: ConvolutionCall(convolution_backward.convolution_backward, 0, 2, 4),
+# The function to call for a convolution that is the vendor's, and the places of its input, weight and stride.
+# A function that serves both kinds is told so by ``vendors=True``.
+CONVOLUTIONS: dict[Any, tuple[Any, int, int, int]] = {
+    aten.convolution.default: (torch.convolution, 0, 1, 3),
+    aten.convolution_backward.default: (convolution_backward.GRADIENTS, 1, 2, 4),
+    convolution_backward.convolution_backward: (convolution_backward.convolution_backward, 0, 2, 4),
 }
 
 
 def _is_the_vendors(node: fx.Node) -> bool:
     """Whether shapes and dtypes of a convolution leave no choice; the sizes of x may be symbols."""
-    of = CONVOLUTIONS[node.target]
-    source: Any = node.args[of.x]
+    _, of_x, of_weight, of_stride = CONVOLUTIONS[node.target]
+    source: Any = node.args[of_x]
     x = value_of(source[0] if isinstance(source, (list, tuple)) else source)
-    weight = value_of(node_at(node, of.weight))
-    given: Any = node.args[of.stride : of.stride + len(conv3d.Arguments._fields)]
+    weight = value_of(node_at(node, of_weight))
+    given: Any = node.args[of_stride : of_stride + len(conv3d.Arguments._fields)]
     of_call = conv3d.Arguments(*given)
     return not has_symbols(weight) and not (of_call.suit(weight) and (has_symbols(x) or of_call.fit(x, weight)))

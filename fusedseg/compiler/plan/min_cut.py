@@ -9,7 +9,6 @@ With a lower price more values are recomputed, and all that was before still is.
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 from torch import fx
 
@@ -112,13 +111,6 @@ class Flow:
         return found
 
 
-class Vertices(NamedTuple):
-    """The vertices of a value: it is available to backward; it is recomputed."""
-
-    available: int
-    recomputed: int
-
-
 class Cut:
     """The network of a joint graph.
 
@@ -139,22 +131,23 @@ class Cut:
         flow = self._flow = Flow()
         needed = [node for _, node in keep.entries(joint, keep.readers_of_forward(joint))]
         self.sources = _all_sources(needed, joint)
-        self._vertices: dict[fx.Node, Vertices] = {}
+        # The vertices of a value: it is available to backward; it is recomputed.
+        self._of_available: dict[fx.Node, int] = {}
+        self._of_recomputed: dict[fx.Node, int] = {}
         for node, sources in self.sources.items():
-            one = flow.vertex()
-            free = is_view(node) and sources is not None
-            own = self._vertices[node] = Vertices(one, one if free else flow.vertex())
-            if not free:
-                flow.edge(own.recomputed, own.available, UNIT * nbytes(node))
+            one = self._of_available[node] = self._of_recomputed[node] = flow.vertex()
+            if not is_view(node) or sources is None:
+                self._of_recomputed[node] = flow.vertex()
+                flow.edge(self._of_recomputed[node], one, UNIT * nbytes(node))
         for node in needed:
-            flow.edge(self._vertices[node].available, 1, ENDLESS)
+            flow.edge(self._of_available[node], 1, ENDLESS)
         # The edges whose capacity grows with the price of arithmetic, and the arithmetic.
         self._priced: list[tuple[int, int]] = []
         # The places of compute-intensive ops among them.
         self._intensive: dict[fx.Node, int] = {}
         calls: dict[fx.Node, int] = {}
         for node, sources in self.sources.items():
-            recomputed = self._vertices[node].recomputed
+            recomputed = self._of_recomputed[node]
             if sources is None:
                 flow.edge(0, recomputed, ENDLESS)
                 continue
@@ -166,7 +159,7 @@ class Cut:
                     self._intensive[call] = len(self._priced)
                 self._priced.append((flow.edge(0, calls[call], 0), 0 if is_view(node) else price(call)))
                 for source in sources:
-                    flow.edge(self._vertices[source].available, calls[call], ENDLESS)
+                    flow.edge(self._of_available[source], calls[call], ENDLESS)
             flow.edge(calls[call], recomputed, ENDLESS)
         self._paid = [0] * len(self._priced)
         if is_rounded is not None:
@@ -178,8 +171,8 @@ class Cut:
         flow = self._flow
         exact = {node: flow.vertex() for node in self.sources}
         for node, sources in self.sources.items():
-            own = self._vertices[node]
-            flow.edge(own.recomputed if is_rounded(node) else own.available, exact[node], ENDLESS)
+            own = self._of_recomputed if is_rounded(node) else self._of_available
+            flow.edge(own[node], exact[node], ENDLESS)
             for source in sources or ():
                 if is_rounded(node):
                     flow.edge(exact[source], exact[node], ENDLESS)
@@ -238,7 +231,7 @@ class Cut:
         return self._intensive.keys()
 
     def _recomputed(self, after: list[bool]) -> frozenset[fx.Node]:
-        return frozenset(node for node, (_, vertex) in self._vertices.items() if after[vertex])
+        return frozenset(node for node, vertex in self._of_recomputed.items() if after[vertex])
 
     def parts(self, more: frozenset[fx.Node]) -> list[set[fx.Node]]:
         """Divides values into parts, each of which may be recomputed without the other parts."""

@@ -7,7 +7,6 @@ input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have thos
 
 import operator
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from torch import fx
@@ -84,12 +83,9 @@ class PlannedBackward(schedule.BackwardGraph):
             calls.append(made)
             if any(one in follows for one in inputs):
                 follows.add(made)
-        self.graph: Any = SimpleNamespace(nodes=[*self._given, *calls])
-        self.roots: Any = {one: one.root for one in self.graph.nodes}
-        self.recomputed: Any = {
-            one for one in calls if one not in follows and one.op == "call_function" and schedule.is_pure(one.node)
-        }
-        self._prepare()
+        pure = {one for one in calls if one.op == "call_function" and schedule.is_pure(one.node)}
+        nodes = [*self._given, *calls]
+        self._prepare(nodes, {one: one.root for one in nodes}, pure - follows)
 
     def nbytes(self, node: Any) -> int:
         return node.nbytes

@@ -9,7 +9,7 @@ readers, if that lowers the peak, and is worth its arithmetic.
 import operator
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -54,18 +54,18 @@ class BackwardGraph:
     """
 
     def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
-        self.graph, self.fused = graph, fused
-        self.roots = roots_of(graph)
+        self.fused = fused
         calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
-        self.recomputed: set[fx.Node] = {*calls} - following(graph)
-        self._prepare()
+        self._prepare([*graph.nodes], roots_of(graph), {*calls} - following(graph))
 
-    def _prepare(self) -> None:
+    def _prepare(self, nodes: list[Any], roots: dict[Any, Any], recomputed: set[Any]) -> None:
+        """Takes the nodes, for each the one whose memory its result lies in, and those that recompute values."""
+        self.nodes, self.roots, self.recomputed = nodes, roots, recomputed
         self._flops: dict[fx.Node, int] = {}
         self._over: dict[fx.Node, Over] = {}
         self.needs: dict[fx.Node, int] = {}
         self._inputs: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.graph.nodes:
+        for node in nodes:
             held = need = 0
             for source in self.inputs(node):
                 need = max(need, held + self.needs[source])
@@ -93,7 +93,7 @@ class BackwardGraph:
         """The nodes, each value of forward right before its first reader."""
         done: dict[fx.Node, ScheduledNode] = {}
         steps: list[ScheduledNode] = []
-        for node in self.graph.nodes:
+        for node in self.nodes:
             if node not in self.recomputed:
                 self.compute(node, done, steps)
         return steps

@@ -32,7 +32,7 @@ from ... import _backend, _torch
 from ..._backend import Backend
 from .. import reuse
 from . import conv3d
-from .geometry import Geometry, is_channels_last, is_pointwise, output_format
+from .geometry import Geometry, is_pointwise, output_format
 from .sources import Interpolated, Source, concatenated, enlarges_of, is_tensor, samples_of, shape_of, tensors_of
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def shape_only(dy: Tensor, x: Tensor, w: Tensor) -> Tensor | None:
     if _fits(x.shape, x.stride(), dy.shape, dy.stride()) if plain else _lies_in(x, dy):
         return dy.as_strided(x.shape, x.stride(), dy.storage_offset())
     # ``torch.nn.grad.conv2d_input`` does this too.  It hides the memory format of x, and oneDNN would copy the result.
-    if x.is_contiguous() and not is_channels_last(x) and not is_channels_last(w):
+    if x.is_contiguous() and output_format(x, w) == torch.contiguous_format:
         return x.new_empty(1).expand(x.shape) if _backend.on_gpu(x) else None
     return None
 

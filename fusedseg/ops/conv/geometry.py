@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..check import check_dtype, check_positive, check_transforms
-from ..layout import FORMATS
+from ..layout import FORMATS, suggests_channels_last
 
 
 class Geometry(NamedTuple):
@@ -126,11 +126,6 @@ def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
     return all(n == 1 for n in ones) and not any(geometry.padding)
 
 
-def is_channels_last(t: Tensor) -> bool:
-    """Whether aten treats ``t`` as channels_last.  The strides decide, even if sizes of 1 make both formats equal."""
-    return t.stride(1) == 1 and t.stride(-1) >= t.shape[1] and t.is_contiguous(memory_format=FORMATS[t.dim()])
-
-
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     """The memory format of the result: channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
-    return FORMATS[x.dim()] if is_channels_last(x) or is_channels_last(w) else torch.contiguous_format
+    return FORMATS[x.dim()] if suggests_channels_last(x) or suggests_channels_last(w) else torch.contiguous_format

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import unfused
-from ..check import check_tangents
+from ..check import autocast_dtype, check_tangents
 from ..double_backward import differentiated_once
 from .convolutions import convolve_sources, convolve_sources_backward, stock_convolution
 from .geometry import RawGeometry, check_convolution
@@ -131,14 +131,9 @@ def autocast(
     sources: tuple[Source, ...], w: Tensor, bias: Tensor | None
 ) -> tuple[tuple[Source, ...], Tensor, Tensor | None]:
     """The arguments as a stock convolution gets them: cast if autocast is on."""
-    device = w.device.type
-    # Meta tensors have no autocast, and a question about it raises an error.
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(w, *tensors_of(sources))
+    if dtype is None:
         return sources, w, bias
-    tensors = tensors_of(sources)
-    if torch.float64 in (w.dtype, *(t.dtype for t in tensors)) or not all(t.is_floating_point() for t in tensors):
-        return sources, w, bias
-    dtype = torch.get_autocast_dtype(device)
     return cast_sources(sources, dtype), cast(w, dtype), None if bias is None else bias.to(dtype)
 
 

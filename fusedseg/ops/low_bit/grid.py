@@ -51,37 +51,28 @@ def grid_of(lowest: Tensor, highest: Tensor, bits: int) -> Grid:
     return Grid(below, border, step_above, torch.where(below_range > 0, step_below, 0.0), bits)
 
 
-class Encoding(NamedTuple):
-    """A value v lies at floor(scale p + offset + (JUMP if v - border >= threshold)), in units of 2**-FRACTION_BITS of a
+def encoding_of(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``threshold``, ``ratio``, ``scale`` and ``offset``.
+
+    A value v lies at floor(scale p + offset + (JUMP if v - border >= threshold)), in units of 2**-FRACTION_BITS of a
     code, where p = v - border, times ``ratio`` if that is negative.  Then a random number is added, whose mean the
-    offset holds, and these bits are dropped."""
-
-    threshold: Tensor
-    ratio: Tensor
-    scale: Tensor
-    offset: Tensor
-
-
-def encoding_of(grid: Grid) -> Encoding:
+    offset holds, and these bits are dropped.
+    """
     below, unit = grid.below, 2.0**FRACTION_BITS
     # A positive number that is not 0, and a number that no value reaches.
     threshold = torch.where(below == 1, 1e-45, torch.where(below == 2.0**grid.bits, torch.inf, 0.0)).to(below.dtype)
     ratio = torch.where(grid.step_below > 0, grid.step_above / grid.step_below, 0.0)
     # Random numbers reach from -unit / 2 to unit / 2 - 1.  With a half more, floor rounds to the nearest.
-    return Encoding(threshold, ratio, unit / grid.step_above, (below - (0.5 - NEAR)) * unit + 0.5)
+    return threshold, ratio, unit / grid.step_above, (below - (0.5 - NEAR)) * unit + 0.5
 
 
-class Decoding(NamedTuple):
-    """Code c stands for border + scale d, d = s(c - offset), d times ``ratio`` if that is negative, where s brings a
-    number by 1/2 - NEAR nearer to 0."""
+def decoding_of(grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """``offset``, ``ratio`` and ``scale``.
 
-    offset: Tensor
-    ratio: Tensor
-    scale: Tensor
-
-
-def decoding_of(grid: Grid) -> Decoding:
-    return Decoding(grid.below - 0.5, grid.step_below / grid.step_above, grid.step_above)
+    Code c stands for border + scale d, d = s(c - offset), d times ``ratio`` if that is negative, where s brings a
+    number by 1/2 - NEAR nearer to 0.
+    """
+    return grid.below - 0.5, grid.step_below / grid.step_above, grid.step_above
 
 
 def rounded_up(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ... import _torch
 from ...activation import check_slope_given
 from ..check import check_channel_vector, check_dtype, check_input
+from ..layout import memory_of
 from .call import Norm, Operands
 
 
@@ -85,7 +86,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, norm: Norm) -> None:
             )
     if norm.keep == "input" or torch.compiler.is_compiling() or not x.numel():
         return
-    if residual.untyped_storage()._cdata == x.untyped_storage()._cdata:
+    if memory_of(residual) == memory_of(x):
         raise ValueError(f"{op}: residual shares memory with x, which is overwritten; pass residual.clone()")
 
 

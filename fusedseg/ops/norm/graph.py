@@ -27,12 +27,12 @@ from ..registry import graph_op, whole
 from . import passes
 from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
 from .kept import Kept
-from .statistic import Statistic
+from .statistic import SCHEMA, Statistic
 
 # The arguments of ``flat`` in a schema.
 _SPEC = (
-    "str keep, str activation, float activation_param, float eps, float momentum, bool own, bool of_samples, "
-    "SymInt? groups, str? process_group"
+    f"str keep, str activation, float activation_param, float eps, float momentum, bool own, {SCHEMA}, "
+    "str? process_group"
 )
 # The arguments of the op, and of its gradient.
 ARGUMENTS = (
@@ -57,8 +57,8 @@ def flat(norm: Norm) -> tuple[Any, ...]:
 
 def norm_of(keep: str, name: str, param: float, *others: Any) -> Norm:
     """The norm of the arguments of ``flat``."""
-    eps, momentum, own, of_samples, groups, process_group = others
-    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(of_samples, groups), process_group)
+    eps, momentum, own, *over, process_group = others
+    return Norm(keep, Activation(name, param), eps, momentum, own, Statistic(*over), process_group)
 
 
 def is_plain(norm: Norm) -> bool:

@@ -1,15 +1,112 @@
-"""The norm op as stock functions: for programs that run without this package, and for a compiler to trace and fuse.
+"""PyTorch's norms: the functions and the modules of each kind, and the norm op as these functions.
 
-``norm_act`` is the op of exported programs, and in compiled code the op that keeps its input.  It stands for the
-functional op too where a compiler decides by itself what is kept (``compiler/capture/stock_norms.py``).
+``norm_act`` is for programs that run without this package, and for a compiler to trace and fuse: the op of exported
+programs, and in compiled code the op that keeps its input.  It stands for the functional op too where a compiler
+decides by itself what is kept (``compiler/capture/stock_norms.py``).
 """
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ...activation import TABLE, Activation
 from .call import Norm, Operands
+from .statistic import statistic_of
+
+KindName = Literal["batch", "instance", "group"]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of norm, by the values that share a statistic.
+
+    name: its name in ``functional.norm_act``, and in ``statistic_of``.
+    function: PyTorch's function.
+    own: the argument of the function that says whether the statistics are those of the input.  It is "" if they always
+        are, and then there are no running statistics.
+    base: the class of PyTorch's modules.
+    modules: the modules in the order of their spatial dimensions, each with the fewest and the most dimensions of its
+        input.
+    dims: the fewest and the most dimensions of the input of a module of this package.
+    spatial: the words for them in errors.
+    grouped: whether the channels of a sample share statistics in groups.
+    autocast: whether the modules return the dtype of their input under autocast.
+    """
+
+    name: KindName
+    function: Callable[..., Tensor]
+    own: str
+    base: type[nn.Module]
+    modules: dict[type[nn.Module], tuple[int, int]]
+    dims: tuple[int, int]
+    spatial: str
+    grouped: bool = False
+    autocast: bool = True
+
+    def channels_of(self, module: Any) -> int:
+        """The number of channels that a module was made for."""
+        return module.num_channels if self.grouped else module.num_features
+
+    def call(
+        self,
+        module: Any,
+        x: Tensor,
+        act: Activation,
+        keep: str,
+        residual: Tensor | None = None,
+        slope: Tensor | None = None,
+        moves: bool = True,
+        process_group: str | None = None,
+    ) -> tuple[Operands, Norm]:
+        """The op's tensors and its description for a call of a module.
+
+        The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
+        False.
+        """
+        over = statistic_of(self.name, module.num_groups if self.grouped else None)
+        if not self.own:
+            given = Operands(x, module.weight, module.bias, residual, slope)
+            return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
+        training, tracked, momentum = module.training, module.track_running_stats, module.momentum
+        mean, var = module.running_mean, module.running_var
+        if training and not moves:
+            mean = var = None
+        if over.of_samples:
+            norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, over, process_group)
+            return Operands(x, module.weight, module.bias, residual, slope, mean, var), norm
+        batches = module.num_batches_tracked if training and tracked and moves else None
+        if training and not tracked:
+            mean = var = None
+        if momentum is None:
+            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+        norm = Norm(keep, act, module.eps, momentum, training or mean is None, over, process_group)
+        return Operands(x, module.weight, module.bias, residual, slope, mean, var, batches), norm
+
+
+BATCH_NORM = Kind(
+    "batch", F.batch_norm, "training", _BatchNorm,
+    {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4, 4), nn.BatchNorm3d: (5, 5)},
+    (2, 5), "with up to three spatial dimensions after it",
+)  # fmt: skip
+INSTANCE_NORM = Kind(
+    "instance", F.instance_norm, "use_input_stats", _InstanceNorm,
+    {nn.InstanceNorm1d: (3, 3), nn.InstanceNorm2d: (4, 4), nn.InstanceNorm3d: (5, 5)},
+    (3, 5), "with one to three spatial dimensions after it",
+)  # fmt: skip
+GROUP_NORM = Kind(
+    "group", F.group_norm, "", nn.GroupNorm, {nn.GroupNorm: (2, sys.maxsize)},
+    (2, sys.maxsize), "with any spatial dimensions after it", grouped=True, autocast=False,
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
+OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}
+OF_MODULE: dict[type, Kind] = {module: kind for kind in KINDS.values() for module in kind.modules}
 
 
 def finished(y: Tensor, residual: Tensor | None, act: Activation, slope: Tensor | None = None) -> Tensor:
@@ -17,21 +114,22 @@ def finished(y: Tensor, residual: Tensor | None, act: Activation, slope: Tensor 
     return TABLE[act.name].function(y if residual is None else y + residual, act.param if slope is None else slope)
 
 
-def _weight_of(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The weight; ones for a bias alone, which has no gradient on CUDA otherwise."""
-    return torch.ones_like(bias) if weight is None and bias is not None else weight
+def normalised(given: Operands, norm: Norm) -> Tensor:
+    """The norm alone, by PyTorch's function."""
+    x, weight, bias, _, _, running_mean, running_var, _ = given
+    if norm.over.is_grouped:
+        return F.group_norm(x, norm.over.groups_of(x.shape[1]), weight, bias, norm.eps)
+    function = F.instance_norm if norm.over.of_samples else F.batch_norm
+    return function(x, running_mean, running_var, weight, bias, norm.own, norm.momentum, norm.eps)
 
 
 def norm_act(given: Operands, norm: Norm) -> Tensor:
     """The norm op of these arguments, as stock functions."""
     x, weight, bias, residual, slope, running_mean, running_var, _ = given
-    weight = _weight_of(weight, bias)
-    if norm.over.is_grouped:
-        # Not all devices take parameters of another dtype than x here; autocast returns fp32.
-        wide = x if weight is None else x.to(weight.dtype)
-        y = F.group_norm(wide, norm.over.groups_of(x.shape[1]), weight, bias, norm.eps).to(x.dtype)
-    elif norm.over.of_samples and norm.own:
-        y = F.instance_norm(x, running_mean, running_var, weight, bias, True, norm.momentum, norm.eps)
-    else:
-        y = F.batch_norm(x, running_mean, running_var, weight, bias, norm.own, norm.momentum, norm.eps)
-    return finished(y, residual, norm.act, slope)
+    if weight is None and bias is not None:
+        # A bias alone has no gradient on CUDA.
+        weight = torch.ones_like(bias)
+    # Not all devices take parameters of another dtype than x in a group norm; autocast returns fp32.
+    wide = x.to(weight.dtype) if norm.over.is_grouped and weight is not None else x
+    y = normalised(Operands(wide, weight, bias, None, None, running_mean, running_var), norm.of_given())
+    return finished(y.to(x.dtype) if norm.over.is_grouped else y, residual, norm.act, slope)

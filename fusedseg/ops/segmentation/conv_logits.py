@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..check import check_channel_vector, check_dtype, check_tangents, check_tensor, check_transforms
+from ..check import autocast_dtype, check_channel_vector, check_dtype, check_tangents, check_tensor, check_transforms
 from ..upsample import MODES
 
 OP = "fusedseg.ConvLogits"
@@ -96,7 +96,7 @@ class ConvLogits:
     def __post_init__(self) -> None:
         self.size = None if self.size is None else tuple(self.size)
         check_tensor(OP, self.features, "features")
-        autocast = _autocast_dtype(self.features)
+        autocast = autocast_dtype(self.features)
         self.dtype = self.features.dtype if autocast is None else autocast
         _check(self, autocast)
         if self.size == self.features.shape[2:]:
@@ -150,15 +150,6 @@ def tensor_of(logits: Tensor | Conv) -> Tensor:
 def is_target_dense(logits: Logits, target: Tensor) -> bool:
     """Whether a target has a value for each class, because it has the shape of the logits."""
     return isinstance(target, Tensor) and isinstance(logits, (Tensor, ConvLogits)) and target.shape == logits.shape
-
-
-def _autocast_dtype(features: Tensor) -> torch.dtype | None:
-    """The dtype to which a stock convolution would cast; None if it would not."""
-    kind = features.device.type
-    # Meta tensors have no autocast, and a question about it raises an error.
-    if features.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 def _check(given: ConvLogits, autocast: torch.dtype | None) -> None:

@@ -28,18 +28,12 @@ HARD = ("argmax", "positive")
 PROBABILITIES = ("softmax", "sigmoid", "identity", *HARD, "none")
 
 
-class Likelihood(NamedTuple):
-    """What a kind of negative log-likelihood means: the function of the logits, and whether OTHER_NLL is computed."""
-
-    function: str
-    other: bool
-
-
+# The kinds of negative log-likelihoods: the function of the logits, and whether OTHER_NLL is computed.
 LIKELIHOODS = {
-    "softmax": Likelihood("softmax", False),
-    "smoothed": Likelihood("softmax", True),
-    "sigmoid": Likelihood("sigmoid", True),
-    "none": Likelihood("none", False),
+    "softmax": ("softmax", False),
+    "smoothed": ("softmax", True),
+    "sigmoid": ("sigmoid", True),
+    "none": ("none", False),
 }
 
 
@@ -67,11 +61,11 @@ class SumsSpec(NamedTuple):
     @property
     def nll(self) -> str:
         """The function of the logits in NLL: "softmax", "sigmoid" or "none"."""
-        return LIKELIHOODS[self.likelihood].function
+        return LIKELIHOODS[self.likelihood][0]
 
     @property
     def other(self) -> bool:
-        return LIKELIHOODS[self.likelihood].other
+        return LIKELIHOODS[self.likelihood][1]
 
     @property
     def hard(self) -> bool:
