@@ -26,17 +26,20 @@ from tests.tools.cuda_rules import CudaRules
 from tests.tools.tensors import channels_last
 
 # Cases of each activation; the interpreter is slow.
-DRAWS = {"aten": 3, "tiles": 2, "CUDA's rules": 1, "triton": 1}
+DRAWS = {"aten": 3, "tiles": 2, "CUDA's rules": 1, "triton": 1, "triton, split": 1}
 # Aten cuts large tensors into tiles: a part of a plane, half a plane, or two planes of (8, 8).
 TILES = (7, 32, 128)
 
 
 @pytest.fixture(params=DRAWS)
 def backend(request, monkeypatch):
-    """How the norm is computed: aten whole, in tiles, and as CUDA demands it; or Triton's kernels."""
-    if request.param == "triton":
-        request.getfixturevalue("needs_interpreter")
-    monkeypatch.setattr(fusedseg, "backend", "triton" if request.param == "triton" else "aten")
+    """How the norm is computed: aten whole, in tiles, and as CUDA demands it; or Triton's kernels.
+
+    Split, several programs of a kernel share a channel, as those of a large tensor do.
+    """
+    if "triton" in request.param:
+        request.getfixturevalue("small_tiles" if "split" in request.param else "needs_interpreter")
+    monkeypatch.setattr(fusedseg, "backend", "triton" if "triton" in request.param else "aten")
     if request.param == "CUDA's rules":
         monkeypatch.setattr(_backend, "off_cpu", lambda t: True)
     return request.param
@@ -46,7 +49,7 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize("keep", ["input", "output"])
 def test_values_and_gradients(keep, kind, backend, device, monkeypatch):
     rules = CudaRules() if backend == "CUDA's rules" else contextlib.nullcontext()
-    place = device if backend in ("aten", "triton") else "cpu"
+    place = device if backend == "aten" or "triton" in backend else "cpu"
     for activation in ACTIVATIONS if keep == "input" else INVERTIBLE:
         for number in range(DRAWS[backend]):
             tile = TILES[len(activation + kind) % 3 - number] if backend != "aten" else 2**60
