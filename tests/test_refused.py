@@ -1,7 +1,9 @@
 """Wrong arguments: for each error, the call that raises it.  Its text names the op, the argument, and what it got.
 
-A check that ops share has its rows with one of them.  ``tests/ops/test_conv_abn_refused.py`` has the convolution.
+A check that ops share has its rows with one of them.
 """
+
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import (
     ConvLogits,
     argmax_labels,
+    conv_abn,
     inplace_abn,
     inplace_group_norm_act,
     inplace_instance_norm_act,
@@ -22,6 +25,7 @@ from fusedseg.functional import (
     segmentation_sums,
     upsample,
 )
+from fusedseg.ops.conv import conv_abn as conv_op
 
 ones, rand = torch.ones, torch.randn
 
@@ -59,6 +63,19 @@ def sums(x=(2, 3, 4, 5), target=(2, 4, 5), *mask, **options):
 
 def logits(features=(2, 6, 5, 4), weight=(4, 6), bias=(4,), *size):
     return ConvLogits(*(rand(t) if isinstance(t, tuple) else t for t in (features, weight, bias)), *size)
+
+
+def conv(x=(2, 6, 5, 5), w=(4, 6, 3, 3), bias=None, dtype=torch.float32, **options):
+    """Nothing runs before the error, and no statistic moves."""
+    x, w = (rand(t, dtype=dtype) if isinstance(t, tuple) else t for t in (x, w))
+    running = torch.zeros(4, dtype=dtype), ones(4, dtype=dtype)
+    mean, var = options.pop("running", running)
+    with mock.patch.object(conv_op, "_forward_with", side_effect=AssertionError("a convolution was launched")):
+        try:
+            return conv_abn(x, w, bias, mean, var, **{"training": True} | options)
+        finally:
+            assert not running[0].any()
+            assert torch.equal(running[1], torch.ones_like(running[1]))
 
 
 def from_modules(conv, bn, *activation):
@@ -154,6 +171,34 @@ VALUES = {
     r"3 spatial dimensions after it, got \(2, 4": lambda: ConvABN3d(4, 6, 3)(rand(2, 4, 8, 8)),
     "fusedseg.ConvABN2d: conv_backend must be one of": lambda: ConvABN2d(4, 6, 3, conv_backend="x"),
     "divisible by groups": lambda: ConvABN2d(4, 6, 3, groups=3),
+    r"conv_abn: x must have 6 channels for a weight of shape \(4, 6, 3, 3\) and groups=1, got 5 in \(2, 5, 5, 5\)":
+        lambda: conv((2, 5, 5, 5)),
+    r"conv_abn: x must have shape \(N, C\) with 2 spatial dimensions after it, got \(6, 5, 5\)":
+        lambda: conv((6, 5, 5)),
+    r"conv_abn: x must have shape \(N, C, \*spatial\), got \(6,\)": lambda: conv((6,)),
+    r"conv_abn: x must have shape \(N, C\) with 2 spatial dimensions after it, got \(6, 1\)":
+        lambda: conv((6, 1), (4, 6, 2, 2), padding="same"),
+    r"conv_weight must have shape \(K, C / groups, \*kernel\) in two or three dimensions, got \(4, 6, 3\)":
+        lambda: conv((2, 6, 5), (4, 6, 3)),
+    "conv_abn: conv_weight must be on cpu, the device of x, got meta": lambda: conv(w=ones(4, 6, 3, 3, device="meta")),
+    "conv_abn: groups=3 must divide the output channels, got 4": lambda: conv(w=(4, 2, 3, 3), groups=3),
+    "conv_abn: groups must be an integer >= 1, got 0": lambda: conv(groups=0),
+    r"conv_abn: conv_bias must have shape \(4,\), got \(6,\)": lambda: conv(bias=ones(6)),
+    r"the kernel, \(3, 3\) with dilation \(2, 2\), does not fit in x \(2, 6, 4, 5\) with padding \(0, 0\)":
+        lambda: conv((2, 6, 4, 5), dilation=2),
+    r"conv_abn: expected more than 1 value per channel when training, got input size \(1, 4, 1, 1\)":
+        lambda: conv((1, 6, 3, 3)),
+    r"conv_abn: weight must have shape \(4,\), one value per channel of the convolution's output, got \(6,\)":
+        lambda: conv(weight=ones(6)),
+    "conv_abn: running_mean and running_var are needed when training is False, got None":
+        lambda: conv(training=False, running=(None, None)),
+    "conv_abn: stride must be an integer >= 1, or 2 of them, got 0": lambda: conv(stride=0),
+    r"conv_abn: stride must be an integer >= 1, or 2 of them, got \(1, 1, 1\)": lambda: conv(stride=(1, 1, 1)),
+    "conv_abn: padding must be an integer >= 0, or 2 of them, got -1": lambda: conv(padding=-1),
+    "conv_abn: padding must be integers, 'same' or 'valid', got 'full'": lambda: conv(padding="full"),
+    r"conv_abn: padding='same' needs a stride of 1, got \(2, 2\)": lambda: conv(padding="same", stride=2),
+    "conv_abn: conv_backend must be one of auto, triton, aten, got 'cudnn'": lambda: conv(conv_backend="cudnn"),
+    "conv_abn: activation 'relu' cannot be inverted; use fusedseg.BatchNormAct": lambda: conv(activation="relu"),
     r"JoinConv2d: x must have shape .*2 spatial.*got \(1, 3, 4\)":
         lambda: fusedseg.nn.JoinConv2d(3, 2, 1)(rand(1, 3, 4)),
     r"max_pool: padding must be at most half of kernel_size \(2, 2\), got \(2, 2\)": lambda: pool(2, 2, 2),
@@ -228,6 +273,11 @@ TYPES = {
     "norm must be one of .*, got GroupNorm": lambda: from_modules(CONV, nn.GroupNorm(2, 6)),
     "norm must be one of .*, got SyncBatchNorm": lambda: from_modules(CONV, nn.SyncBatchNorm(6)),
     "conv_weight must be torch.float16": lambda: ConvABN2d(4, 6, 3)(ones(2, 4, 8, 8).half()),
+    r"conv_abn: x must be a tensor, .* got \['str'\]": lambda: conv("x"),
+    "conv_abn: x must be float16, .* got torch.int32": lambda: conv(ones(2, 6, 5, 5, dtype=torch.int32)),
+    "conv_abn: conv_weight must be torch.float32, the dtype of x, got torch.float16":
+        lambda: conv(w=ones(4, 6, 3, 3).half()),
+    "conv_abn: conv_bias must be torch.float32, the dtype of x, got torch.float64": lambda: conv(bias=ones(4).double()),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
@@ -255,6 +305,29 @@ CASES = [
 def test_refused(error, text, call):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "text"),
+    [
+        ("aten", torch.float32, r"conv_backend is 'triton', but .* fusedseg.backend is 'aten'"),
+        ("auto", torch.float32, r"conv_backend is 'triton', but .* 'auto' takes Triton on GPUs only, and this is cpu"),
+        ("triton", torch.float64, r"conv_backend is 'triton', but x must be float16, .* got torch.float64"),
+    ],
+)
+def test_a_convolution_by_triton_where_it_cannot_serve(monkeypatch, name, dtype, text):
+    if name == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(fusedseg, "backend", name)
+    with pytest.raises(RuntimeError, match="fusedseg.conv_abn: " + text):
+        conv(conv_backend="triton", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=lambda d: str(d)[6:])
+def test_autocast_does_not_turn_other_dtypes_into_numbers(dtype):
+    """Stock convolutions refuse such dtypes under autocast too; a cast would drop imaginary parts."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"x must be float16, .* got torch"):
+        conv(ones(2, 6, 5, 5, dtype=dtype))
 
 
 def test_a_head_is_not_scripted():
