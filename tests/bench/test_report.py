@@ -93,6 +93,7 @@ def test_goals_are_judged(tmp_path):
 
 def test_what_was_refused_is_not_a_figure(tmp_path):
     norm_run(tmp_path)
+    assert f"refused: aggressive, {LARGE}: z off by 1" in report_lines(load(tmp_path))
     write(tmp_path, "steps", "U-Net, 8x3x512x512 bf16 nhwc", {"eager": Result(refused="logits off"),
           "ours": result(1, 1), "compiled": Result(missing="no compiler")})  # fmt: skip
     whys = {v.goal.figure: v.why for v in goals.judge(load(tmp_path)) if v.goal.case.startswith("U-Net, ")}
