@@ -31,12 +31,15 @@ ROWS = ("2d", "1x1", "stride 2", "groups", "same, even kernel", "3d, stride 2")
     [*((name, "contiguous", None) for name in CASES), *((name, "channels_last", None) for name in ROWS), *HALF],
 )
 def test_values_and_gradients(backend, device, name, fmt, dtype):
+    check(CASES[name], backend, device, fmt, dtype or EXACT[backend])
+
+
+def check(case, backend, device, fmt, dtype):
     """Output, running statistics and gradients are those of float64, in which y is rounded to the stored dtype.
 
     Every implementation that stores y can round a value across zero.  Such a value takes the other branch of the
     activation, and its gradient is wrong by its whole size.  running_mean includes the convolution's bias.
     """
-    case, dtype = CASES[name], dtype or EXACT[backend]
     params = dtype if dtype.itemsize > 2 else torch.float32
     for training in (True, False):
         given = inputs(case, dtype, device, fmt, params=params)
