@@ -15,11 +15,13 @@ from fusedseg import BatchNormAct, ConvABN2d, ConvABN3d, InPlaceABN, InPlaceGrou
 from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import (
     ConvLogits,
+    Interpolated,
     argmax_labels,
     conv_abn,
     inplace_abn,
     inplace_group_norm_act,
     inplace_instance_norm_act,
+    join_conv,
     max_pool,
     norm_act,
     segmentation_sums,
@@ -67,7 +69,7 @@ def logits(features=(2, 6, 5, 4), weight=(4, 6), bias=(4,), *size):
 
 def conv(x=(2, 6, 5, 5), w=(4, 6, 3, 3), bias=None, dtype=torch.float32, **options):
     """Nothing runs before the error, and no statistic moves."""
-    x, w = (rand(t, dtype=dtype) if isinstance(t, tuple) else t for t in (x, w))
+    x, w = (rand(t, dtype=dtype) if isinstance(t, tuple) and isinstance(t[0], int) else t for t in (x, w))
     running = torch.zeros(4, dtype=dtype), ones(4, dtype=dtype)
     mean, var = options.pop("running", running)
     with mock.patch.object(conv_op, "_forward_with", side_effect=AssertionError("a convolution was launched")):
@@ -88,6 +90,7 @@ def hooked(module):
 
 
 CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
 VALUES = {
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
     "norm_act: num_groups must be given for norm 'group' and for no other": lambda: act(norm="group"),
@@ -199,6 +202,18 @@ VALUES = {
     r"conv_abn: padding='same' needs a stride of 1, got \(2, 2\)": lambda: conv(padding="same", stride=2),
     "conv_abn: conv_backend must be one of auto, triton, aten, got 'cudnn'": lambda: conv(conv_backend="cudnn"),
     "conv_abn: activation 'relu' cannot be inverted; use fusedseg.BatchNormAct": lambda: conv(activation="relu"),
+    r"join_conv: x must have 5 channels .*, got 6 in \(2, 6, 8, 8\)": lambda: join_conv((X, X), W),
+    "join_conv: sources must agree in all but their channels": lambda: join_conv((X, X[:, :2, 1:]), W),
+    "join_conv: sources must have one dtype, got .*float16": lambda: join_conv((X, X[:, :2].half()), W),
+    "join_conv: groups must be 1 for several sources, got 2": lambda: join_conv((X, X[:, :1]), W[:, :2], groups=2),
+    r"join_conv: conv_weight must have shape .*, got \(5, 3, 3\)": lambda: join_conv(X, W[0]),
+    "join_conv: stride must be an integer >= 1.*got 0": lambda: join_conv(X, W[:, :3], stride=0),
+    "conv_abn: x must be one tensor for conv_backend 'triton'": lambda: conv((X, X[:, :2]), W, conv_backend="triton"),
+    "Interpolated: mode must be one of .*'trilinear'": lambda: Interpolated(X, (4, 4), "trilinear"),
+    r"size must be 2 positive integers .*got \(4,\)": lambda: Interpolated(X, (4,), "nearest"),
+    "align_corners must be None unless mode is one of bilinear, .* got True for":
+        lambda: Interpolated(X, (4, 4), "nearest", True),
+    r"two or three spatial dimensions, got \(8, 8\)": lambda: Interpolated(X[0, 0], (4, 4), "nearest"),
     r"JoinConv2d: x must have shape .*2 spatial.*got \(1, 3, 4\)":
         lambda: fusedseg.nn.JoinConv2d(3, 2, 1)(rand(1, 3, 4)),
     r"max_pool: padding must be at most half of kernel_size \(2, 2\), got \(2, 2\)": lambda: pool(2, 2, 2),
@@ -278,6 +293,9 @@ TYPES = {
     "conv_abn: conv_weight must be torch.float32, the dtype of x, got torch.float16":
         lambda: conv(w=ones(4, 6, 3, 3).half()),
     "conv_abn: conv_bias must be torch.float32, the dtype of x, got torch.float64": lambda: conv(bias=ones(4).double()),
+    "join_conv: x must be a tensor, an Interpolated, or a sequence": lambda: join_conv((X, None), W),
+    "join_conv: x must be a tensor, .*": lambda: join_conv((), W),
+    "Interpolated: x must be a tensor, got list": lambda: Interpolated([1], (4, 4), "nearest"),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
