@@ -28,6 +28,7 @@ from fusedseg.functional import (
     upsample,
 )
 from fusedseg.ops.conv import conv_abn as conv_op
+from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
 ones, rand = torch.ones, torch.randn
 
@@ -91,6 +92,7 @@ def hooked(module):
 
 CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
 X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
+UNET, TWO_ENCODERS = UNet(1, 2, widths=(4, 8, 8)), MultiEncoderUNet((1, 2), 2, widths=(4, 8))
 VALUES = {
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
     "norm_act: num_groups must be given for norm 'group' and for no other": lambda: act(norm="group"),
@@ -250,6 +252,36 @@ VALUES = {
     "ConvHead2d: scale_factor must be an integer >= 1, got 1.5": lambda: fusedseg.ConvHead2d(3, 2, scale_factor=1.5),
     r"ConvHead3d: features must have shape \(N, 3\) with 3 spatial .* got \(1, 3, 4, 4\)":
         lambda: fusedseg.ConvHead3d(3, 2)(rand(1, 3, 4, 4)),
+    r"fusedseg\.unet\.UNet: dims must be 2 or 3, got 1": lambda: UNet(1, 2, dims=1),
+    r"fusedseg\.unet\.UNet: widths must be two or more positive .*, got \(8,\)": lambda: UNet(1, 2, widths=(8,)),
+    r"fusedseg\.unet\.UNet: widths must be .*, got \(8, 0\)": lambda: UNet(1, 2, widths=(8, 0)),
+    r"UNet: up_widths must be 1 positive .*, got \(4, 4\)": lambda: UNet(1, 2, widths=(8, 8), up_widths=(4, 4)),
+    "Up: fit must be one of resize, pad, got 'crop'": lambda: UNet(1, 2, fit="crop"),
+    "norm_act must be one of batch, instance, group, got 'layer'": lambda: UNet(1, 2, norm_act="layer"),
+    "MultiEncoderUNet: in_channels must name at least one image, got none": lambda: MultiEncoderUNet((), 2),
+    r"fusedseg\.unet\.UNet: in_channels must be an integer >= 1, got 0": lambda: UNet(0, 2),
+    r"fusedseg\.unet\.UNet: num_classes must be an integer >= 1, got 2\.0": lambda: UNet(1, 2.0),
+    r"fusedseg\.unet\.Up: mode must be one of linear, transposed, got 'cubic'": lambda: UNet(1, 2, mode="cubic"),
+    r"fusedseg\.unet\.ConvNormAct: dims must be 2 or 3, got 4": lambda: ConvNormAct(1, 2, dims=4),
+    r"fusedseg\.unet\.DoubleConv: dims must be 2 or 3, got 4": lambda: DoubleConv(1, 2, dims=4),
+    r"fusedseg\.unet\.Down: dims must be 2 or 3, got 4": lambda: Down(1, 2, dims=4),
+    r"fusedseg\.unet\.Up: dims must be 2 or 3, got 4": lambda: Up(2, 1, 2, dims=4),
+    r"fusedseg\.unet\.UNet: input must have shape \(N, 1\) with 2 spatial .*, got \(1, 2, 8, 8\)":
+        lambda: UNET(rand(1, 2, 8, 8)),
+    r"fusedseg\.unet\.UNet: input must have shape .*, got \(1, 1, 8, 8, 8\)": lambda: UNET(rand(1, 1, 8, 8, 8)),
+    r"every spatial size must be at least 4 to be halved 2 times, got \(1, 1, 8, 3\)": lambda: UNET(rand(1, 1, 8, 3)),
+    "MultiEncoderUNet: expected 2 images, got 1": lambda: TWO_ENCODERS(rand(1, 1, 8, 8)),
+    r"images must have one batch and spatial size, got \[\(1, 1, 8, 8\), \(1, 2, 8, 9\)\]":
+        lambda: TWO_ENCODERS(rand(1, 1, 8, 8), rand(1, 2, 8, 9)),
+    r"x of size \(4, 4\) cannot reach the skip of size \(8, 10\)":
+        lambda: Up(4, 4, 4, mode="transposed")(rand(1, 4, 4, 4), rand(1, 4, 8, 10)),
+    r"x of size \(4, 4\), enlarged by 2, is larger than the skip of size \(8, 7\)":
+        lambda: Up(4, 4, 4, fit="pad")(rand(1, 4, 4, 4), rand(1, 4, 8, 7)),
+    **{
+        rf"fusedseg\.unet\.Up: skips must have one spatial size, got \[\(1, 2, 8, 8\), \(1, 2, 8, {n}\)\]":
+            lambda n=n, plain=plain: Up(4, 4, 4, plain=plain)(rand(1, 4, 4, 4), [rand(1, 2, 8, 8), rand(1, 2, 8, n)])
+        for n, plain in ((9, False), (10, True))
+    },
     **{
         rf"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2.*{of}":
             lambda options=options: fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
