@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg import BatchNormAct, ConvABN2d, ConvABN3d, InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct
+from fusedseg import BatchNormAct, ConvABN2d, ConvABN3d, InPlaceABN, InPlaceGroupNormAct, InPlaceInstanceNormAct, losses
 from fusedseg.activation import INVERTIBLE
 from fusedseg.functional import (
     ConvLogits,
@@ -92,6 +92,7 @@ def hooked(module):
 
 CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
 X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
+LOGITS, LABELS = rand(2, 4, 5, 6), torch.randint(4, (2, 1, 5, 6))
 UNET, TWO_ENCODERS = UNet(1, 2, widths=(4, 8, 8)), MultiEncoderUNet((1, 2), 2, widths=(4, 8))
 VALUES = {
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
@@ -282,6 +283,50 @@ VALUES = {
             lambda n=n, plain=plain: Up(4, 4, 4, plain=plain)(rand(1, 4, 4, 4), [rand(1, 2, 8, 8), rand(1, 2, 8, n)])
         for n, plain in ((9, False), (10, True))
     },
+    "fusedseg.DiceCELoss: other_act must be None, .* use monai.losses.DiceCELoss":
+        lambda: fusedseg.DiceCELoss(other_act=torch.tanh),
+    "sigmoid and softmax must not both be True": lambda: fusedseg.DiceLoss(sigmoid=True, softmax=True),
+    "DiceLoss: reduction must be one of mean, sum, none, got 'max'": lambda: fusedseg.DiceLoss(reduction="max"),
+    "DiceCELoss: reduction must be one of mean, sum, got 'none'": lambda: fusedseg.DiceCELoss(reduction="none"),
+    "lambda_ce must be at least 0, got -1": lambda: fusedseg.DiceCELoss(lambda_ce=-1),
+    "DiceLoss: weight must not be negative": lambda: fusedseg.DiceLoss(weight=[-1.0, 1.0]),
+    r"target must have the shape of input \(2, 4, 5, 6\) without to_onehot_y, got \(2, 1, 5, 6\)":
+        lambda: fusedseg.DiceLoss(softmax=True)(LOGITS, LABELS),
+    r"target must have shape \(2, 1, 5, 6\) with to_onehot_y=True, got \(2, 4, 5, 6\)":
+        lambda: fusedseg.DiceCELoss(softmax=True, to_onehot_y=True)(LOGITS, LOGITS),
+    "DiceLoss: weight must have 4 values, one for each class, got":
+        lambda: fusedseg.DiceLoss(weight=[1.0, 2.0])(LOGITS, LOGITS),
+    "fusedseg.CrossEntropyLoss: reduction must be mean or sum, got 'none'; use torch.nn.CrossEntropyLoss":
+        lambda: fusedseg.CrossEntropyLoss(reduction="none"),
+    "size_average and reduce must be None": lambda: fusedseg.CrossEntropyLoss(size_average=True),
+    "ignore_index must be < 0 for a target of probabilities, got 1":
+        lambda: fusedseg.CrossEntropyLoss(ignore_index=1)(LOGITS, LOGITS.sigmoid()),
+    "label_smoothing must be from 0 to 1, got -0.1":
+        lambda: fusedseg.CrossEntropyLoss(label_smoothing=-0.1)(LOGITS, LABELS[:, 0]),
+    "label_smoothing must be from 0 to 1, got 1.5":
+        lambda: fusedseg.CrossEntropyLoss(label_smoothing=1.5)(LOGITS, LABELS[:, 0]),
+    "FocalLoss: reduction must be one of mean, sum, got 'none'": lambda: losses.FocalLoss(reduction="none"),
+    "FocalLoss: gamma must be at least 0, got -1": lambda: losses.FocalLoss(gamma=-1),
+    "FocalLoss: weight must not be negative": lambda: losses.FocalLoss(weight=[-1.0, 1.0]),
+    "FocalLoss: weight must be one number, or have one value for each of several classes that count, got":
+        lambda: losses.FocalLoss(to_onehot_y=True, weight=[1.0, 1.0])(LOGITS, LABELS),
+    "FocalLoss: alpha must have 4 values, one for each class, got":
+        lambda: losses.FocalLoss(to_onehot_y=True, alpha=[1.0, 1.0])(LOGITS, LABELS),
+    r"FocalLoss: target must have shape \(2, 1, 5, 6\)":
+        lambda: losses.FocalLoss(to_onehot_y=True)(LOGITS, LABELS[:, 0]),
+    "DiceFocalLoss: lambda_focal must be at least 0": lambda: losses.DiceFocalLoss(lambda_focal=-1),
+    "DiceFocalLoss: other_act must be None": lambda: losses.DiceFocalLoss(other_act=torch.tanh),
+    "FocalLoss: include_background must be True with use_softmax=True; use monai.losses.FocalLoss":
+        lambda: losses.FocalLoss(use_softmax=True, include_background=False),
+    "TopKLoss: k must be above 0 and at most 100 per cent, got 0": lambda: losses.TopKLoss(k=0),
+    "TopKLoss: k must be above 0 and at most 100 per cent, got 101": lambda: losses.TopKLoss(k=101),
+    "TopKLoss: k must leave at least one of 60 positions, got 1": lambda: losses.TopKLoss(k=1)(LOGITS, LABELS),
+    r"dice_class must be one of SoftDiceLoss, .* got Tensor":
+        lambda: losses.DC_and_CE_loss({}, {}, dice_class=torch.Tensor),
+    "DC_and_CE_loss: reduction must be mean or sum, got 'none'":
+        lambda: losses.DC_and_CE_loss({}, {"reduction": "none"}),
+    r"pos_weight must have one value, or shape \(4, 1, 1\) .* got \(4,\)":
+        lambda: losses.DC_and_BCE_loss({"pos_weight": ones(4)}, {})(LOGITS, LOGITS > 0),
     **{
         rf"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2.*{of}":
             lambda options=options: fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
@@ -328,6 +373,14 @@ TYPES = {
     "join_conv: x must be a tensor, an Interpolated, or a sequence": lambda: join_conv((X, None), W),
     "join_conv: x must be a tensor, .*": lambda: join_conv((), W),
     "Interpolated: x must be a tensor, got list": lambda: Interpolated([1], (4, 4), "nearest"),
+    "DC_and_topk_loss: .* may have weight, ignore_index, k and label_smoothing, got reduction":
+        lambda: losses.DC_and_topk_loss({}, {"reduction": "sum"}),
+    r"DC_and_topk_loss: soft_dice_kwargs may have batch_dice, .*, got wrong":
+        lambda: losses.DC_and_topk_loss({"wrong": 1}, {}),
+    r"DC_and_CE_loss: soft_dice_kwargs may have batch_dice, .* got apply_nonlin":
+        lambda: losses.DC_and_CE_loss({"apply_nonlin": None}, {}),
+    "bce_kwargs may have pos_weight and reduction, got weight":
+        lambda: losses.DC_and_BCE_loss({"weight": None}, {}),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
