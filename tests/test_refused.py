@@ -27,6 +27,7 @@ from fusedseg.functional import (
     segmentation_sums,
     upsample,
 )
+from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.ops.conv import conv_abn as conv_op
 from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
@@ -79,6 +80,16 @@ def conv(x=(2, 6, 5, 5), w=(4, 6, 3, 3), bias=None, dtype=torch.float32, **optio
         finally:
             assert not running[0].any()
             assert torch.equal(running[1], torch.ones_like(running[1]))
+
+
+def windows(**change):
+    given = {"model": lambda x: torch.cat([x, x, x[:, :1]], 1), "image": rand(1, 2, 9, 9), "roi": 4} | change
+    return fusedseg.sliding_window_labels(**given)
+
+
+def without_values(model, *shapes):
+    with fake_mode() as mode:
+        return eager_step(fake_model(model, mode, torch.float32), fake_inputs(shapes, torch.float32))
 
 
 def from_modules(conv, bn, *activation):
@@ -327,6 +338,59 @@ VALUES = {
         lambda: losses.DC_and_CE_loss({}, {"reduction": "none"}),
     r"pos_weight must have one value, or shape \(4, 1, 1\) .* got \(4,\)":
         lambda: losses.DC_and_BCE_loss({"pos_weight": ones(4)}, {})(LOGITS, LOGITS > 0),
+    r"sliding_window_labels: .*image must have shape \(N, C, \*spatial\) with one to three":
+        lambda: windows(image=ones(9, 9)),
+    r"sliding_window_labels: .*at least one value, got \(0, 2, 9, 9\)": lambda: windows(image=ones(0, 2, 9, 9)),
+    r"sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got \(4,\)":
+        lambda: windows(roi=(4,)),
+    r"sliding_window_labels: .*image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or":
+        lambda: windows(image=ones(2, 9, 9), roi=(4, 4)),
+    "sliding_window_labels: .*image must .* has no batch dimension":
+        lambda: windows(image=ones(2, 9, 9, 9), roi=[4, 4, None]),
+    "sliding_window_labels: .*no batch and channel dimensions .pass":
+        lambda: windows(image=ones(9, 9, 9), roi=(4, 4, 4)),
+    "sliding_window_labels: .*roi must be one integer, or 1 integers":
+        lambda: windows(image=ones(1, 2, 9), roi=(4, 4, 4, 4)),
+    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got 4.5":
+        lambda: windows(roi=4.5),
+    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 1.0":
+        lambda: windows(overlap=1.0),
+    r"sliding_window_labels: .*for image \(N, C, \*spatial\) = \(2, 9, 9\)":
+        lambda: windows(image=ones(2, 9, 9), overlap=(0.5, 0.5)),
+    r"sliding_window_labels: .*got .* for image .* = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), mirror=(0, 1)),
+    r"sliding_window_labels: .*or 2 of them, got \(0.5,\)": lambda: windows(overlap=(0.5,)),
+    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got 0":
+        lambda: windows(sigma_scale=0),
+    "sliding_window_labels: .*sw_batch_size must be an integer >= 1, got 0": lambda: windows(sw_batch_size=0),
+    "sliding_window_labels: .*mode must be one of constant, gaussian, got 'box'": lambda: windows(mode="box"),
+    "sliding_window_labels: .*padding_mode must be one of constant, reflect, replicate, circular":
+        lambda: windows(padding_mode="zeros"),
+    "sliding_window_labels: .*cval must be 0 for padding_mode 'reflect', got 1":
+        lambda: windows(padding_mode="reflect", cval=1),
+    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(0, 0\)":
+        lambda: windows(mirror=(0, 0)),
+    "sliding_window_labels: .*mirror must have different axes from 0 to 1, got 0 for image": lambda: windows(mirror=0),
+    "sliding_window_labels: .*regions must be True, False, or labels of at least 0, got None":
+        lambda: windows(regions=None),
+    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got True":
+        lambda: windows(roi=True),
+    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got None":
+        lambda: windows(sigma_scale=None),
+    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 'half'":
+        lambda: windows(overlap="half"),
+    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(2,\)": lambda: windows(mirror=(2,)),
+    r"sliding_window_labels: .*regions must be True, False, or labels of at least 0, got \(1, -1\)":
+        lambda: windows(regions=(1, -1)),
+    "sliding_window_labels: .*regions must have 5 labels, one for each class, got 2": lambda: windows(regions=(1, 2)),
+    r"sliding_window_labels: .*is \(1, 2, 4, 4\), got \(1, 2, 4, 2\)": lambda: windows(model=lambda x: x[..., ::2]),
+    r"sliding_window_labels: .*for windows \(1, 2, 4, 4\) is .*, got \(2, 4, 4\)":
+        lambda: windows(model=lambda x: x[0]),
+    "sliding_window_labels: .*for every window, got 3 after 2":
+        lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
+    "no parameter of ReLU requires a gradient, so the optimizer has nothing to train":
+        lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
+    "options must be among codegen, .* got 'bit'": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bit": 4}),
+    "option bits must be 8, 4 or None, got 5": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bits": 5}),
     **{
         rf"from_conv: conv must have kernel size 1, .* got Conv2d\(4, 2.*{of}":
             lambda options=options: fusedseg.ConvHead2d.from_conv(nn.Conv2d(4, 2, **({"kernel_size": 1} | options)))
@@ -381,6 +445,20 @@ TYPES = {
         lambda: losses.DC_and_CE_loss({"apply_nonlin": None}, {}),
     "bce_kwargs may have pos_weight and reduction, got weight":
         lambda: losses.DC_and_BCE_loss({"weight": None}, {}),
+    "sliding_window_labels: .*image must be a tensor, got list": lambda: windows(image=[1.0]),
+    "sliding_window_labels: .*image must be float16, bfloat16, float32 or":
+        lambda: windows(image=ones(1, 2, 9, 9, dtype=torch.uint8)),
+    "sliding_window_labels: .*model must return one tensor, got tuple; wrap a model of several":
+        lambda: windows(model=lambda x: (x, x)),
+    "sliding_window_labels: .*model must return floating-point logits, got torch.int64":
+        lambda: windows(model=lambda x: x.argmax(1)),
+    "model must be a module or a function that builds one, got str": lambda: without_values("resnet", (2, 4)),
+    "model must be a module or build one, and built an object of class int": lambda: without_values(lambda: 3, (2, 4)),
+    r"a shape must be a sequence of integers, got \(2, -4\)": lambda: without_values(nn.ReLU(), (2, -4)),
+    "optimizer must be called with the parameters, as torch.optim.SGD or a function is":
+        lambda: bytes_before(BN, [], optimizer=torch.optim.SGD(BN.parameters())),
+    "fusedseg.memory: model must be a module or a function that builds one, got str$":
+        lambda: fusedseg.profile("net", (4, 3, 32, 32)),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
