@@ -137,7 +137,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def launches(item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return "kernels" in item.path.parts or params.get("backend") == "triton"
+    return "kernels" in item.path.parts or "triton" in str(params.get("backend"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -215,6 +215,38 @@ def needs_interpreter() -> None:
     """For a test that runs kernels without the fixture ``backend``."""
     if not HAS_TRITON:
         pytest.skip("there is no Triton 3.6 or later")
+
+
+@pytest.fixture
+def replanned(monkeypatch):
+    """Forgets all planned launches before and after a test that changes constants of launches."""
+    from fusedseg.kernels.launcher import forget_plans
+
+    forget_plans()
+    yield forget_plans
+    forget_plans()
+
+
+@pytest.fixture
+def always_split(monkeypatch, replanned):
+    """No slab is small enough for one launch, so that a small tensor takes the path of large tensors."""
+    from fusedseg.kernels import norm_act, norm_act_bwd
+
+    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
+    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch, always_split):
+    """Several programs read a channel of a small tensor, as they do for large tensors, and partial results are merged.
+
+    Tiles hold 128 values of fp32; in rows they hold 8 positions of each of 16 channels.
+    """
+    from fusedseg.kernels import launch, norm_stats
+
+    monkeypatch.setattr(launch, "TILE_BYTES", 512)
+    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
+    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
 
 
 @pytest.fixture

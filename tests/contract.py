@@ -207,8 +207,10 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
 # A module of 4 channels, its class's name, and the number of spatial dimensions of its input.
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "InPlaceABN": lambda **options: fusedseg.InPlaceABN(4, **options),
-    "InPlaceInstanceNormAct": lambda **options: fusedseg.InPlaceInstanceNormAct(4, affine=True, **options),
-    "InPlaceGroupNormAct": lambda **options: fusedseg.InPlaceGroupNormAct(2, 4, **options),
+    "InPlaceInstanceNormAct": lambda **options: fusedseg.InPlaceInstanceNormAct(
+        4, affine=True, track_running_stats=True, **options
+    ),
+    "InPlaceGroupNormAct": lambda **options: fusedseg.InPlaceGroupNormAct(2, 4, activation="elu", **options),
     "BatchNormAct": lambda **options: fusedseg.BatchNormAct(4, activation="prelu", num_slopes=4, **options),
     "InstanceNormAct": lambda **options: fusedseg.InstanceNormAct(4, affine=True, **options),
     "GroupNormAct": lambda **options: fusedseg.GroupNormAct(2, 4, activation="silu", **options),

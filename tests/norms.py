@@ -22,7 +22,8 @@ SMOOTH = ("elu", "celu", "selu", "silu", "gelu", "gelu_tanh", "mish", "softplus"
 SLOPES = (0.25, -0.1, 1.5)
 # Statistics of the values of a batch, of a sample and of a group; and those that are given.
 KINDS = ("batch", "instance", "group", "given")
-SHAPES = ((2, 7), (3, 2, 5), (2, 3, 2, 3), (1, 3, 4), (2, 1, 9), (3, 8, 8))
+# The last two have more values in a plane than one of the tests' small tiles; vectors begin anywhere in the last one.
+SHAPES = ((2, 7), (3, 2, 5), (2, 3, 2, 3), (1, 3, 4), (2, 1, 9), (3, 8, 8), (2, 11, 13), (1, 17, 19))
 # Without positions; samples have no statistics there.
 VECTORS = (9,)
 

@@ -39,20 +39,6 @@ def test_a_run_of_the_benches_ends_with_the_table(tmp_path):
     assert printed[-1 - len(table) : -1] == table
 
 
-def test_a_row_for_each_way_and_a_column_for_each_network():
-    eager = {"peak_bytes": 4 * GIB, "step": {"median_ms": 40.0}}
-    cases = {
-        CASE: {"samples": 2, "contenders": {"eager": eager, "aten": {"peak_bytes": GIB}, "ours": {"missing": "x"}}}
-    }
-    head, _, *rows = front_lines(cases, {})
-    assert head.startswith("| peak GiB, step ms, samples a second | nnU-Net")
-    assert [row.split(" | ")[1] for row in rows] == [
-        "4.00, 40.0, 50.0 |", "not measured |", "not measured |", "not measured |", "not measured |",
-        "1.00, not measured |", "70.7 |",
-    ]  # fmt: skip
-    assert front_lines({"a network of no page": cases[CASE]}, {}) == []
-
-
 def test_figures_of_an_earlier_run_have_its_number():
     """Figures of two cards and two commits stood side by side, and nothing said so."""
     of_runs = {

@@ -1,4 +1,4 @@
-"""Goals, tables, comparisons and the page docs/results.md are made from the benches' results."""
+"""Goals, comparisons and pages are made from the benches' results; ``test_front.py`` has the tables of real ones."""
 
 import contextlib
 import json
@@ -93,6 +93,7 @@ def test_goals_are_judged(tmp_path):
 
 def test_what_was_refused_is_not_a_figure(tmp_path):
     norm_run(tmp_path)
+    assert f"refused: aggressive, {LARGE}: z off by 1" in report_lines(load(tmp_path))
     write(tmp_path, "steps", "U-Net, 8x3x512x512 bf16 nhwc", {"eager": Result(refused="logits off"),
           "ours": result(1, 1), "compiled": Result(missing="no compiler")})  # fmt: skip
     whys = {v.goal.figure: v.why for v in goals.judge(load(tmp_path)) if v.goal.case.startswith("U-Net, ")}
@@ -104,63 +105,6 @@ def test_goals_in_milliseconds_are_of_one_gpu(tmp_path):
     assert {v.goal.gpu for v in goals.judge(load(tmp_path))} == {""}
     norm_run(tmp_path, gpu="NVIDIA H100 80GB HBM3")
     assert {v.goal.gpu for v in goals.judge(load(tmp_path))} == {"", "H100"}
-
-
-def test_tables(tmp_path):
-    norm_run(tmp_path)
-    lines = report_lines(load(tmp_path))
-    assert lines[0] == "Measured with torch 2.11.0, commit abc, gpu NVIDIA H200."
-    assert lines[2].startswith(f"5 of {len(goals.judge(load(tmp_path)))} goals met, 2 missed, ")
-    title, _, head, _, row, mean, _, steps, _, step, _, kept, _, nbytes, _, refused, _ = lines[-17:]
-    assert title == "### A bench"
-    assert head.split(" | ")[1:] == [
-        "forward / eager", "backward / eager", "step / eager", "step / compiled", "kept / eager", "peak / eager",
-        "bandwidth / copy's |",
-    ]  # fmt: skip
-    assert row == f"| {LARGE} | 0.10 | 0.10 | 0.10 | 1.00 | 0.50 | 1.00 | 0.83 |"
-    assert mean.startswith("| geometric mean |")
-    names = ["eager", "compiled", "aggressive", "ours |"]
-    assert steps.split(" | ") == ["| step in ms: median (middle three fifths)", *names]
-    assert step.split(" | ")[1:3] == ["30000.00 (30000.00–30000.00)", "3000.00 (3000.00–3000.00)"]
-    assert kept.split(" | ") == ["| MiB kept, at the peak", *names]
-    assert nbytes == f"| {LARGE} | 8.00, 8.00 | 4.00, 8.00 | – | 4.00, 8.00 |"
-    assert refused == f"refused: aggressive, {LARGE}: z off by 1"
-
-
-STEPS = {
-    "samples": 2,
-    "flop": 4e12,
-    "contenders": {
-        "eager": {
-            "kept_bytes": 4 * MIB,
-            "peak_bytes": 8 * MIB,
-            "step": {"median_ms": 4.0, "min_ms": 3.0, "max_ms": 5.0},
-        },
-        "ours": {
-            "kept_bytes": MIB,
-            "peak_bytes": 2 * MIB,
-            "step": {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5},
-            "benchmark": {"optimizer": {"median_ms": 1.0}},
-            "kernels": {"ms": 1.5, "launches": 7, "kinds": {"pool": {"ms": 1.4, "launches": 6}}},
-            "notes": ["a note"],
-        },
-        "aten": {"missing": "out of memory"},
-    },
-}
-
-
-def test_whole_steps_have_a_row_for_each_way(tmp_path):
-    machine = {"torch": "2.11.0", "gpu": "NVIDIA H200"}
-    content = {"machine": machine, "title": "Steps", "notes": ["of all"], "results": {"a net": STEPS}}
-    (tmp_path / "steps.json").write_text(json.dumps(content))
-    lines = report_lines(load(tmp_path))
-    rows = [line.split(" | ")[1:] for line in lines if line.startswith(("| eager |", "| ours |"))]
-    assert rows == [
-        ["4.00, 8.00", "1.00, 1.00", "4.00 (3.00–5.00)", "1.00", "–", "500.0", "1000", "–", "– |"],
-        ["1.00, 2.00", "0.25, 0.25", "2.00 (1.50–2.50)", "0.50", "1.00", "2000.0", "2000", "7, 1.5", "pool 1.4 |"],
-    ]
-    assert "did not run: aten: out of memory" in lines
-    assert lines[-3:] == ["* of all", "* a net, ours: a note", ""]
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.iterdir()), ids=lambda folder: folder.name)

@@ -14,8 +14,8 @@ from fusedseg.compiler.rewrite import channels_last
 from fusedseg.ops import avg_pool
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
 from tests.compiler.fake_step import _bare, _Graphs, fake_step
-from tests.compiler.laid_out import PROGRAMS, Net, conv, convolve, outputs_of, residual, step, unet
 from tests.compiler.networks import BOTH, compiled, in_both, under_autocast
+from tests.compiler.programs import LAID_OUT, Net, conv, convolve, residual, step, unet
 from tests.nnunet import PlainConvUNet
 from tests.tools.copies import ROWS, Copies, Deep
 from tests.tools.traffic import traffic
@@ -57,24 +57,6 @@ def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, norms_of_a_gpu, n
 
 def mean_of(outputs):
     return sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
-
-
-@pytest.mark.parametrize(("options", "codegen"), in_both([{}, {"bits": 8}, {"budget": 0.3}], {}), ids=str)
-def test_gradients_of_a_network(two_threads, codegen, options):
-    net, x = inputs_of(Deep)
-    exact = copy.deepcopy(net).double().to(memory_format=torch.contiguous_format)
-
-    def run_on(model, run, x):
-        outputs = run(x)
-        return [*outputs, *torch.autograd.grad(mean_of(outputs), [*model.parameters()])]
-
-    wanted = run_on(exact, exact, x.double())
-    found = run_on(net, compiled(net, codegen, memory_format=ROWS, **options), x)
-    # All gradients together, because the bias of a convolution before a norm has none but for rounding.
-    mine, own = (torch.cat([t.flatten() for t in tensors[2:]]) for tensors in (found, wanted))
-    assert (mine - own).norm() <= (0.05 if "bits" in options else 1e-5) * own.norm()
-    torch.testing.assert_close(found[:2], wanted[:2], check_dtype=False, rtol=1e-4, atol=1e-4)
-    assert all(y.is_contiguous(memory_format=ROWS) for y in found[:2])
 
 
 def test_passes_of_instance_norm_and_leaky_relu(monkeypatch, needs_interpreter):
@@ -120,7 +102,7 @@ def order_of(found):
 
 
 # Inductor takes ten seconds for each program.
-EACH = in_both(PROGRAMS, "U-Net 3D", "one channel", "dropout", "checkpoint", "in two grad modes", "returned")
+EACH = in_both(LAID_OUT, "U-Net 3D", "one channel", "dropout", "checkpoint", "in two grad modes", "returned")
 
 
 def flat(found):
@@ -152,7 +134,7 @@ def everywhere(monkeypatch):
 @pytest.mark.parametrize(("name", "codegen"), EACH)
 def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, two_threads):
     """Values are those of float64 and of the graph as it was; a caller sees eager mode's strides."""
-    program = PROGRAMS[name]
+    program = LAID_OUT[name]
     torch.manual_seed(0)
     net, x = program.build(), torch.randn(program.shape)
     kept, exact = copy.deepcopy(net), copy.deepcopy(net).double()
@@ -172,52 +154,6 @@ def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, two_th
     else:
         twin = copy.deepcopy(net)
         assert order_of(found) == order_of(step(twin, twin, x))
-
-
-WITHOUT_GRADIENTS = "U-Net 2D", "U-Net 3D", "heads", "returned", "custom op", "as_strided", "one memory"
-
-
-@pytest.mark.parametrize(("name", "codegen"), in_both(WITHOUT_GRADIENTS, "returned"))
-def test_passes_without_gradients(name, codegen, laid_out, two_threads):
-    """``eval`` and ``no_grad``: a graph without a backward."""
-    program = PROGRAMS[name]
-    torch.manual_seed(0)
-    net, x = program.build().eval(), torch.randn(program.shape)
-    with torch.no_grad():
-        wanted = outputs_of(net, net, x.clone())
-        found = outputs_of(net, compiled(net, codegen, memory_format=FORMATS[x.dim()]), x.clone())
-    assert laid_out[0]
-    assert [t.stride() for t in found] == [t.stride() for t in wanted]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{"bits": 8}, {"budget": 0.7}], ids=["8 bits", "budget"])
-@pytest.mark.parametrize(("name", "codegen"), in_both(["U-Net 2D", "U-Net 3D"], "U-Net 3D"))
-def test_bits_and_budgets(name, options, codegen, laid_out, two_threads):
-    program = PROGRAMS[name]
-    torch.manual_seed(0)
-    net, x = program.build(), torch.randn(program.shape)
-    twin = copy.deepcopy(net)
-    wanted = step(twin, twin, x)
-    found = step(net, compiled(net, codegen, memory_format=FORMATS[x.dim()], **options), x)
-    assert any(laid_out)
-    assert (flat(found) - flat(wanted)).norm() <= (0.05 if "bits" in options else 1e-5) * flat(wanted).norm()
-    assert steps_of(found) == steps_of(wanted)
-
-
-def test_under_autocast(laid_out, two_threads):
-    """The cast of a weight and its copy are one call, and so are the casts of gradients."""
-    torch.manual_seed(0)
-    net, x = unet(2), torch.randn(2, 3, 12, 8)
-    kept = copy.deepcopy(net)
-
-    wanted = step(kept, under_autocast(compiled(kept, memory_format="keep")), x)
-    torch._dynamo.reset()
-    run = compiled(net, memory_format=torch.channels_last)
-    found = step(net, under_autocast(run), x)
-    assert any(laid_out)
-    assert (flat(found) - flat(wanted)).norm() <= 2e-2 * flat(wanted).norm()
-    assert steps_of(found) == steps_of(wanted)
 
 
 def graphs_of(net, x, monkeypatch, **options):
@@ -277,11 +213,11 @@ def grouped():
     ("build", "laid"),
     [
         (lambda: unet(2), True),
-        (lambda: PROGRAMS["odd sizes"].build(), True),
+        (lambda: LAID_OUT["odd sizes"].build(), True),
         (mobile, True),
         # Copies around views, layer norms and grouped convolutions would cost more than the convolutions gain.
-        (lambda: PROGRAMS["ConvNeXt"].build(), False),
-        (lambda: PROGRAMS["attention"].build(), False),
+        (lambda: LAID_OUT["ConvNeXt"].build(), False),
+        (lambda: LAID_OUT["attention"].build(), False),
         (grouped, False),
         (lambda: Net(convolve, first=conv(8, 8)), False),
     ],

@@ -4,32 +4,18 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
 from fusedseg.compiler.capture import convolve_first
 from fusedseg.compiler.settings import Settings
 from tests.compiler.networks import compiled
+from tests.compiler.programs import Up
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")
 # Last bits may differ on every device.
 ROUNDED = Settings(codegen="inductor")
-CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-class Up(nn.Module):
-    """A decoder's step: interpolation, 1x1 convolution, and something behind them."""
-
-    def __init__(self, dims=2, mode="bilinear", channels=2, bias=True, corners=None, **options):
-        super().__init__()
-        self.how = {"scale_factor": 2, "mode": mode, "align_corners": corners}
-        self.first = CONV[dims](3, 4, 1)
-        self.reduce = CONV[dims](4, channels, options.pop("kernel", 1), bias=bias, **options)
-
-    def forward(self, x):
-        return self.reduce(F.interpolate(self.first(x), **self.how)).sin()
 
 
 def swapped(net, *inputs, codegen="inductor"):
@@ -51,22 +37,6 @@ def step(net, run, x):
     out = run(x)
     weights = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), [x, *net.parameters()])]
-
-
-MODES = [("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
-
-
-@pytest.mark.parametrize("corners", [False, True])
-@pytest.mark.parametrize(("mode", "dims"), MODES)
-def test_values_and_gradients_are_those_of_float64(mode, dims, corners):
-    if mode == "nearest" and corners:
-        pytest.skip("nearest has no corners")
-    net = Up(dims, mode, corners=None if mode == "nearest" else corners)
-    exact, x = copy.deepcopy(net).double(), torch.randn(2, 3, *(5, 4, 3)[:dims])
-    run = torch.compile(net, backend=lambda module, _: convolve_first.swap_interpolations(module, ROUNDED) and module)
-    wanted = step(exact, exact, x.double())
-    for mine, theirs in zip(step(net, run, x), wanted, strict=True):
-        assert relative_error(mine, theirs) <= 1e-5
 
 
 @pytest.mark.gpu

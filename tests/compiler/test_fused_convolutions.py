@@ -108,15 +108,6 @@ def test_steps_are_those_of_float64(name, rows, sources):
     assert written(sources) == wanted
 
 
-@pytest.mark.parametrize("options", [{"budget": 0.5}, {"budget": "peak 1MiB"}, {"extra_flops": 0.2}], ids=str)
-@pytest.mark.parametrize("name", ["batch, ReLU", "skip", "instance, 3D"])
-def test_with_a_budget(name, options, sources):
-    net, x, _ = made(name)
-    twin = copy.deepcopy(net)
-    close(results(net, compiled(net, fused_convolutions=True, **options), [x]), results(twin, twin, [x]))
-    assert written(sources)[0]
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packed):
     """The same values are packed with the same random numbers, so that only the order of sums differs."""
@@ -129,18 +120,6 @@ def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packe
     low_bit._steps.clear()
     torch._dynamo.reset()
     close(found, results(twin, compiled(twin, bits=bits, seed=3), [x], steps=1), rtol=2e-4, atol=2e-4)
-
-
-def test_under_autocast():
-    """Convolutions compute in bf16, and statistics in fp32."""
-    net, x, _ = made("batch, ReLU")
-    net, x = net.float(), x.float()
-    twin = copy.deepcopy(net)
-
-    half, stock = under_autocast(compiled(net, fused_convolutions=True)), under_autocast(twin)
-    found, wanted = (results(of, lambda x, run=run: run(x).float(), [x], 1) for of, run in ((net, half), (twin, stock)))
-    # Both round to 8 bits; the gradient of a weight is a sum over 144 positions.
-    close(found, wanted, rtol=5e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_convolutions": False}], ids=str)
@@ -158,27 +137,33 @@ def test_on_a_cpu_nothing_is_written(monkeypatch, sources):
     assert written(sources) == (0, 0)
 
 
-def test_a_frozen_convolution(sources):
+# How a step runs, and the numbers of convolutions of forward and of backward that become such ops.
+HOW = {
+    "a frozen convolution": ({}, (3, 2)),
+    # Norms stay as they are.
+    "eval mode": ({}, (0, 0)),
+    "symbolic sizes": ({"dynamic": True}, (0, 0)),
+    "a budget": ({"budget": 0.5}, (3, 1)),
+    "a peak": ({"budget": "peak 1MiB"}, (3, 2)),
+    "flops": ({"extra_flops": 0.2}, (3, 2)),
+    "autocast": ({}, (3, 2)),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_ways_of_a_step(how, sources):
     net, x, _ = made("batch, ReLU")
+    options, wanted = HOW[how]
+    net[3].weight.requires_grad_(how != "a frozen convolution")
+    net.train(how != "eval mode")
+    rough, run = {}, compiled(net, fused_convolutions=True, **options)
     twin = copy.deepcopy(net)
-    for one in (net, twin):
-        one[3].weight.requires_grad_(False)
-    close(results(net, compiled(net, fused_convolutions=True), [x]), results(twin, twin, [x]))
-    assert written(sources) == (3, 2)
-
-
-def test_in_eval_mode_norms_stay_as_they_are(sources):
-    net, x, _ = made("batch, ReLU")
-    net.eval()
-    compiled(net, fused_convolutions=True)(x).sum().backward()
-    assert written(sources) == (0, 0)
-
-
-def test_symbolic_sizes_stay_as_they_are(sources):
-    net, x, _ = made("batch, ReLU")
-    twin = copy.deepcopy(net)
-    close(results(net, compiled(net, dynamic=True, fused_convolutions=True), [x]), results(twin, twin, [x]))
-    assert written(sources) == (0, 0)
+    if how == "autocast":
+        # Convolutions compute in bf16, and statistics in fp32; the gradient of a weight is a sum over 144 positions.
+        net, x, rough = net.float(), x.float(), {"rtol": 5e-2, "atol": 2e-2}
+    found = results(net, (lambda x: under_autocast(run)(x).double()) if rough else run, [x])
+    close(found, results(twin, twin, [x.double()]), **rough)
+    assert written(sources) == wanted
 
 
 def test_kernels_of_a_gpu_take_half_precision_in_channels_last(monkeypatch):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("triton")
 
@@ -14,63 +13,19 @@ from fusedseg.memory import allocator_peak
 from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.norm.graph import Backward
 from tests.compiler.networks import compiled, is_backward
+from tests.compiler.programs import PROGRAMS
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
-
-
-class Pooled(nn.Module):
-    """A skip over a pool; the skip lies before or behind the enlarged map in the concatenation."""
-
-    def __init__(self, dims=2, first=True):
-        super().__init__()
-        conv, up, pool = (getattr(nn, f"{name}{dims}d") for name in ("Conv", "ConvTranspose", "MaxPool"))
-        norm = getattr(nn, f"BatchNorm{dims}d")
-        self.down = nn.Sequential(conv(2, 8, 3, padding=1), norm(8), nn.ReLU())
-        self.middle = nn.Sequential(pool(2), conv(8, 16, 3, padding=1), norm(16), nn.ReLU(), up(16, 8, 2, 2))
-        self.last, self.first = conv(16, 2, 3), first
-
-    def forward(self, x):
-        skip = self.down(x)
-        large = self.middle(skip)
-        return self.last(torch.cat([skip, large] if self.first else [large, skip], 1))
-
-
-class Read(nn.Module):
-    """The output of a norm that a program reads too, whose gradient has three terms."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.left, self.right, self.more = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
-
-    def forward(self, x):
-        z = self.first(x)
-        return self.left(z) * self.right(z).sigmoid() + self.more(z)
-
-
-class First(nn.Module):
-    """A norm of the input, whose gradient nobody reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())
-        self.left, self.right = nn.AvgPool2d(2), nn.AvgPool2d(4, 2, 1)
-        self.last = nn.Conv2d(16, 2, 1)
-
-    def forward(self, x):
-        z = self.first(x)
-        return self.last(self.left(z) + self.right(z))
-
 
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
     "ResNet-18": (lambda: ResNet18(10, width=4), (2, 3, 32, 32), 6),
     "PlainConvUNet": (lambda: PlainConvUNet(widths=(4, 8, 16)), (2, 1, 16, 16, 16), 2),
-    "skip first": (Pooled, (2, 2, 12, 12), 1),
-    "skip last, 3D": (lambda: Pooled(3, False), (2, 2, 8, 8, 8), 1),
-    "three gradients": (Read, (2, 2, 9, 7), 1),
+    "skip first": (*PROGRAMS["pooled skip"], 1),
+    "skip last, 3D": (*PROGRAMS["pooled skip last, 3D"], 1),
+    "three gradients": (*PROGRAMS["three gradients"], 1),
     # Nothing is written over the first gradient here, so the kernel allocates beside both of them.
-    "norm of the input": (First, (2, 16, 32, 32), 0),
+    "norm of the input": (*PROGRAMS["norm of the input"], 0),
 }
 
 
@@ -109,18 +64,6 @@ by_network = pytest.mark.parametrize(
 
 def joined(graph):
     return [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 8]
-
-
-@by_network
-def test_gradients_in_float64(name, rows):
-    net, x = made(name, rows)
-    net, x = net.double(), x.double()
-    twin = copy.deepcopy(net)
-    loss(twin(x)).backward()
-    options = {"memory_format": torch.channels_last_3d} if rows and x.dim() == 5 else {}
-    loss(compiled(net, **options)(x)).backward()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-7, atol=1e-9)
 
 
 @by_network

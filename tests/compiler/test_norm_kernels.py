@@ -11,6 +11,7 @@ import fusedseg
 from fusedseg.compiler.rewrite import joined_norms
 from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler.networks import TwoBlocks, close, compiled, kept, results
+from tests.compiler.programs import NORM_ACTS, Blocks, made
 from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
@@ -30,20 +31,9 @@ def instance():
     return nn.InstanceNorm2d(4, affine=True)
 
 
-CASES = {
-    "relu": (batch, nn.ReLU(True)), "no parameters": (lambda: nn.BatchNorm2d(4, affine=False), nn.ReLU()),
-    "batch alone": (lambda: nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU()), "gelu": (batch, nn.GELU()),
-    "elu": (batch, nn.ELU(0.7)), "relu6": (batch, nn.ReLU6()), "mish": (batch, nn.Mish()),
-    "hardswish": (batch, nn.Hardswish()), "softplus": (batch, nn.Softplus()),
-    "instance": (instance, nn.LeakyReLU(0.01, True)), "plain instance": (lambda: nn.InstanceNorm2d(4), nn.ReLU()),
-    "running instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU()),
-}  # fmt: skip
-
-
 def pair(name, training=True):
-    norm, act = CASES[name]
     torch.manual_seed(0)
-    net = TwoBlocks(norm, act, channels=2).train(training)
+    net = TwoBlocks(*NORM_ACTS[name], channels=2).train(training)
     for p in net.norms.parameters():
         nn.init.uniform_(p, 0.5, 1.5)
     return net, copy.deepcopy(net).double()
@@ -59,7 +49,7 @@ def calls(sources):
     return ["forward" if name in FORWARD else "backward" if name in BACKWARD else name for name in found]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in NORM_ACTS if name not in ("cumulative", "group")])
 def test_gradients_are_those_of_float64(name, sources):
     """Outputs, gradients and running statistics of two steps; the graphs call no stock norm and no stock activation."""
     net, twin = pair(name)
@@ -71,16 +61,6 @@ def test_gradients_are_those_of_float64(name, sources):
     assert found.count("backward") == 2
     left = [call for call in found if call.startswith("aten") and any(word in call for word in STOCK)]
     assert not left
-
-
-@pytest.mark.parametrize("name", ["relu", "instance"])
-def test_channels_last(name):
-    net, twin = pair(name)
-    net, twin = (model.to(memory_format=torch.channels_last) for model in (net, twin))
-    x = torch.randn(2, 2, 14, 13).to(memory_format=torch.channels_last)
-    run = compiled(net)
-    assert run(x).stride() == twin(x.double()).stride()
-    close(results(net, run, [x]), results(twin, twin, [x.double()]))
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu"])
@@ -143,7 +123,7 @@ def test_bits_keep_the_inputs_of_norms():
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_bits_leave_norms_in_place(name, dtype, sources):
     """The packing of its input kept a norm from writing over it."""
-    norm, act = CASES[name]
+    norm, act = NORM_ACTS[name]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), act, nn.Conv2d(4, 4, 3), norm(), act, nn.Conv2d(4, 2, 1)).to(dtype)
     twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 36, 36, dtype=dtype)
@@ -219,21 +199,6 @@ def test_bits_put_activations_into_norms(name, rows, with_and_without):
     assert [of.count("backward") for of in called] == [3, 3]
 
 
-class Blocks(nn.Module):
-    """Three residual blocks; the shortcut of the first one is a norm, which is computed after the other norm."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.convs, self.short = nn.ModuleList(nn.Conv2d(c, 4, 3, padding=1) for c in (2, 4, 4)), nn.Conv2d(2, 4, 1)
-        self.norms, self.last = nn.ModuleList(norm() for _ in range(4)), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        x = torch.relu(self.norms[0](self.convs[0](x)) + self.norms[3](self.short(x)))
-        for conv, norm in zip(self.convs[1:], self.norms[1:], strict=False):
-            x = torch.relu(norm(conv(x)) + x)
-        return self.last(x)
-
-
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize(("norm", "in_forward", "rows"), [(batch, 3, False), (instance, 0, True)])
 def test_bits_put_residuals_into_norms(norm, in_forward, rows, with_and_without):
@@ -251,28 +216,6 @@ def test_bits_put_residuals_into_norms(norm, in_forward, rows, with_and_without)
     assert joined[1] >= 3
     assert sums[0][1] == 2
     assert relus[1][0] - relus[0][0] == in_forward
-
-
-class Doubled(nn.Module):
-    """The result of a norm is added to its own detached form, as a straight-through estimator does."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
-
-    def forward(self, x):
-        y = self.norm(self.first(x))
-        return self.last(torch.relu(y + y.detach()))
-
-
-@pytest.mark.usefixtures("packed")
-def test_bits_add_the_result_of_a_norm_to_itself():
-    """The norm became its own residual, and the graph a circle: a KeyError of the schedule."""
-    net, x = Doubled(), torch.randn(2, 2, 35, 33)
-    twin = copy.deepcopy(net).double()
-    found, wanted = results(net, compiled(net, bits=8), [x], 1), results(twin, twin, [x.double()], 1)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm() + 1e-3
 
 
 class Total(nn.Module):
@@ -307,45 +250,13 @@ def test_bits_gate_an_expanded_gradient(training, sources):
         assert (a - b).norm() <= 0.03 * b.norm() + 1e-2
 
 
-class Late(nn.Module):
-    """A residual that is computed after the norm, whose running mean gets the part of the bias before it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.5), nn.Conv2d(4, 2, 1)
-        nn.init.uniform_(self.first.bias, 1, 2)
-
-    def forward(self, x):
-        y = self.norm(self.first(x))
-        return self.last(torch.relu(y + x.mean(1, keepdim=True)[:, :, 2:, 2:].repeat(1, 4, 1, 1)))
-
-
 def test_a_dead_bias_before_a_norm_with_a_late_residual(sources):
     """The norm goes where the sum is; the mean, which moves by the bias after it, must still move after it."""
-    net = Late()
-    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 14, 13)
+    net, x = made("late residual")
+    twin = copy.deepcopy(net).double()
     close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
     # The sum is in the norm.
     assert not [call for call in calls(sources[:1]) if "relu" in call]
-
-
-def test_one_graph_for_all_sizes():
-    net, twin = pair("instance")
-    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten"}, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for size in (14, 17):
-            x = torch.randn(2, 2, size, size + 1)
-            close(results(net, run, [x], 1), results(twin, twin, [x.double()], 1))
-
-
-def test_frozen_norms_and_parts():
-    """A norm without gradients of its parameters, and convolutions before it that need none."""
-    net, twin = pair("relu")
-    for model in (net, twin):
-        for p in (*model.norms.parameters(), *model.first.parameters()):
-            p.requires_grad_(False)
-    x = torch.randn(2, 2, 14, 13)
-    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
 
 
 def test_the_device_and_the_backend_decide(monkeypatch):

@@ -68,46 +68,6 @@ def test_break_of_the_graph(x, codegen):
     assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
 
 
-def test_without_gradients(x, codegen):
-    net, twin = pair(mixed)
-    run = through(net, codegen)
-    for training in (True, False):
-        net.train(training)
-        twin.train(training)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            out = run(x)
-        torch.manual_seed(1)
-        assert alike([out], [twin(x).detach()])
-    assert alike([*net.buffers()], [*twin.buffers()])
-
-
-def test_eval_with_gradients(x, codegen):
-    net, twin = pair()
-    assert alike(results(net.eval(), through(net, codegen), [x]), results(twin.eval(), twin, [x]))
-
-
-def test_frozen_parts(x, codegen):
-    net, twin = pair()
-    for model, run in ((net, through(net, codegen)), (twin, twin)):
-        model.a[1].eval()
-        for parameter in model.a.parameters():
-            parameter.requires_grad_(False)
-        run(x).square().sum().backward()
-    assert [g is None for g in gradients(net)] == [g is None for g in gradients(twin)]
-    ours, wanted = ([g for g in gradients(model) if g is not None] for model in (net, twin))
-    assert alike(ours, wanted)
-
-
-def test_gradient_of_the_input(x, codegen):
-    net, twin = pair()
-    found = []
-    for run in (through(net, codegen), twin):
-        image = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(run(image).square().sum(), image)[0])
-    assert alike(found[:1], found[1:])
-
-
 @pytest.mark.parametrize(("dtype", "codegen"), in_both([torch.bfloat16, torch.float16], torch.bfloat16))
 def test_autocast_with_a_scaler(x, dtype, codegen):
     """A step of an optimizer under autocast, with the scale of a GradScaler."""
@@ -180,15 +140,6 @@ def test_accumulation_and_several_forwards(x, codegen):
     assert alike([*net.buffers()], [*twin.buffers()])
 
 
-def test_double_use_of_a_module(x, codegen):
-    class Twice(Net):
-        def forward(self, x):
-            return self.b(self.a(x)) + self.b(self.a(x.flip(2)))
-
-    net, twin = pair(Twice)
-    assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
-
-
 @pytest.mark.parametrize(("dynamic", "codegen"), in_both([False, True], False))
 def test_a_second_backward(x, dynamic, codegen):
     """Nothing of what is kept is written over, also where an ordinary step has run before.
@@ -204,26 +155,6 @@ def test_a_second_backward(x, dynamic, codegen):
             loss.backward(retain_graph=True)
             loss.backward()
     assert alike(gradients(net), gradients(twin))
-
-
-@BOTH
-def test_a_buffer_that_forward_writes_to(x, codegen):
-    """What is computed from the buffer is kept: backward would compute it again from the new values."""
-
-    class Moving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-            self.b = nn.Conv2d(4, 2, 1)
-            self.register_buffer("shift", torch.full((4,), 0.5))
-
-        def forward(self, x):
-            y = torch.relu(self.a(x) + self.shift.view(1, 4, 1, 1))
-            self.shift.lerp_(y.detach().mean((0, 2, 3)), 0.5)
-            return self.b(y * 2)
-
-    net, twin = pair(Moving)
-    assert alike(results(net, through(net, codegen), [x]), results(twin, twin, [x]))
 
 
 @BOTH
@@ -283,15 +214,6 @@ def test_dynamic_shapes(dynamic, codegen):
         if compile_graph is not stock:
             assert kept(net, run, [image]) < 0.7 * kept(twin, twin, [image])
     assert counts[0] == counts[1]
-
-
-def test_an_instance_norm_of_any_batch(codegen):
-    """It is traced as a batch norm of batch × channels, a symbolic number, and rebuilt from as many statistics."""
-    net, twin = pair(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)))
-    run = through(net, codegen, dynamic=True)
-    for batch in (2, 3):
-        image = torch.randn(batch, 3, 9, 9, dtype=torch.float64)
-        assert alike(results(net, run, [image], 1), results(twin, twin, [image], 1))
 
 
 @BOTH

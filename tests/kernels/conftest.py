@@ -5,38 +5,6 @@ import pytest
 
 
 @pytest.fixture
-def replanned(monkeypatch):
-    """Forgets all planned launches before and after a test that changes constants of launches."""
-    from fusedseg.kernels.launcher import forget_plans
-
-    forget_plans()
-    yield forget_plans
-    forget_plans()
-
-
-@pytest.fixture
-def always_split(monkeypatch, replanned):
-    """No slab is small enough for one launch, so that a small tensor takes the path of large tensors."""
-    from fusedseg.kernels import norm_act, norm_act_bwd
-
-    monkeypatch.setattr(norm_act, "ONCHIP_FWD", 0)
-    monkeypatch.setattr(norm_act_bwd, "ONCHIP_BWD", 0)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch, always_split):
-    """Several programs read a channel of a small tensor, as they do for large tensors, and partial results are merged.
-
-    Tiles hold 128 values of fp32; in rows they hold 8 positions of each of 16 channels.
-    """
-    from fusedseg.kernels import launch, norm_stats
-
-    monkeypatch.setattr(launch, "TILE_BYTES", 512)
-    monkeypatch.setattr(norm_stats, "MAX_PARTIALS", 2)
-    monkeypatch.setattr(norm_stats, "MAX_SPLITS", 2)
-
-
-@pytest.fixture
 def counted_once(request):
     """Skips a test as compiled code if it counts parameters: every lane loads those that it needs, and not one of them.
 

@@ -1,13 +1,13 @@
 """Convolutions that the tests of ``conv_abn_fwd`` launch, and their comparison with float64."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
 from fusedseg.ops.layout import layout_of
 from tests import reference
+from tests.ops import conv_abn_cases
+from tests.ops.conv_abn_cases import Conv, Inputs, running
 from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import checked
@@ -18,46 +18,12 @@ EPS = 1e-5
 TF32_TOLERANCE = 1e-3
 
 
-class Conv(NamedTuple):
-    """Shapes of x and w, and the options of ``torch.nn.functional.conv2d``."""
-
-    x: tuple[int, ...]
-    w: tuple[int, ...]
-    stride: tuple[int, ...] | int = 1
-    padding: tuple[int, ...] | int = 0
-    dilation: tuple[int, ...] | int = 1
-    groups: int = 1
-
-    @property
-    def geometry(self) -> tuple:
-        """The geometry in the form that launchers take."""
-        values = (self.stride, self.padding, self.dilation)
-        return *((v,) * (len(self.x) - 2) if isinstance(v, int) else v for v in values), self.groups
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        """The shape of the output."""
-        x, w = (torch.empty(shape, device="meta") for shape in self[:2])
-        return reference.convolve(x, w, None, *self[2:]).shape
-
-
-class Inputs(NamedTuple):
-    x: Tensor
-    w: Tensor
-    conv_bias: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 def inputs(conv: Conv, dtype, device, rows=True) -> Inputs:
-    """Makes inputs for which y has a variance of about 1 and a mean by channel; weights have both signs."""
-    K = conv.w[0]
-    x, w = torch.randn(conv.x, dtype=torch.float64) + 0.5, torch.randn(conv.w, dtype=torch.float64)
-    w /= w[0].numel() ** 0.5
-    x, w = (t.to(device, dtype) for t in (x, w))
-    conv_bias, weight, bias = (torch.linspace(*ends, K, device=device) for ends in ((1, -1), (0.6, 1.4), (-0.5, 0.5)))
-    weight[1::2] *= -1
-    return Inputs(channels_last(x) if rows else x, w, conv_bias, weight, bias)
+    """Inputs without gradients, whose parameters are fp32."""
+    fmt = "channels_last" if rows else "contiguous"
+    given = conv_abn_cases.inputs(conv, dtype, device, fmt, kept=False, params=torch.float32)
+    x, w, conv_bias, *affine = (t.detach() for t in given)
+    return Inputs(x, w, conv_bias.float(), *affine)
 
 
 def output(conv: Conv, dtype, device, rows=True) -> Tensor:
@@ -67,8 +33,7 @@ def output(conv: Conv, dtype, device, rows=True) -> Tensor:
 
 
 def running_statistics(conv: Conv, device) -> tuple[Tensor, Tensor]:
-    K = conv.w[0]
-    return torch.linspace(-1, 1, K, device=device), torch.linspace(0.5, 2, K, device=device)
+    return running(conv, torch.float32, device)
 
 
 def cut_off(x: Tensor) -> Tensor:

@@ -5,33 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedseg.ops.layout import layout_of
-from tests.tools.tensors import empty
+from tests.kernels.test_norm_act import inputs, launch, start
+from tests.tools.tensors import channels_last
 
-LEAKY = ("leaky_relu", 0.01)
 GROUPS = {"batch": None, "instance": 8, "group": 2}
-
-
-def run(dz, x, groups, keep, training, residual, also=None, pitch=None, over=False):
-    """dx, dweight, dbias and, with a residual, its gradient, which is written ``over`` the second gradient."""
-    from fusedseg.kernels.norm_act import norm_act_fwd
-    from fusedseg.kernels.norm_act_bwd import norm_act_bwd
-
-    layout, (C, of) = layout_of(x).by_sample(x.shape[0], groups), (x.shape[1], x.dtype)
-    weight, bias = (torch.linspace(a, a + 1, C, dtype=of, device=x.device) for a in (0.5, -0.5))
-    running = (None, None) if training else (torch.zeros_like(weight), torch.ones_like(weight))
-    z = torch.empty_like(x)
-    mean, rstd, _ = norm_act_fwd(
-        x, z, layout, weight, bias, *running, training, 0.1, 1e-5, LEAKY, None, residual=residual
-    )
-    if not training:
-        mean = running[0]
-    dresidual = None if residual is None else also if over else torch.empty_like(x)
-    found = norm_act_bwd(
-        dz, x if keep == "input" else z, layout, weight, bias, rstd, None, None, training, LEAKY, of,
-        mean=mean if keep == "input" else None, residual=residual, dresidual=dresidual, also=also, pitch=pitch,
-    )  # fmt: skip
-    return found if residual is None else (*found, dresidual)
 
 
 @pytest.mark.parametrize("size", ["whole slabs", "several programs"])
@@ -42,17 +19,18 @@ def run(dz, x, groups, keep, training, residual, also=None, pitch=None, over=Fal
 )
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep, training, with_residual, device):
-    """In fp32 the sum in the kernel has the bits of one in memory."""
+    """In fp32 the sum in the kernel has the bits of one in memory, also where its gradient is written over it."""
     if size == "several programs":
         request.getfixturevalue("small_tiles")
-    groups, shape = GROUPS[stat], (2, 8, 13, 7)
-    x, dz, also, residual = (empty(shape, torch.float32, rows).normal_().to(device) for _ in range(4))
-    residual = residual if with_residual else None
-    expected = run(dz + also, x, groups, keep, training, residual)
+    shape = (2, 8, 13, 7)
+    x, dz, residual, *affine = inputs(shape, rows, torch.float32, device)
+    also, residual = torch.randn_like(x), residual if with_residual else None
+    running = (None, None) if training else start(shape, device)
+    options = {"groups": GROUPS[stat], "keep": keep, "training": training, "running": running}
+    expected = launch(x, dz + also, residual, *affine, **options)
     for over in (False, True) if with_residual else (False,):
-        found = run(dz, x, groups, keep, training, residual, also.clone(), 8, over)
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b)
+        found = launch(x, dz, residual, *affine, **options, also=also.clone(), pitch=8, over=over)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -61,17 +39,14 @@ def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_a_slice_of_channels(small_tiles, dtype, channels, stat, with_residual, device):
     """The second gradient is a slice of that of a concatenation, whose rows have gaps."""
-    x, dz, residual = (empty((2, channels, 13, 7), dtype, True).normal_().to(device) for _ in range(3))
-    wide = empty((2, 4 * channels, 13, 7), dtype, True).normal_().to(device)
-    groups = channels if stat == "instance" else None
-    also, pitch = wide[:, channels : 2 * channels], 4 * channels
-    residual = residual if with_residual else None
-    before = wide.clone()
-    found = run(dz, x, groups, "input", True, residual, also, pitch)
-    expected = run((dz.float() + also.float()).to(dtype), x, groups, "input", True, residual)
+    x, dz, residual, *affine = inputs((2, channels, 13, 7), True, dtype, device)
+    wide = channels_last(torch.randn(2, 4 * channels, 13, 7)).to(device, dtype)
+    also, residual, before = wide[:, channels : 2 * channels], residual if with_residual else None, wide.clone()
+    options = {"groups": channels if stat == "instance" else None, "keep": "input"}
+    found = launch(x, dz, residual, *affine, **options, also=also, pitch=4 * channels)
+    expected = launch(x, (dz.float() + also.float()).to(dtype), residual, *affine, **options)
     assert torch.equal(wide, before)
-    for a, b in zip(found, expected, strict=True):
-        # The kernel does not round the sum to fp16.
-        torch.testing.assert_close(
-            a, b, rtol=0 if dtype == torch.float32 else 4e-3, atol=0 if dtype == torch.float32 else 4e-3
-        )
+    # The kernel does not round the sum to fp16.
+    tolerance = 0 if dtype == torch.float32 else 4e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)

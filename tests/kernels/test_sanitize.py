@@ -19,9 +19,7 @@ from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 from tests import reference
 from tests.kernels import conv_abn_cases as convs
 from tests.kernels import test_low_bit as low_bit
-from tests.kernels import test_norm_act as batches
-from tests.kernels import test_norm_act_groups as norms
-from tests.kernels import test_norm_act_sums as joined
+from tests.kernels import test_norm_act as norms
 from tests.kernels import test_segmentation_sums as losses
 from tests.kernels.conv_abn_cases import Conv
 from tests.reference import FORWARD_TOLERANCE, relative_error
@@ -98,7 +96,7 @@ def test_without_a_mean(groups, size, rows, request, device):
 
     if size == "split":
         request.getfixturevalue("small_tiles")
-    x, _, weight, bias = batches.inputs(SHAPE, rows, torch.float32, device)
+    x, _, _, weight, bias = norms.inputs(SHAPE, rows, torch.float32, device)
     counted = torch.zeros((), dtype=torch.int64, device=device) if groups is None else None
     running = norms.start(SHAPE, device) if groups is None else (None, None)
     expected = reference.norm_act(x, weight, bias, eps=norms.EPS, activation="leaky_relu", param=0.01, groups=groups)
@@ -132,8 +130,8 @@ def test_kept_channels_split(rows, device):
 @pytest.mark.parametrize(("rows", "training"), [(True, True), (False, False), (True, False)])
 def test_running_statistics(rows, training, device):
     shape = (2, 37, 7, 9)
-    given = batches.inputs(shape, rows, torch.float16, device)
-    batches.check(*given, training=training, running=norms.start(shape, device))
+    x, dz, _, *affine = norms.inputs(shape, rows, torch.float16, device)
+    norms.check(x, dz, None, *affine, None, training=training, running=norms.start(shape, device))
 
 
 TAPS = Conv((2, 5, 9, 7), (6, 5, 3, 3), stride=(2, 1), padding=1, dilation=(1, 2))
@@ -212,15 +210,14 @@ def test_upsample(name, rows, device):
 @by_statistics
 def test_two_gradients(groups, rows, device):
     """The second gradient is a slice of channels in rows, which may be the last one of its tensor."""
-    x, dz, also, residual = ((channels_last(t) if rows else t).to(device) for t in torch.randn(4, *SHAPE))
-    pitch = SHAPE[1]
+    x, dz, residual, *affine = norms.inputs(SHAPE, rows, torch.float32, device)
+    also, pitch = torch.randn_like(x), SHAPE[1]
     if rows:
-        wide = channels_last(torch.randn(SHAPE[0], 12, *SHAPE[2:])).to(device)
-        also, pitch = wide[:, 6:], 12
-    found = joined.run(dz, x, groups, "input", True, residual, also, pitch)
-    expected = joined.run(dz + also, x, groups, "input", True, residual)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert relative_error(mine, theirs.double()) <= FORWARD_TOLERANCE[x.dtype]
+        also, pitch = channels_last(torch.randn(SHAPE[0], 12, *SHAPE[2:])).to(device)[:, 6:], 12
+    found = norms.launch(x, dz, residual, *affine, groups, keep="input", also=also, pitch=pitch)
+    expected = norms.launch(x, dz + also, residual, *affine, groups, keep="input")
+    for name, value in expected.items():
+        assert relative_error(found[name], value.double()) <= FORWARD_TOLERANCE[x.dtype], name
 
 
 @pytest.mark.gpu

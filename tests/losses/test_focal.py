@@ -1,4 +1,4 @@
-"""What FocalLoss and DiceFocalLoss have beside MONAI's values (``test_values.py``): tensors, bytes and errors."""
+"""What FocalLoss and DiceFocalLoss have beside MONAI's values (``test_values.py``): tensors and bytes."""
 
 import pytest
 import torch
@@ -43,24 +43,3 @@ def test_nothing_is_kept_but_the_logits(loss):
     with FakeTensorMode():
         x, labels = torch.empty(2, 20, 64, 64, requires_grad=True), torch.empty(2, 1, 64, 64, dtype=torch.uint8)
         assert measure(lambda x: loss(x, labels), x, loss=lambda v: v, owned=[x, labels]).saved <= 8192
-
-
-def test_refused():
-    x, labels = data()
-
-    def refused(text, make, *args):
-        with pytest.raises(ValueError, match=text):
-            make()(*args)
-
-    refused("FocalLoss: reduction must be one of mean, sum, got 'none'", lambda: FocalLoss(reduction="none"))
-    refused("FocalLoss: gamma must be at least 0, got -1", lambda: FocalLoss(gamma=-1))
-    refused("FocalLoss: weight must not be negative", lambda: FocalLoss(weight=[-1.0, 1.0]))
-    refused("FocalLoss: weight must be one number, or have one value for each of several classes that count, got",
-            lambda: FocalLoss(to_onehot_y=True, weight=[1.0, 1.0]), x, labels)  # fmt: skip
-    refused("FocalLoss: alpha must have 4 values, one for each class, got",
-            lambda: FocalLoss(to_onehot_y=True, alpha=[1.0, 1.0]), x, labels)  # fmt: skip
-    refused(r"FocalLoss: target must have shape \(2, 1, 3, 5\)", lambda: FocalLoss(to_onehot_y=True), x, labels[:, 0])
-    refused("DiceFocalLoss: lambda_focal must be at least 0", lambda: DiceFocalLoss(lambda_focal=-1))
-    refused("DiceFocalLoss: other_act must be None", lambda: DiceFocalLoss(other_act=torch.tanh))
-    refused("FocalLoss: include_background must be True with use_softmax=True; use monai.losses.FocalLoss",
-            lambda: FocalLoss(use_softmax=True, include_background=False))  # fmt: skip

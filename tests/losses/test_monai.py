@@ -48,24 +48,3 @@ def test_soft_targets_in_an_ignored_class_are_refused(data):
             ValueError, match=rf"{loss.__name__}: target must be 0 or 1 in the class 2, .* got 0\.\d+; a pos"
         ):
             loss(ignore_index=2)(x, y)
-
-
-def test_refused(data):
-    x, labels = data
-
-    def refused(text, make, *args, **options):
-        with pytest.raises(ValueError, match=text):
-            make(*args, **options)
-
-    refused("fusedseg.DiceCELoss: other_act must be None, .* use monai.losses.DiceCELoss", fusedseg.DiceCELoss,
-            other_act=torch.tanh)  # fmt: skip
-    refused("sigmoid and softmax must not both be True", fusedseg.DiceLoss, sigmoid=True, softmax=True)
-    refused("DiceLoss: reduction must be one of mean, sum, none, got 'max'", fusedseg.DiceLoss, reduction="max")
-    refused("DiceCELoss: reduction must be one of mean, sum, got 'none'", fusedseg.DiceCELoss, reduction="none")
-    refused("lambda_ce must be at least 0, got -1", fusedseg.DiceCELoss, lambda_ce=-1)
-    refused("weight must not be negative", fusedseg.DiceLoss, weight=[-1.0, 1.0])
-    refused(r"target must have the shape of input \(2, 4, 5, 6\) without to_onehot_y, got \(2, 1, 5, 6\)",
-            fusedseg.DiceLoss(softmax=True), x, labels)  # fmt: skip
-    refused(r"target must have shape \(2, 1, 5, 6\) with to_onehot_y=True, got \(2, 4, 5, 6\)",
-            fusedseg.DiceCELoss(softmax=True, to_onehot_y=True), x, x)  # fmt: skip
-    refused("weight must have 4 values, one for each class, got", fusedseg.DiceLoss(weight=[1.0, 2.0]), x, x)

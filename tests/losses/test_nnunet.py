@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedseg.losses import DC_and_BCE_loss, DC_and_CE_loss, DeepSupervision, nnunet
+from fusedseg.losses import DC_and_CE_loss, DeepSupervision, nnunet
 from fusedseg.ops.segmentation import sums as op
 from tests.losses.formulas import nnunet_dc_and_ce
 
@@ -62,17 +62,3 @@ def test_the_sums_of_processes_make_the_loss(monkeypatch):
     assert abs(found.item() - value.item()) <= 1e-12
     # DDP averages over the processes.
     assert (grad / 2 - expected[:1]).abs().max() <= 1e-12 * expected.abs().max()
-
-
-def test_refused():
-    with pytest.raises(TypeError, match=r"DC_and_CE_loss: soft_dice_kwargs may have batch_dice, .* got apply_nonlin"):
-        DC_and_CE_loss({"apply_nonlin": None}, {})
-    with pytest.raises(ValueError, match=r"dice_class must be one of SoftDiceLoss, .* got Tensor"):
-        DC_and_CE_loss({}, {}, dice_class=torch.Tensor)
-    with pytest.raises(ValueError, match="reduction must be mean or sum, got 'none'"):
-        DC_and_CE_loss({}, {"reduction": "none"})
-    with pytest.raises(TypeError, match="bce_kwargs may have pos_weight and reduction, got weight"):
-        DC_and_BCE_loss({"weight": None}, {})
-    x, _ = data()
-    with pytest.raises(ValueError, match=r"pos_weight must have one value, or shape \(4, 1, 1\) .* got \(4,\)"):
-        DC_and_BCE_loss({"pos_weight": WEIGHT}, {})(x, x > 0)

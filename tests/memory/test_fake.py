@@ -153,34 +153,6 @@ def test_a_forward_that_reads_values_is_told_so():
         step_of(Reads, (2, 4))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: step_of("resnet", (2, 4)), TypeError, "model must be a module or a function that builds one, got str"),
-        (
-            lambda: step_of(lambda: 3, (2, 4)),
-            TypeError,
-            "model must be a module or build one, and built an object of class int",
-        ),
-        (lambda: step_of(nn.ReLU(), (2, -4)), TypeError, r"a shape must be a sequence of integers, got \(2, -4\)"),
-        (
-            lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
-            ValueError,
-            "no parameter of ReLU requires a gradient, so the optimizer has nothing to train",
-        ),
-        (
-            lambda: bytes_before(nn.Linear(2, 2), [], optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
-            TypeError,
-            "optimizer must be called with the parameters, as torch.optim.SGD or a function is",
-        ),
-    ],
-    ids=["model", "builder", "negative", "nothing to train", "an instance"],
-)
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_profile_in_anomaly_mode():
     """It raised an error, because the mode looked for NaN in tensors without values."""
     with torch.autograd.set_detect_anomaly(True):

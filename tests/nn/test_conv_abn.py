@@ -168,11 +168,6 @@ def test_from_modules_keeps_the_mode_of_the_norm():
     assert ours.conv_backend == "aten"
 
 
-def hooked(module):
-    module.register_forward_hook(lambda *args: None)
-    return module
-
-
 def test_refusal_leaves_everything_as_it_was():
     module = ConvABN2d(4, 6, 3, dtype=torch.float64)
     before = copy.deepcopy(module.state_dict())

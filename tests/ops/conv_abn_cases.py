@@ -6,37 +6,57 @@ import torch
 import torch.nn.functional as F
 
 from fusedseg.functional import conv_abn
+from fusedseg.ops.conv.geometry import Geometry
 from tests.reference import stock_activation
 
 CONV = {4: F.conv2d, 5: F.conv3d}
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-class Case(NamedTuple):
-    """Shapes of x and conv_weight, and the other arguments of a convolution."""
+class Conv(NamedTuple):
+    """Shapes of x and w, and the options of ``torch.nn.functional.conv2d``."""
 
     x: tuple[int, ...]
     w: tuple[int, ...]
-    options: dict[str, Any]
+    stride: tuple[int, ...] | int = 1
+    padding: tuple[int, ...] | int | str = 0
+    dilation: tuple[int, ...] | int = 1
+    groups: int = 1
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry, unless padding is a word."""
+        values = (self.stride, self.padding, self.dilation)
+        return Geometry(*((v,) * (len(self.x) - 2) if isinstance(v, int) else v for v in values), self.groups)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(zip(self._fields[2:], self[2:], strict=True))
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        x, w = (torch.empty(shape, device="meta") for shape in self[:2])
+        return CONV[x.dim()](x, w, None, *self[2:]).shape
 
 
 # The cases are small enough for the interpreter and for numerical derivatives; each has a property to get wrong.
 CASES = {
-    "2d": Case((2, 3, 5, 4), (4, 3, 3, 3), {"padding": 1}),
-    "1x1": Case((2, 3, 3, 4), (4, 3, 1, 1), {}),
-    "1x1, stride 2": Case((2, 3, 5, 4), (3, 3, 1, 1), {"stride": 2}),
-    "one sample": Case((1, 2, 5, 5), (3, 2, 3, 3), {"padding": "valid"}),
-    "one channel each": Case((2, 1, 4, 3), (1, 1, 3, 3), {"padding": 1}),
-    "stride 2": Case((2, 2, 5, 6), (3, 2, 3, 3), {"stride": 2, "padding": 1}),
-    "dilation 2": Case((2, 2, 6, 5), (3, 2, 3, 3), {"padding": 2, "dilation": 2}),
-    "oblong": Case((2, 2, 7, 5), (3, 2, 5, 1), {"stride": (1, 2), "padding": (2, 0), "dilation": (1, 3)}),
-    "groups": Case((2, 4, 4, 3), (6, 2, 3, 3), {"padding": 1, "groups": 2}),
-    "depthwise": Case((2, 3, 4, 3), (3, 1, 3, 3), {"padding": 1, "groups": 3}),
-    "same": Case((2, 2, 4, 3), (3, 2, 3, 5), {"padding": "same"}),
-    "same, even kernel": Case((2, 2, 4, 5), (3, 2, 2, 4), {"padding": "same", "dilation": (3, 1)}),
-    "3d": Case((2, 2, 3, 4, 2), (3, 2, 3, 3, 3), {"padding": 1}),
-    "3d, same, even kernel": Case((2, 2, 2, 3, 3), (3, 2, 1, 2, 3), {"padding": "same"}),
-    "3d, stride 2": Case((2, 2, 4, 3, 5), (3, 2, 3, 1, 3), {"stride": 2, "padding": (1, 0, 1)}),
+    "2d": Conv((2, 3, 5, 4), (4, 3, 3, 3), padding=1),
+    "1x1": Conv((2, 3, 3, 4), (4, 3, 1, 1)),
+    "1x1, stride 2": Conv((2, 3, 5, 4), (3, 3, 1, 1), stride=2),
+    "one sample": Conv((1, 2, 5, 5), (3, 2, 3, 3), padding="valid"),
+    "one channel each": Conv((2, 1, 4, 3), (1, 1, 3, 3), padding=1),
+    "stride 2": Conv((2, 2, 5, 6), (3, 2, 3, 3), stride=2, padding=1),
+    "dilation 2": Conv((2, 2, 6, 5), (3, 2, 3, 3), padding=2, dilation=2),
+    "oblong": Conv((2, 2, 7, 5), (3, 2, 5, 1), stride=(1, 2), padding=(2, 0), dilation=(1, 3)),
+    "groups": Conv((2, 4, 4, 3), (6, 2, 3, 3), padding=1, groups=2),
+    "depthwise": Conv((2, 3, 4, 3), (3, 1, 3, 3), padding=1, groups=3),
+    "same": Conv((2, 2, 4, 3), (3, 2, 3, 5), padding="same"),
+    "same, even kernel": Conv((2, 2, 4, 5), (3, 2, 2, 4), padding="same", dilation=(3, 1)),
+    "3d": Conv((2, 2, 3, 4, 2), (3, 2, 3, 3, 3), padding=1),
+    "3d, same, even kernel": Conv((2, 2, 2, 3, 3), (3, 2, 1, 2, 3), padding="same"),
+    "3d, stride 2": Conv((2, 2, 4, 3, 5), (3, 2, 3, 1, 3), stride=2, padding=(1, 0, 1)),
 }
 SMALL = CASES["2d"]
 
@@ -99,7 +119,12 @@ def running(case, dtype, device):
 
 def fused(given, backend, training=True, statistics=(None, None), case=SMALL, **options):
     x, w, conv_bias, weight, bias = given
-    options = {"training": training, "conv_backend": backend} | case.options | options
+    options = {
+        "training": training,
+        "conv_backend": backend,
+        **dict(zip(case._fields[2:], case[2:], strict=True)),
+        **options,
+    }
     return conv_abn(x, w, conv_bias, *statistics, weight, bias, **options)
 
 
@@ -109,7 +134,7 @@ def stock(case, given, statistics, training, activation="leaky_relu", param=0.01
     ``stored`` is the dtype in which the convolution's output is stored; rounding to it has a derivative of 1.
     """
     x, w, conv_bias, weight, bias = given
-    y = CONV[x.dim()](x, w, conv_bias, **case.options)
+    y = CONV[x.dim()](x, w, conv_bias, *case[2:])
     if stored is not None:
         y = y + (y.to(stored).to(y.dtype) - y).detach()
     return stock_activation(activation, param)(F.batch_norm(y, *statistics, weight, bias, training, momentum))

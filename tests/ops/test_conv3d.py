@@ -206,19 +206,8 @@ def test_the_vendor_computes_what_is_not_served(timed, launched):
     assert not timed["measured"]
 
 
-def test_deterministic_algorithms_take_the_vendor(timed, launched):
-    x, weight, bias = inputs()
-    torch.use_deterministic_algorithms(True)
-    try:
-        op.convolution(x, weight, bias, *REST)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not launched
-
-
-def test_a_deterministic_cudnn_takes_the_vendor(timed, launched, monkeypatch):
-    """nnU-Net's deterministic mode sets this alone, and the convolution was chosen by time all the same."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def test_results_that_must_repeat_are_the_vendors(timed, launched, monkeypatch):
+    monkeypatch.setattr(choice, "must_repeat", lambda: True)
     op.convolution(*inputs(), *REST)
     assert not launched
 
@@ -338,9 +327,9 @@ def test_a_graph_of_the_codegen_aten_calls_it(faster, timed, launched):
 
 # Channels, odd and even sizes, one plane, and two sources of 48 channels in all.
 FUSED = {
-    "16 to 32": (conv_abn_cases.Case((2, 16, 3, 5, 7), (32, 16, 3, 3, 3), {"padding": 1}), 1),
-    "64 to 16, one plane": (conv_abn_cases.Case((1, 64, 1, 9, 4), (16, 64, 3, 3, 3), {"padding": "same"}), 1),
-    "two sources": (conv_abn_cases.Case((2, 32, 4, 3, 5), (32, 32, 3, 3, 3), {"padding": 1}), 2),
+    "16 to 32": (conv_abn_cases.Conv((2, 16, 3, 5, 7), (32, 16, 3, 3, 3), padding=1), 1),
+    "64 to 16, one plane": (conv_abn_cases.Conv((1, 64, 1, 9, 4), (16, 64, 3, 3, 3), padding="same"), 1),
+    "two sources": (conv_abn_cases.Conv((2, 32, 4, 3, 5), (32, 32, 3, 3, 3), padding=1), 2),
 }
 FASTER = pytest.mark.parametrize("faster", [True, False], ids=["faster", "slower"])
 

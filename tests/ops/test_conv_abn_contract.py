@@ -8,9 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedseg
 from fusedseg.memory.meter import measure
 from fusedseg.ops.conv.convolutions import convolve_sources
-from fusedseg.ops.conv.geometry import Geometry
 from fusedseg.ops.layout import dense
-from tests.ops.conv_abn_cases import SMALL, Case, formatted, fused, inputs, running
+from tests.ops.conv_abn_cases import SMALL, Conv, formatted, fused, inputs, running
 from tests.tools.precision import cudnn_set
 
 FORMATS = pytest.mark.parametrize("fmt", ["contiguous", "channels_last"])
@@ -98,16 +97,15 @@ AMBIGUOUS = {
     ids=["contiguous", "x channels_last", "w channels_last"],
 )
 def test_strides_are_those_of_compiled_code(backend, device, x, w, fmt, w_fmt):
-    case = Case(x, w, {"stride": [1] * (len(x) - 2), "padding": [0] * (len(x) - 2), "dilation": [1] * (len(x) - 2)})
+    case = Conv(x, w)
     given = inputs(case, torch.float32, device, fmt)
     given = given._replace(w=formatted(given.w.detach(), w_fmt))
     with torch.no_grad():
         z = fused(given, backend, case=case)
-    geometry = Geometry(*case.options.values(), 1)
     tensors = given.x.detach(), given.w
     with FakeTensorMode() as mode:
         fake_x, fake_w = map(mode.from_tensor, tensors)
-        expected, _ = dense(convolve_sources((fake_x,), fake_w, None, geometry))
+        expected, _ = dense(convolve_sources((fake_x,), fake_w, None, case.geometry))
     assert z.stride() == expected.stride()
     assert z.shape == expected.shape
 

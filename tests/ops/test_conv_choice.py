@@ -226,16 +226,13 @@ def test_choice_follows_the_record(on_a_gpu, record, auto, explicit):
         chosen("triton")
 
 
-def test_deterministic_algorithms_take_aten(on_a_gpu, poison):
+@pytest.mark.parametrize("how", ["algorithms", "cuDNN"])
+def test_results_that_must_repeat_take_aten(on_a_gpu, how, monkeypatch, request):
+    """nnU-Net's deterministic mode sets cuDNN's flag alone, and results differed between runs by a choice by time."""
     remember(FASTER)
-    assert chosen() == "aten"
-    assert chosen("triton") == "triton"
-
-
-def test_a_deterministic_cudnn_takes_aten(on_a_gpu, monkeypatch):
-    """nnU-Net's deterministic mode sets this alone, and results differed between runs by a choice by time."""
-    remember(FASTER)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    if how == "algorithms":
+        request.getfixturevalue("poison")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", how == "cuDNN")
     assert chosen() == "aten"
     assert chosen("triton") == "triton"
 

@@ -11,14 +11,12 @@ from torch.nn import functional as F
 import fusedseg
 from fusedseg import _backend
 from fusedseg.activation import Activation
-from fusedseg.functional import (
-    conv_abn,
-    max_pool,
-)
+from fusedseg.functional import max_pool
 from fusedseg.ops.norm import aten_norms, stock
 from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
 from fusedseg.ops.norm.statistic import statistic_of
 from tests import reference
+from tests.ops import conv_abn_cases, test_conv_abn
 from tests.ops.test_max_pool import CASES, STOCK, special
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.cuda_rules import CudaRules, share_memory
@@ -100,22 +98,8 @@ def test_exported_norms_with_a_bias_alone(rules, kind, dtype):
 
 
 @by_format
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-def test_convolutions_with_norms(rules, fmt, training):
-    x, w = laid(torch.randn(2, 3, 5, 6), fmt).requires_grad_(), torch.randn(C, 3, 3, 3, requires_grad=True)
-    weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]])
-    running = torch.linspace(-0.4, 0.6, C), torch.linspace(0.5, 1.6, C)
-    options = {"activation": "elu", "activation_param": 1.0}
-    z = conv_abn(x, w, None, *(v.clone() for v in running), weight, bias, training=training, padding=1, **options)
-    dz = torch.randn_like(z)
-    found = torch.autograd.grad(z, (x, w), dz)
-    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
-    settings = {"activation": "elu", "param": 1.0, "training": training}
-    y = reference.convolve(*leaves, padding=1)
-    exact = reference.norm_act(y, weight, bias, *running, **settings).out
-    assert relative_error(z, exact) <= FORWARD_TOLERANCE[torch.float32]
-    for mine, theirs in zip(found, torch.autograd.grad(exact, leaves, dz.double()), strict=True):
-        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[torch.float32]
+def test_convolutions_with_norms(rules, fmt):
+    test_conv_abn.check(conv_abn_cases.SMALL, "aten", torch.device("cpu"), fmt, torch.float32)
 
 
 def check_pool(x, *arguments):

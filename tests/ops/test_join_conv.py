@@ -178,36 +178,3 @@ def test_autocast_casts_sources_of_several_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
         out = join_conv((a, Interpolated(b, (8, 8), "nearest")), w)
     assert out.dtype == torch.bfloat16
-
-
-X, W = torch.randn(2, 3, 8, 8), torch.randn(4, 5, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: join_conv((X, X), W), ValueError, r"join_conv: x must have 5 channels .*, got 6 in \(2, 6, 8, 8\)"),
-        (lambda: join_conv((X, X[:, :2, 1:]), W), ValueError,
-         r"join_conv: sources must agree in all but their channels"),
-        (lambda: join_conv((X, X[:, :2].half()), W), ValueError,
-         r"join_conv: sources must have one dtype, got .*float16"),
-        (lambda: join_conv((X, None), W), TypeError, r"join_conv: x must be a tensor, an Interpolated, or a sequence"),
-        (lambda: join_conv((), W), TypeError, r"join_conv: x must be a tensor"),
-        (lambda: join_conv((X, X[:, :1]), W[:, :2], groups=2), ValueError,
-         r"groups must be 1 for several sources, got 2"),
-        (lambda: join_conv(X, W[0]), ValueError, r"conv_weight must have shape .*, got \(5, 3, 3\)"),
-        (lambda: join_conv(X, W[:, :3], stride=0), ValueError, r"join_conv: stride must be an integer >= 1.*got 0"),
-        (lambda: Interpolated(X, (4, 4), "trilinear"), ValueError, r"Interpolated: mode must be one of .*'trilinear'"),
-        (lambda: Interpolated(X, (4,), "nearest"), ValueError, r"size must be 2 positive integers .*got \(4,\)"),
-        (lambda: Interpolated(X, (4, 4), "nearest", True), ValueError,
-         "align_corners must be None unless mode is one of bilinear, .* got True for"),
-        (lambda: Interpolated(X[0, 0], (4, 4), "nearest"), ValueError,
-         r"two or three spatial dimensions, got \(8, 8\)"),
-        (lambda: Interpolated([1], (4, 4), "nearest"), TypeError, r"x must be a tensor, got list"),
-        (lambda: conv_abn((X, X[:, :2]), W, None, None, None, training=True, conv_backend="triton"), ValueError,
-         "x must be one tensor for conv_backend 'triton'"),
-    ],
-)  # fmt: skip
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

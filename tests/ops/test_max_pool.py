@@ -17,7 +17,12 @@ STOCK = {2: F.max_pool2d, 3: F.max_pool3d}
 # The shape, then kernel, stride, padding, dilation and ceil_mode.
 CASES = {
     "halving": ((2, 3, 8, 6), 2, None, 0, 1, False),
+    "odd": ((2, 5, 9, 7), 2, 2, 0, 1, False),
     "odd-ceil": ((2, 3, 5, 7), 2, 2, 0, 1, True),
+    "one-position": ((4, 3, 1, 1), 1, 1, 0, 1, False),
+    "whole-plane": ((2, 3, 4, 4), 4, 4, 0, 1, False),
+    "over-a-block": ((1, 2, 3, 300), 2, 2, 0, 1, False),
+    "channels-over-a-block": ((1, 37, 4, 4), 2, 2, 0, 1, False),
     "overlapping": ((2, 3, 9, 7), 3, 2, 1, 1, False),
     "overlapping-inside": ((2, 3, 8, 7), 3, 2, 1, 1, False),
     "overlapping-unpadded": ((2, 3, 9, 7), 3, 2, 0, 1, True),

@@ -7,7 +7,6 @@ from fusedseg.activation import Activation
 from fusedseg.ops.norm import eager as op
 from fusedseg.ops.norm import sync
 from fusedseg.ops.norm.call import Norm, Operands
-from fusedseg.ops.norm.checks import check
 from fusedseg.ops.norm.graph import NormCall, norm_op
 from fusedseg.ops.norm.kept import find
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
@@ -125,24 +124,5 @@ def test_double_backward_raises(keep, act):
     x = torch.randn(2, 3, 4, requires_grad=True)
     spec = Norm(keep, act, EPS, process_group="group")
     (dx,) = torch.autograd.grad(op.normalise(Operands(x * 1), spec).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{spec.name}: double backward is not supported"):
+    with pytest.raises(RuntimeError, match=r"fusedseg\.(inplace_abn|norm_act)_sync: double backward is not supported"):
         dx.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("keep", "changed", "text"),
-    [
-        ("output", {"x": torch.randn(2, 4)}, r"inplace_abn_sync: weight must have shape \(4,\)"),
-        ("input", {"x": torch.randn(2, 4)}, r"norm_act_sync: weight must have shape \(4,\)"),
-        ("output", {"running_var": None}, "running_mean and running_var must be given together"),
-        ("input", {"running_var": None}, "running_mean and running_var must be given together"),
-        ("output", {"x": torch.randn(2, 3, requires_grad=True)}, "leaf that requires grad"),
-        ("input", {"residual": torch.randn(2, 4)}, r"residual must have the shape of x, \(2, 3\), got \(2, 4\)"),
-        ("input", {}, "slope must be given for activation 'prelu'"),
-    ],
-)
-def test_errors(keep, changed, text):
-    vectors = dict(zip(("weight", "bias", "running_mean", "running_var"), torch.ones(4, 3).unbind(), strict=True))
-    spec = Norm(keep, Activation("prelu", 0.25) if not changed else LEAKY, process_group="group")
-    with pytest.raises(ValueError, match=text):
-        check(spec.name, Operands(**{"x": torch.randn(2, 3)} | vectors | changed), spec)

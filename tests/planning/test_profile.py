@@ -1,7 +1,5 @@
 """``fusedseg.profile``: the ways beside each other, the modules by name, and the picture."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -127,17 +125,3 @@ def test_without_matplotlib_the_picture_says_what_to_install(found, tmp_path, mo
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'a picture needs matplotlib: pip install "fusedseg\[plot\]"'):
         found.plot(tmp_path / "memory.png")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (partial(fusedseg.profile, "net", SHAPE), TypeError, "model must be a module or a function that builds one"),
-        (partial(fusedseg.profile, pyramid, SHAPE, options={"bit": 4}), ValueError, "options must be among"),
-        (partial(fusedseg.profile, pyramid, SHAPE, options={"bits": 5}), ValueError, "bits must be 8, 4 or None"),
-    ],
-    ids=["model", "no option", "value"],
-)
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

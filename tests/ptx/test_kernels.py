@@ -32,7 +32,7 @@ PART = [
     *cases(ODD, "onchip-batch-planes", "onchip-batch-rows", "onchip-instance-planes", "onchip-instance-rows"),
     *cases("test_sanitize.py::test_on_chip", "batch-rows", "group-planes"),
     *cases("test_norm_act.py::test_training", "many-small-planes", "channels-over-the-block"),
-    *cases("test_max_pool.py::test_values_and_gradients", "halving-odd-rows", "3d-overlapping-rows"),
+    *cases("test_max_pool.py::test_values_and_gradients", "odd-rows", "3d-overlapping-rows"),
     *cases("test_max_pool.py::test_dtypes", "torch.float64-planes"),
     *cases("test_compiled.py::test_max_pool_at_an_odd_address", "torch.float16-planes", "torch.bfloat16-rows"),
     # Concatenations.
@@ -45,7 +45,7 @@ PART = [
     *cases("test_sanitize.py::test_running_statistics", "True-True", "False-False"),
     *cases("test_norm_act.py::test_training", "one-over-the-block", "channels-over-the-block-split"),
     *cases("test_sanitize.py::test_kept_channels_split", "planes"),
-    *cases("test_norm_act_groups.py::test_many_kept_channels_of_rows", "16-torch.float32"),
+    *cases("test_norm_act.py::test_many_kept_channels_of_rows", "16-torch.float32"),
     *cases(ORDER, "batch-rows"),
     *cases("test_norm_sums.py::test_values", "batch-far", "instance-near"),
     # Convolutions.

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 
-from tests.kernels import test_norm_act_groups as norms
+from tests.kernels import test_norm_act as norms
 from tests.tools.tensors import slots_of
 
 pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")

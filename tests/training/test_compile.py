@@ -1,4 +1,7 @@
-"""Whole networks under ``torch.compile``: one graph, eager's values and gradients, and no more bytes kept."""
+"""Networks under ``torch.compile``: any size, compiled autograd, and no more bytes kept.
+
+``tests/test_contract.py`` compares a compiled network of all modules with eager mode.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,6 @@ from fusedseg.unet import MultiEncoderUNet, UNet
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")
 NETWORKS = {
-    "2D": (lambda: UNet(2, 3, widths=(4, 8)), [(2, 2, 8, 12)]),
     "3D": (lambda: UNet(1, 2, dims=3, widths=(2, 4)), [(2, 1, 8, 8, 4)]),
     "two encoders": (lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8)), [(2, 2, 8, 8), (2, 1, 8, 8)]),
     "blocks": (
@@ -38,19 +40,6 @@ def results(net, run, images):
     z = run(*images)
     gradients = torch.autograd.grad(z.square().sum(), [*images, *net.parameters()])
     return z.detach(), gradients, dict(net.named_buffers())
-
-
-# tests/test_contract.py compiles each module, also with Inductor.
-@pytest.mark.parametrize(
-    "name", ["2D", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3D", "two encoders"))]
-)
-def test_one_graph(name):
-    """One graph serves two training steps, and one serves eval mode."""
-    eager, net, images = pair(name)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    for training in (True, True, False):
-        expected = results(eager.train(training), eager, images)
-        torch.testing.assert_close(results(net.train(training), compiled, images), expected)
 
 
 def test_batches_of_any_size():
