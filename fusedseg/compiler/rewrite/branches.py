@@ -14,9 +14,6 @@ from ... import _torch
 from ..graph import calls_view, is_op, is_tensor, items_of, op_of, row_of, splice, value_of
 from ..op_table import OF_OP, SLOPE, UNKNOWN
 
-# Ops of decompositions (``1 - x``) that Inductor has no code for.
-REWRITTEN = (torch.ops.aten.rsub.Scalar, torch.ops.aten.rsub.Tensor)
-
 
 def _is_elementwise(node: fx.Node) -> bool:
     if not is_op(node):
@@ -56,9 +53,10 @@ def pointwise_chain_of(graph: fx.Graph, node: fx.Node, function: Any = None) -> 
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[places[source]])
         return function(*args, **kwargs)
 
+    # Inductor has no code for what it decomposes.
     table = _torch.compiler_parts().decompositions()
     with mode, _torch.python_dispatcher():
-        traced = make_fx(run, {op: table[op] for op in REWRITTEN if op in table}, tracing_mode="real")(*values)
+        traced = make_fx(run, table, tracing_mode="real")(*values)
     if not all(inner.op in ("placeholder", "output") or _is_elementwise(inner) for inner in traced.graph.nodes):
         return None
     return splice(graph, traced.graph, sources, node)
