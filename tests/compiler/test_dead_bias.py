@@ -70,6 +70,7 @@ DEAD = {
         (3, 2, 9, 8),
     ),
     "group of one": lambda: (block(2, nn.Conv2d(2, 4, 3), nn.GroupNorm(4, 4)), (2, 2, 9, 8)),
+    "group of one, in place": lambda: (block(2, nn.Conv2d(2, 4, 3), fusedseg.InPlaceGroupNormAct(4, 4)), (2, 2, 9, 8)),
     "1d": lambda: (block(1, nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)), (2, 2, 9)),
     "3d transposed": lambda: (block(3, nn.ConvTranspose3d(2, 4, 2, 2), nn.BatchNorm3d(4)), (2, 2, 3, 4, 3)),
     "gelu": lambda: (block(2, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GELU), (2, 2, 9, 8)),
