@@ -511,6 +511,7 @@ BIASES = {
     "one of two biases": Program(lambda: shared_bias(False), OF_TWO),
     "in-place norm": Program(lambda: of_module(fusedseg.InPlaceABN(4)), OF_TWO),
     "in-place instance norm": Program(lambda: of_module(fusedseg.InPlaceInstanceNormAct(4, affine=True)), OF_TWO),
+    "in-place group of one": Program(lambda: of_module(fusedseg.InPlaceGroupNormAct(4, 4)), OF_TWO),
     "convolution and norm": Program(lambda: nn.Sequential(fusedseg.ConvABN2d(2, 4, 3), nn.Conv2d(4, 2, 1)), OF_TWO),
 }
 PROGRAMS = LAID_OUT | BIASES | {
