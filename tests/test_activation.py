@@ -1,4 +1,7 @@
-"""Compares each row of the table of activations with the stock function: both backends, inverse, conversion, export."""
+"""Each row of the table of activations beside the stock function and module, conversion, and export.
+
+``tests/ops/test_norms.py`` has their values, gradients and inverses on both backends.
+"""
 
 import copy
 from pathlib import Path
@@ -10,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fusedseg
 from fusedseg.activation import EXACT_ONLY, INVERTIBLE, NAMES, OF_MODULE, TABLE, Activation, parse_invertible
-from fusedseg.functional import inplace_abn, norm_act
 from fusedseg.memory.meter import measure
 from tests.conversion.compare import assert_same
 from tests.reference import PARAMS, UNFUSED, stock_activation
@@ -67,44 +69,6 @@ def test_a_row_is_consistent(row):
         module = row.module(**given_to_module(row)).double()
         assert torch.equal(module(y), expected)
         assert all(getattr(module, attribute) == value for attribute, value in row.fixed)
-
-
-@names(TABLE.values())
-def test_forward_and_gradient(row, backend, device):
-    """The values and the gradient agree with autograd's; a learned slope runs on aten, because kernels take none."""
-    x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
-    dz, found, expected = torch.randn_like(x), [], []
-    slope = slope_of(row)
-    slope = None if slope is None else slope.to(device)
-    # The statistics are 0 and 1, so that y is x.
-    statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
-    activation, param = arguments(row)
-    z = norm_act(x, *statistics, eps=0.0, activation=activation, activation_param=param, slope=slope)
-    found = z, *torch.autograd.grad(z, x, dz)
-    z = stock(row, x, slope)
-    expected = z, *torch.autograd.grad(z, x, dz)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
-
-
-@names([TABLE[name] for name in INVERTIBLE])
-def test_inverse(row, backend, device):
-    """The gradients of x and of the weight are right if only the output is kept."""
-    x = torch.tensor(POINTS, dtype=torch.float64, device=device).repeat(2, 3, 1).requires_grad_()
-    weight = torch.tensor([1.5, -0.5, 0.75], dtype=x.dtype, device=device).requires_grad_()
-    statistics = torch.zeros(3, dtype=x.dtype, device=device), torch.ones(3, dtype=x.dtype, device=device)
-    dz = torch.randn_like(x)
-    activation, param = arguments(row)
-    z = inplace_abn(
-        x * 1, *statistics, weight, eps=0.0, activation=activation, activation_param=0.0 if param is None else param
-    )
-    expected = stock(row, x * weight.view(-1, 1))
-    torch.testing.assert_close(z, expected)
-    # The inverse loses digits in the tail: exp(-12) is 6e-6.
-    for ours, theirs in zip(
-        torch.autograd.grad(z, (x, weight), dz), torch.autograd.grad(expected, (x, weight), dz), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in INVERTIBLE if TABLE[name].parameter is None])

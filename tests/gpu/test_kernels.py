@@ -1,7 +1,6 @@
-"""Every family of kernels with every dtype and memory format, on Triton and on aten, against float64 on the CPU.
+"""Norms, pools and convolutions with every dtype and memory format, on Triton and on aten, beside float64.
 
-Cases are computed twice, and must give the same bits.  The families of the losses and of packing stand in
-``tests/ops``, with the same marker.
+The families of upsampling, of losses and of packing stand in ``tests/ops``, with the same marker.
 """
 
 import itertools
@@ -10,13 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedseg.functional import inplace_abn, max_pool, norm_act, upsample
-from fusedseg.memory import SavedBytes
+from fusedseg.functional import inplace_abn, max_pool, norm_act
 from tests import norms, reference
 from tests.ops import conv_abn_cases as convs
 from tests.ops import test_max_pool as test_pools
 from tests.ops import test_norms
-from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last
 
 pytestmark = pytest.mark.gpu
@@ -97,40 +94,3 @@ def test_other_strides(backend, device, name):
         results.append((z.cpu(), torch.autograd.grad(z.sum(), leaf)[0].cpu()))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
-
-
-MAPS = {
-    "image": ((1, 16, 5, 8), (10, 16), False),
-    "corners": ((2, 3, 4, 9), (7, 20), True),
-    "volume": ((1, 8, 3, 4, 4), (6, 8, 8), False),
-    "volume-odd": ((1, 3, 3, 2, 3), (5, 2, 7), False),
-    "pixel": ((3, 8, 1, 1), (5, 7), False),
-}
-
-
-@by_format
-@by_dtype
-def test_upsample(backend, device, dtype, rows):
-    """Values and gradients of linear upsampling; equal bits from the kernels."""
-    for name, (shape, size, corners) in MAPS.items():
-        x = torch.randn(shape).to(dtype)
-        leaf = x.double().requires_grad_()
-        mode = {2: "bilinear", 3: "trilinear"}[len(size)]
-        expected = F.interpolate(leaf, size, mode=mode, align_corners=corners)
-        dy = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
-        (wanted,) = torch.autograd.grad(expected, leaf, dy.double())
-        given, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
-
-        def step(given=given, size=size, corners=corners, dy=dy):
-            with SavedBytes([]) as saved:
-                y = upsample(given.requires_grad_(), size, align_corners=corners)
-            return saved.nbytes, y, *torch.autograd.grad(y, given, dy)
-
-        kept, y, dx = step()
-        # PyTorch's own kernels add half precision in half precision on a CPU.
-        if backend == "triton":
-            assert relative_error(y, expected) <= FORWARD_TOLERANCE[dtype], name
-            assert relative_error(dx, wanted) <= FORWARD_TOLERANCE[dtype], name
-            assert kept == 0
-            assert all(map(torch.equal, (y, dx), step()[1:]))
-        assert y.stride() == dy.stride() or name == "pixel"

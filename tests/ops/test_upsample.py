@@ -36,12 +36,14 @@ def stock(x, given, corners):
     return F.interpolate(x, mode=op.MODES[x.dim() - 2], align_corners=corners, **given)
 
 
-# Each case in fp64 and bf16, one in each format; an image and a volume have all dtypes in both.  A signal has one.
+# Each case in fp64 and bf16, one in each format; an image and a volume have all dtypes in both, and run first on a GPU.
+# A signal has one format.
+IN_FULL = ("double", "volume-odd")
 COMBINED = [
     (name, dtype, rows)
     for name in CASES
     for rows in ((False,) if name == "line" else (False, True))
-    for dtype in (DTYPES if name in ("double", "volume-odd", "line") else ["bf16" if rows else "fp64"])
+    for dtype in (DTYPES if name in (*IN_FULL, "line") else ["bf16" if rows else "fp64"])
 ]
 
 
@@ -49,7 +51,13 @@ COMBINED = [
 @pytest.mark.parametrize(
     ("name", "dtype", "rows"),
     [
-        pytest.param(name, DTYPES[dtype], rows, id=f"{name}-{dtype}" + "-channels_last" * rows)
+        pytest.param(
+            name,
+            DTYPES[dtype],
+            rows,
+            id=f"{name}-{dtype}" + "-channels_last" * rows,
+            marks=[pytest.mark.gpu] * (name in IN_FULL),
+        )
         for name, dtype, rows in COMBINED
     ],
 )
@@ -109,6 +117,7 @@ def test_other_strides(name, backend, device):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("needs_interpreter")
 @FORMATS
 def test_equal_bits_in_any_order_of_programs(rows, monkeypatch, device):
