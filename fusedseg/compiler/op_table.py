@@ -20,32 +20,24 @@ from ..ops.registry import OPS
 
 Function = Callable[..., Any]
 
-# How a function may read packed values (``reads`` of a row).  e is the error of a packed value: it is 0 on average, and
-# at most the step h of the value's group, which is range / (2**bits - 1), or twice that in groups with both signs.
-# ``low_bit/rule.py`` applies the column to graphs, and docs/low_bits.md has the proofs.
+# How a function reads packed values (``reads`` of a row).  ``low_bit/rule.py`` applies the column to graphs, and
+# docs/low_bits.md has the bounds of the errors.
 #
-# The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one: an error e;
+# The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one;
 FOLLOWS = "follows"
-# a sum of two terms, or an interpolation.  It follows if its terms follow different layers, or if it enlarges;
+# a sum of two terms, or an interpolation, which follows if the terms follow different layers, or if it enlarges;
 MIXES = "mixes"
-# a linear function of the first argument, which reads sizes and positions of the others.  A mean may be far smaller
-# than what it reads, so it follows exact values alone;
+# a linear function of the first argument, which reads sizes and positions of the others: it follows exact values;
 FIRST = "first"
-# a product: an error of a e, if the other factor a is a number or a parameter;
+# a product, which follows a factor if the other one is a number or a vector of parameters;
 FACTOR = "factor"
-# a convolution or a matrix product.  The gradient of the weight, the sum of g v~, has the error of the sum of g e, and
-# g is exact or independent;
+# a convolution or a matrix product, of which the gradient of the weight is a sum of gradients times values;
 SUM = "sum"
-# the gradient of a norm.  With statistics that are constant in each group, the error is at most s (2 + s) of the root
-# mean square of the gradient, where s is the step of the normalised values;
+# the gradient of a batch, instance or group norm;
 NORM = "norm"
-# the gradient of a layer or RMS norm.  With groups that are rows, so is the error of each row;
-OF_ROWS = "of rows"
-# an activation f with a bounded slope, or its gradient g f'(v~), in 8 bits, where a norm has set the size of v.  The
-# errors are at most L e, and min(M h, 1.2) g: (L, M) = (1.10, .50) for SiLU, (1.13, .80) for GELU, (1.09, .65) for
-# Mish.  The gradients of sigmoid and tanh read the result, whose size is set: (.25, .10) and (1, .77);
+# an activation with a bounded slope, or its gradient: in 8 bits, where a norm has set the size of what it reads;
 SLOPE = "slope"
-# not at all: it needs exact values.  So do all functions without a row;
+# not at all, as all functions without a row;
 EXACT = "exact"
 # the function reads sizes and no values.
 FORM = "form"
@@ -252,7 +244,7 @@ _PRODUCTS = (
     OpRow("div", FACTOR, ("div",), {torch.div: Tensor.div_, Tensor.div: Tensor.div_}, in_place="Tensor", poles=True),
     *_each(NORM, "native_batch_norm_backward", "native_group_norm_backward", cheap=False, dense=True),
     # A row may be far smaller than others, and its gradient so much larger.
-    *_each(OF_ROWS, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
+    *_each(EXACT, "native_layer_norm_backward", "_fused_rms_norm_backward", cheap=False),
     *_each(FIRST, "native_dropout_backward", cheap=False),
 )  # fmt: skip
 

@@ -25,7 +25,6 @@ from fusedseg.compiler.op_table import (
     MIXES,
     NORM,
     OF_OP,
-    OF_ROWS,
     PASSES,
     ROWS,
     SLOPE,
@@ -312,7 +311,7 @@ def test_rows_agree_about_an_op():
                 if column.name not in OF_FUNCTIONS and said != column.default:
                     assert vars(first)[column.name] == said, (op, column.name)
     assert len({row.name for row in ROWS}) == len(ROWS)
-    assert {row.reads for row in ROWS} == {EXACT, FACTOR, FIRST, FOLLOWS, FORM, MIXES, NORM, OF_ROWS, SLOPE, SUM}
+    assert {row.reads for row in ROWS} == {EXACT, FACTOR, FIRST, FOLLOWS, FORM, MIXES, NORM, SLOPE, SUM}
 
 
 def test_rms_norms_on_a_gpu_have_the_row_of_layer_norms():

@@ -223,6 +223,7 @@ OF_IMAGES = {
     "attention of channels": "a = F.normalize({x}.flatten(2), dim=-1); "
     "(F.softmax(a @ a.mT * {k}, -1) @ {x}.flatten(2)).view({x}.shape)",
     "unit": "F.leaky_relu({norm}({conv}({x})), 0.1)",
+    "crop": "{x}[..., : {x}.shape[-1] // 2]",
     "tokens": "{x}.flatten(2).mT",
 }
 

@@ -49,6 +49,8 @@ INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "tiny": lambda x: x * 1e-4,
     "huge": lambda x: x * 300,
     "half dimmed": lambda x: torch.where(_positions(x) < 0.5, x, x * 1e-4),
+    # In each group of the grid.
+    "columns dimmed": lambda x: torch.where(_positions(x) * 32 % 1 < 0.5, x, x * 1e-4),
     "nearly constant": lambda x: 1 + 1e-3 * x,
     "scaled": lambda x: x * 10 ** (5 * _positions(x) - 4),
     "spikes": lambda x: torch.where(x > 3, 300.0, x),

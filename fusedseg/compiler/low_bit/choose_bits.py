@@ -8,43 +8,21 @@ packed if its readers allow it.
 """
 
 import math
-import operator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from ... import _torch
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
-from ..graph import Joint, Outputs, behind, is_dense, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
+from ..graph import Joint, Outputs, behind, is_dense, is_tensor, name_of, node_at, nodes_from, row_of, size_of, value_of
 from ..op_table import FOLLOWS
-from ..plan import nearly_free, recompute
-from ..plan.keep import Decision, call_node, decide, decision_of, drop_reader, is_free, is_view, sources_of
+from ..plan import nearly_free
+from ..plan.keep import Decision, call_node, decide, decision_of, is_view, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
-from .rule import Rule, bent, is_predicate
+from .rule import Rounded, Rule, bent, is_predicate
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
-
-
-@dataclass
-class Rounded:
-    """What is not kept as it is.
-
-    Attributes:
-        bits: for each kept node the bits of a value.
-        units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
-        kinks: for some of these nodes the norm that reads them and whose sign is exact.
-        integers: the kept nodes with masks or small integers, and the bits of a value.
-        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
-            decided.
-    """
-
-    bits: dict[fx.Node, int] = field(default_factory=dict)
-    units: dict[fx.Node, str] = field(default_factory=dict)
-    kinks: dict[fx.Node, recompute.NormActForm] = field(default_factory=dict)
-    integers: dict[fx.Node, int] = field(default_factory=dict)
-    branching: set[fx.Node] = field(default_factory=set)
 
 
 def _has_size(node: fx.Node) -> bool:
@@ -55,16 +33,14 @@ def _has_size(node: fx.Node) -> bool:
 
 def _positions(node: fx.Node) -> int:
     """How many numbers there are, if a node numbers positions in windows; otherwise 0."""
-    pool: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
-    return math.prod(pool.args[1]) if row_of(pool).positions else 0
+    pool: Any = call_node(node)
+    return math.prod(pool.args[1]) if row_of(pool).positions and node.args[1] == 1 else 0
 
 
 def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a mean or 1/sqrt(var + eps) of a norm."""
-    is_item = node.target is operator.getitem
-    first = row_of(node.args[0] if is_item else node).statistics
-    place: Any = node.args[1] if is_item else 0
-    return first is not None and bool(place >= first)
+    first, place = row_of(call_node(node)).statistics, node.args[1:2]
+    return first is not None and place >= (first,)
 
 
 def _has_poles(node: fx.Node) -> bool:
@@ -87,58 +63,48 @@ def bits_of(node: fx.Node, bits: int) -> int:
 
 
 class _Choice:
-    """What is kept, and in how many bits; ``found`` and ``exact`` are changed where something must be exact."""
+    """What is recomputed, and what must be exact: ``recomputed`` and ``exact`` are changed until the rule is kept."""
 
-    def __init__(self, joint: Joint, found: Decision, bits: int, stuck: set[fx.Node], exact: set[fx.Node]) -> None:
-        self.joint, self.found, self.least, self.stuck, self.exact = joint, found, bits, stuck, exact
-        self.rounded = Rounded()
+    def __init__(self, joint: Joint, recomputed: set[fx.Node], bits: int, exact: set[fx.Node]) -> None:
+        self.joint, self.recomputed, self.bits, self.exact = joint, recomputed, bits, exact
+        self.instead: dict[fx.Node, fx.Node] = {}
         self.predicates: dict[object, fx.Node] = {}
-        for node in found.kept:
-            self._pack(node)
 
-    def _pack(self, node: fx.Node) -> None:
-        bits = 0 if node in self.joint.held or node in self.exact else bits_of(node, self.least)
-        if bits:
-            floating = value_of(node).dtype in DTYPES
-            (self.rounded.bits if floating else self.rounded.integers)[node] = bits
+    def settle(self) -> Rule:
+        """What is packed, and what the rule has noted of it."""
+        while True:
+            found = decision_of(self.joint, self.recomputed, self.instead)
+            rule = Rule(self.joint, found, self._packed(found.kept))
+            broken = rule.broken()
+            if not broken:
+                return rule
+            for node in sorted(broken):
+                if node in found.kept:
+                    self.exact.add(node)
+                else:
+                    self._answer(node)
 
-    def settle(self) -> bool:
-        """Makes exact what the rule asks for; whether it has asked for anything."""
-        self.rounded.branching.clear()
-        exact = Rule(self.joint, self.found, self.rounded, self.stuck).broken()
-        for node in sorted(exact):
-            if node in self.rounded.bits:
-                self.exact.add(node)
-                del self.rounded.bits[node]
-                self.rounded.kinks.pop(node, None)
-                self.rounded.units.pop(node, None)
-            else:
-                self._answer(node)
-        return bool(exact)
+    def _packed(self, kept: set[fx.Node]) -> Rounded:
+        rounded = Rounded()
+        for node in kept - self.joint.held - self.exact:
+            if bits := bits_of(node, self.bits):
+                (rounded.bits if value_of(node).dtype in DTYPES else rounded.integers)[node] = bits
+        return rounded
 
     def _answer(self, node: fx.Node) -> None:
         """Something that must read exact values is computed in forward: predicates of it, or its result."""
-        found = self.found
-        if is_predicate(node):
-            first = self.predicates.setdefault(_key_of(node), node)
-            if first is not node:
-                self._replace(node, first)
-                return
+        first = self.predicates.setdefault(_key_of(node), node) if is_predicate(node) else node
         # What is linear between its kinks follows with exact predicates.
         is_bent = row_of(node).pieces is not None or (bool(row_of(node).kinks) and row_of(node).reads == FOLLOWS)
-        chain = pointwise_chain_of(self.joint.graph, node) if is_op(node) and is_bent else None
-        sources = found.recomputed[node]
-        if chain is None or len(chain) != 1:
-            del found.recomputed[node]
-            found.kept.add(node)
+        before = node.prev
+        if first is not node:
+            self.instead[node] = first
+        elif is_bent and (chain := pointwise_chain_of(self.joint.graph, node)) is not None:
+            self.instead[node] = chain[0]
+            self.recomputed.update(nodes_from(before.next, node))
+        else:
+            self.recomputed.remove(node)
             self._early(node)
-            self._pack(node)
-            drop_reader(node, sources, found)
-            return
-        (result,) = chain
-        self._add(result)
-        found.recomputed[node] = sources
-        self._replace(node, result)
 
     def _early(self, node: fx.Node) -> None:
         """Puts a result right behind its sources.  Where backward stood, they would live until the end of forward."""
@@ -148,29 +114,6 @@ class _Choice:
         sources = [source for source in node.all_input_nodes if source.op == "call_function"]
         if sources and node not in self.joint.forward:
             behind(max(sources)).prepend(node)
-
-    def _replace(self, node: fx.Node, other: fx.Node) -> None:
-        """Backward reads another node of the same value."""
-        found = self.found
-        sources, readers = found.recomputed.pop(node), found.readers.pop(node, set())
-        found.instead[node] = other
-        found.readers.setdefault(other, set()).update(readers)
-        for reader in readers:
-            if reader in found.recomputed:
-                found.recomputed[reader] = [other if source is node else source for source in found.recomputed[reader]]
-        drop_reader(node, sources, found)
-
-    def _add(self, result: fx.Node) -> None:
-        """The nodes of a pointwise chain are recomputed."""
-        stack = [result]
-        while stack:
-            one = stack.pop()
-            if one in self.found.recomputed or one in self.found.kept or is_free(one):
-                continue
-            self.found.recomputed[one] = list(one.all_input_nodes)
-            for source in one.all_input_nodes:
-                self.found.readers.setdefault(source, set()).add(one)
-                stack.append(source)
 
 
 def _key_of(predicate: fx.Node) -> object:
@@ -200,25 +143,24 @@ def settled(
 
     chosen: what backward recomputes, where a budget has chosen it.
     """
-    stuck, exact, before = set[fx.Node](), set[fx.Node](), set(graph.nodes)
+    exact, before = set[fx.Node](), set(graph.nodes)
     while True:
         # A chain that is added to answer a question is another one in each round.
         nodes, joint = set(graph.nodes), Joint(graph, outputs)
         if chosen is None:
-            decided = decide(joint, nearly_free.scores)
+            recomputed = set(decide(joint, nearly_free.scores).recomputed)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
-            decided = decision_of(joint, chains.union(chosen.recomputed))
-            decided.peak_target = chosen.peak_target
-        choice = _Choice(joint, decided, bits, stuck, set(exact))
-        while choice.settle():
-            pass
-        if not choice.rounded.branching:
-            if choice.exact & nodes == exact:
-                return joint, decided, choice.rounded
-            # Once more, without answers for values that are exact.
-            exact = choice.exact & nodes
+            recomputed = chains.union(chosen.recomputed)
+        choice = _Choice(joint, recomputed, bits, exact & nodes)
+        rule = choice.settle()
+        if not rule.branching and choice.exact & nodes == exact & nodes:
+            rule.found.peak_target = None if chosen is None else chosen.peak_target
+            return joint, rule.found, rule.rounded
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
-        branching = [node for node in graph.nodes if node in choice.rounded.branching]
-        stuck.update(node for node in branching if not write_pointwise_chain(graph, node))
+        for node in [node for node in graph.nodes if node in rule.branching]:
+            written = write_pointwise_chain(graph, node)
+            assert written
+        # Once more, without answers for values that are exact.
+        exact = exact if rule.branching else choice.exact & nodes
         graph.eliminate_dead_code()

@@ -18,7 +18,8 @@ from ..plan.keep import KEEP, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
 from ..plan.schedule import LOWEST
-from .choose_bits import Rounded, bits_of, settled
+from .choose_bits import bits_of, settled
+from .rule import Rounded
 
 
 class Storage:
@@ -42,8 +43,7 @@ class Storage:
                 self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
                 continue
             bits, unit, kink = rounded.bits[node], rounded.units.get(node, ""), None
-            if node in rounded.kinks:
-                norm = rounded.kinks[node]
+            if (norm := rounded.kinks.get(node)) is not None:
                 after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = self._pack(call(graph, ops.norm_kink, *of_norm, before=after))

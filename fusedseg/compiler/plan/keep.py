@@ -15,8 +15,9 @@ and ``partition.cut`` writes them, so that the compiler's own partitioner cuts a
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -167,11 +168,14 @@ def decide(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
     return min(choices, key=lambda choice: sum(map(nbytes_of, choice.kept)))
 
 
-def decision_of(joint: Joint, recomputed: Collection[fx.Node]) -> Decision:
-    """What backward reads if just these values are recomputed."""
+def decision_of(
+    joint: Joint, recomputed: Collection[fx.Node], instead: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> Decision:
+    """What backward reads if just these values are recomputed, and others are read in place of some nodes."""
     reading = readers_of_forward(joint, recomputed)
-    found = Decision(reading=reading)
-    for reader, node in entries(joint, reading):
+    found = Decision(reading=reading, instead=dict(instead))
+    for reader, entry in entries(joint, reading):
+        node = instead.get(entry, entry)
         found.readers.setdefault(node, set()).add(reader)
         stack = [node]
         while stack:
@@ -181,7 +185,7 @@ def decision_of(joint: Joint, recomputed: Collection[fx.Node]) -> Decision:
             if one not in recomputed:
                 found.kept.add(one)
                 continue
-            found.recomputed[one] = _sources(one)
+            found.recomputed[one] = [instead.get(source, source) for source in _sources(one)]
             stack += [source for source in found.recomputed[one] if not is_free(source)]
         _read(node, found)
     return found
