@@ -19,7 +19,7 @@ from ..op_table import FOLLOWS
 from ..plan import nearly_free
 from ..plan.keep import Decision, call_node, decide, decision_of, is_view, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
-from .rule import Rounded, Rule, bent, is_predicate
+from .rule import Facts, Rounded, Rule, bent, is_predicate
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
@@ -67,6 +67,7 @@ class _Choice:
 
     def __init__(self, joint: Joint, recomputed: set[fx.Node], bits: int, exact: set[fx.Node]) -> None:
         self.joint, self.recomputed, self.bits, self.exact = joint, recomputed, bits, exact
+        self.facts = Facts(joint)
         self.instead: dict[fx.Node, fx.Node] = {}
         self.predicates: dict[object, fx.Node] = {}
 
@@ -74,7 +75,7 @@ class _Choice:
         """What is packed, and what the rule has noted of it."""
         while True:
             found = decision_of(self.joint, self.recomputed, self.instead)
-            rule = Rule(self.joint, found, self._packed(found.kept))
+            rule = Rule(self.facts, found, self._packed(found.kept))
             broken = rule.broken()
             if not broken:
                 return rule
@@ -102,6 +103,7 @@ class _Choice:
         elif is_bent and (chain := pointwise_chain_of(self.joint.graph, node)) is not None:
             self.instead[node] = chain[0]
             self.recomputed.update(nodes_from(before.next, node))
+            self.facts.note(nodes_from(before.next, node))
         else:
             self.recomputed.remove(node)
             self._early(node)

@@ -123,37 +123,35 @@ class Rounded:
     integers: dict[fx.Node, int] = field(default_factory=dict)
 
 
-class Rule:
-    """One pass over a graph.  ``found`` is what is recomputed, and ``rounded`` what is packed; needs are noted there.
+class Facts:
+    """What is known of a graph before anything is packed.
 
     Attributes:
-        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
-            decided.
-        roots: for each copy its roots.
         layers: for each value of forward the last layers with weights, and arguments, that it follows.
         sized: the values of forward of which norms have set the size.
         plain: the gradients that ends have made, and what follows from these by functions that are linear beside kinks.
         unsteady: the gradients of segments with an unsteady factor.
     """
 
-    def __init__(self, joint: Joint, found: Decision, rounded: Rounded) -> None:
-        self.joint, self.found, self.rounded = joint, found, rounded
-        self.branching: set[fx.Node] = set()
-        self.own = set(found.reading)
-        self.roots: dict[fx.Node, set[fx.Node]] = {}
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
         self.layers: dict[fx.Node, frozenset[fx.Node]] = {}
         self.sized: set[fx.Node] = set()
         self.plain: set[fx.Node] = set()
-        for node in joint.graph.nodes:
-            if node not in joint.backward:
+        self.note(joint.graph.nodes)
+        self.unsteady = self._of_unsteady_segments()
+
+    def note(self, nodes: Iterable[fx.Node]) -> None:
+        """Notes nodes, each of which stands behind its sources; those that are new belong to forward."""
+        for node in nodes:
+            if node not in self.joint.backward:
                 is_layer = row_of(node).compute_intensive or not node.all_input_nodes
                 before = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
                 self.layers[node] = frozenset({node}) if is_layer else frozenset[fx.Node]().union(*before)
                 if self._is_sized(node):
                     self.sized.add(node)
-            elif self._is_end(node) or ((_is_linear(node) or _is_bent(node)) and self._follows_ends(node)):
+            elif self._is_end(node) or ((_is_linear(node) or _is_bent(node)) and self.follows_ends(node)):
                 self.plain.add(node)
-        self.unsteady = self._of_unsteady_segments()
 
     def _is_sized(self, node: fx.Node) -> bool:
         """Whether a norm or a bounded function has set the size of a value: no input of the graph makes it large."""
@@ -170,9 +168,9 @@ class Rule:
 
     def _is_end(self, node: fx.Node) -> bool:
         """Whether a gradient is a result of a convolution or matrix product with a weight."""
-        return self._read_exactly(call_node(node)) is not None
+        return self.read_exactly(call_node(node)) is not None
 
-    def _read_exactly(self, node: fx.Node) -> list[fx.Node] | None:
+    def read_exactly(self, node: fx.Node) -> list[fx.Node] | None:
         """What an end reads for other gradients than that of a weight; None for another op."""
         of_forward = [source for source in node.all_input_nodes if source not in self.joint.backward]
         if row_of(node).reads != SUM:
@@ -186,7 +184,7 @@ class Rule:
             return []
         return of_forward if any(map(_is_of_arguments, of_forward)) else None
 
-    def _follows_ends(self, node: fx.Node) -> bool:
+    def follows_ends(self, node: fx.Node) -> bool:
         """Whether all gradients that a node reads are plain."""
         gradients = self.joint.backward.intersection(node.all_input_nodes)
         return bool(gradients) and self.plain.issuperset(gradients)
@@ -208,9 +206,25 @@ class Rule:
                 stack += self.joint.backward.intersection(node.all_input_nodes) if node in between else ()
         return found
 
+
+class Rule:
+    """One pass over a graph.  ``found`` is what is recomputed, and ``rounded`` what is packed; needs are noted there.
+
+    Attributes:
+        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
+            decided.
+        roots: for each copy its roots.
+    """
+
+    def __init__(self, facts: Facts, found: Decision, rounded: Rounded) -> None:
+        self.facts, self.found, self.rounded = facts, found, rounded
+        self.branching: set[fx.Node] = set()
+        self.own = set(found.reading)
+        self.roots: dict[fx.Node, set[fx.Node]] = {}
+
     def broken(self) -> set[fx.Node]:
         """The values that must be exact where the rule is broken first: roots, and values that are recomputed."""
-        return next(filter(None, map(self._visit, self.joint.graph.nodes)), set())
+        return next(filter(None, map(self._visit, self.facts.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
         if node in self.rounded.bits:
@@ -219,7 +233,7 @@ class Rule:
         copied = self._of(self._sources(node))
         if not copied:
             return set()
-        if node in self.joint.backward:
+        if node in self.facts.joint.backward:
             return self._gradient(node, copied)
         if is_predicate(node) and self._has_exact_sign(node):
             return set()
@@ -263,7 +277,7 @@ class Rule:
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _reads_sized(self, node: fx.Node) -> bool:
-        return all(source in self.sized for source in self._sources(node) if source in self.roots)
+        return all(source in self.facts.sized for source in self._sources(node) if source in self.roots)
 
     def _may_be_small(self, node: fx.Node) -> bool:
         """Whether a linear result, or what a kink leaves of it, may be small beside the steps of what it follows.
@@ -274,7 +288,7 @@ class Rule:
         made = call_node(node)
         reads, terms = row_of(made).reads, [*filter(is_tensor, made.all_input_nodes)]
         if name_of(made) in SUMS:
-            return len(terms) < 2 or not self.layers[terms[0]].isdisjoint(self.layers[terms[1]])
+            return len(terms) < 2 or not self.facts.layers[terms[0]].isdisjoint(self.facts.layers[terms[1]])
         is_part = size_of(node) < size_of(terms[0])
         if reads == FIRST or (reads == MIXES and is_part):
             return True
@@ -305,14 +319,14 @@ class Rule:
 
     def _gradient(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient from copies."""
-        if (sources := self._read_exactly(node)) is not None:
+        if (sources := self.facts.read_exactly(node)) is not None:
             return self._of(map(self._read, sources))
         if self._has_exact_sign(node):
             return set()
         row = row_of(node)
-        if node not in self.unsteady:
+        if node not in self.facts.unsteady:
             if row.reads == NORM:
-                if not self._follows_ends(node):
+                if not self.facts.follows_ends(node):
                     self._give_more_bits(copied)
                 return self._norm(node, node_at(node, 1))
             if row.reads == SLOPE and self._reads_sized(node):
