@@ -58,7 +58,7 @@ KINDS = {
     "low_bit_round": "pack", "low_bit_unpack": "unpack", "bits_pack": "pack masks", "bits_unpack": "unpack masks",
 }  # fmt: skip
 # What generated code calls for the gradient of a convolution that no kernel of this package computes; it has no name.
-BARE_CONVOLUTION_BACKWARD = shorter.CONVOLUTIONS[torch.ops.aten.convolution_backward.default].function
+BARE_CONVOLUTION_BACKWARD, *_ = shorter.CONVOLUTIONS[torch.ops.aten.convolution_backward.default]
 # Calls that move no bytes.
 NOTHING = {"empty", "view", "detach", "_unsafe_view", "getitem", "without_views", "sym_size", "alias", "t"}
 
