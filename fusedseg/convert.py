@@ -184,7 +184,7 @@ def _takes(norm: Any, x: Tensor) -> bool:
     least, most = kind.modules[type(norm)]
     if x.layout is not torch.strided or not least <= x.dim() <= most:
         return False
-    return x.numel() > 0 and x.shape[1] == kind.channels_of(norm)
+    return x.numel() > 0 and x.shape[1] == getattr(norm, kind.channels)
 
 
 @dataclass(eq=False, slots=True)

@@ -191,7 +191,7 @@ def norm_act(
     act = parse_activation(op, activation, activation_param)
     check_choice(op, "norm", norm, tuple(KINDS))
     kind = KINDS[norm]
-    if kind.grouped != (num_groups is not None):
+    if (kind.over is None) != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if not kind.own and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm {norm!r} has no running statistics, running_mean and running_var must be None")

@@ -31,7 +31,7 @@ class _NormAct(StockNorm):
         act = parse_activation(self.OP, activation, activation_param)
         super().__init__(*stock, device=device, dtype=dtype, **options)
         self.activation, self._act = activation, act
-        learned, channels = TABLE[act.name].learned, self.KIND.channels_of(self)
+        learned, channels = TABLE[act.name].learned, getattr(self, self.KIND.channels)
         if num_slopes not in (1, channels):
             raise ValueError(
                 f"{self.OP}: num_slopes must be 1 or the number of channels, {channels}, got {num_slopes!r}"

@@ -77,7 +77,7 @@ class StockNorm(Unscriptable, nn.Module):
     def _check_shape(self, x: Tensor) -> None:
         """Raises an error.  It only warns if the channels are wrong and do not matter, as the stock norms do."""
         check_tensor(self.OP, x)
-        (least, most), channels = self.KIND.dims, self.KIND.channels_of(self)
+        (least, most), channels = self.KIND.dims, getattr(self, self.KIND.channels)
         fits = least <= x.dim() <= most
         if fits and x.shape[1] == channels:
             return

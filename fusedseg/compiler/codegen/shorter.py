@@ -80,4 +80,4 @@ def _is_the_vendors(node: fx.Node) -> bool:
     weight = value_of(node_at(node, of_weight))
     given: Any = node.args[of_stride : of_stride + len(conv3d.Arguments._fields)]
     of_call = conv3d.Arguments(*given)
-    return not has_symbols(weight) and not (of_call.suit(weight) and (has_symbols(x) or of_call.fit(x, weight)))
+    return not has_symbols(weight) and not of_call.fit(weight, None if has_symbols(x) else x)

@@ -151,13 +151,8 @@ def kind_of(what: str, x: Tensor, **of: Hashable) -> Kind:
     return Kind(what, device_name(x.device), torch.backends.cudnn.benchmark, tuple(of.items()))
 
 
-def log2_positions(shape: torch.Size) -> int:
-    """The number of positions of an image, as a power of two that is not below it."""
-    return math.ceil(math.log2(shape.numel() // shape[1]))
-
-
 def kind_of_conv_abn(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -> Kind:
-    layout = layout_of(x)
+    layout, shape = layout_of(x), geometry.output_shape(x.shape, w.shape)
     return kind_of(
         "conv_abn",
         x,
@@ -166,7 +161,7 @@ def kind_of_conv_abn(x: Tensor, w: Tensor, geometry: Geometry, training: bool) -
         channels_last=layout is not None and layout.rows,
         weight=tuple(w.shape),
         geometry=geometry,
-        log2_positions=log2_positions(geometry.output_shape(x.shape, w.shape)),
+        log2_positions=(shape.numel() // shape[1] - 1).bit_length(),
         tf32=takes_tf32(x),
     )
 

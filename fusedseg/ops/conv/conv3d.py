@@ -54,40 +54,24 @@ class Arguments(NamedTuple):
         It needs what ``fit`` names, and x in channels_last_3d without gaps.
         """
         return (
-            self.fit(x, weight)
+            self.fit(weight, x)
             and x.is_contiguous(memory_format=CHANNELS_LAST)
             # A fake tensor may be on a GPU that is not there, and which cannot be asked for its architecture.
             and (type(x) is Tensor or _backend.use_triton(x))
             and runs_on(x.device)
             # This comes last, because it may test the kernel.
-            and _backend.use_triton(x, FAMILY)
+            and not _backend.why_not(x, FAMILY)
         )
 
-    def fit(self, x: Tensor, weight: Tensor) -> bool:
+    def fit(self, weight: Tensor, x: Tensor | None = None) -> bool:
         """Whether the kernel computes convolutions of such shapes and dtypes, which do not change in a compiled graph.
 
-        It needs what ``suit`` names, at most MOST_SAMPLES samples, and samples of fewer than 2**31 elements.
-        """
-        return (
-            self.suit(weight)
-            and x.dtype == weight.dtype
-            and weight.device == x.device
-            and x.dim() == 5
-            and x.shape[1] == weight.shape[1]
-            and 0 < x.shape[0] <= MOST_SAMPLES
-            # A single position has the same strides in both formats.
-            and x.shape[2:].numel() > 1
-            and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
-        )
-
-    def suit(self, weight: Tensor) -> bool:
-        """Whether the kernel computes convolutions by such a weight, as far as the weight alone tells.
-
-        It needs 16-bit weights, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
-        dilation 1 and without groups.
+        It needs 16-bit tensors, 16 to 64 channels on both sides in steps of 16, 3x3x3 taps with stride, padding and
+        dilation 1 and without groups, at most MOST_SAMPLES samples, and samples of fewer than 2**31 elements.  Without
+        x, the answer is as far as the weight alone tells.
         """
         # Cheap conditions come first, because most convolutions fail one of them.
-        return (
+        fits = (
             weight.dtype in HALF
             and not self.transposed
             and tuple(weight.shape[2:]) == (3, 3, 3)
@@ -97,6 +81,18 @@ class Arguments(NamedTuple):
             and LEAST_CHANNELS <= weight.shape[0] <= MOST_CHANNELS
             and LEAST_CHANNELS <= weight.shape[1] <= MOST_CHANNELS
             and weight.shape[0] % STEP_CHANNELS == weight.shape[1] % STEP_CHANNELS == 0
+        )
+        if x is None or not fits:
+            return fits
+        return (
+            x.dtype == weight.dtype
+            and weight.device == x.device
+            and x.dim() == 5
+            and x.shape[1] == weight.shape[1]
+            and 0 < x.shape[0] <= MOST_SAMPLES
+            # A single position has the same strides in both formats.
+            and x.shape[2:].numel() > 1
+            and max(weight.shape[:2]) * x.shape[2:].numel() < 2**31
         )
 
 
@@ -144,8 +140,8 @@ def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 def _is_faster(what: str, x: Tensor, weight: Tensor, has_bias: bool, run: Callable[[str], Tensor]) -> bool:
     """Whether the kernel is right and faster for such a call.  ``run`` computes it by "triton" or "aten"."""
-    positions, channels = choice.log2_positions(x.shape), tuple(weight.shape[:2])
-    return choice.is_faster(what, x, run, dtype=x.dtype, log2_positions=positions, channels=channels, has_bias=has_bias)
+    of = {"log2_positions": (x.shape.numel() // x.shape[1] - 1).bit_length(), "channels": tuple(weight.shape[:2])}
+    return choice.is_faster(what, x, run, dtype=x.dtype, **of, has_bias=has_bias)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ...activation import TABLE, Activation
 from .call import Norm, Operands
-from .statistic import statistic_of
+from .statistic import BATCH, INSTANCE, Statistic
 
 KindName = Literal["batch", "instance", "group"]
 
@@ -36,7 +36,8 @@ class Kind:
         input.
     dims: the fewest and the most dimensions of the input of a module of this package.
     spatial: the words for them in errors.
-    grouped: whether the channels of a sample share statistics in groups.
+    channels: the attribute of a module with the number of its channels.
+    over: the statistics; None if each module has groups of its own number.
     autocast: whether the modules return the dtype of their input under autocast.
     """
 
@@ -47,12 +48,9 @@ class Kind:
     modules: dict[type[nn.Module], tuple[int, int]]
     dims: tuple[int, int]
     spatial: str
-    grouped: bool = False
+    channels: str = "num_features"
+    over: Statistic | None = BATCH
     autocast: bool = True
-
-    def channels_of(self, module: Any) -> int:
-        """The number of channels that a module was made for."""
-        return module.num_channels if self.grouped else module.num_features
 
     def call(
         self,
@@ -70,7 +68,7 @@ class Kind:
         The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
         False.
         """
-        over = statistic_of(self.name, module.num_groups if self.grouped else None)
+        over = self.over or Statistic(True, module.num_groups)
         if not self.own:
             given = Operands(x, module.weight, module.bias, residual, slope)
             return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
@@ -98,11 +96,11 @@ BATCH_NORM = Kind(
 INSTANCE_NORM = Kind(
     "instance", F.instance_norm, "use_input_stats", _InstanceNorm,
     {nn.InstanceNorm1d: (3, 3), nn.InstanceNorm2d: (4, 4), nn.InstanceNorm3d: (5, 5)},
-    (3, 5), "with one to three spatial dimensions after it",
+    (3, 5), "with one to three spatial dimensions after it", over=INSTANCE,
 )  # fmt: skip
 GROUP_NORM = Kind(
     "group", F.group_norm, "", nn.GroupNorm, {nn.GroupNorm: (2, sys.maxsize)},
-    (2, sys.maxsize), "with any spatial dimensions after it", grouped=True, autocast=False,
+    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels", over=None, autocast=False,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
 OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}
