@@ -125,6 +125,11 @@ def results(net, run, x, way: Way):
     return {name: t.detach().double() for name, t in (found | dict(net.named_buffers())).items()}
 
 
+def strides(t):
+    """The strides of dimensions with several positions; the others have no meaning."""
+    return [step for n, step in zip(t.shape, t.stride(), strict=True) if n > 1]
+
+
 def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
     monkeypatch.setattr(fusedseg, "backend", "triton" if way.kernels else "aten")
     for module in (concatenation, split_convolutions):
@@ -151,7 +156,9 @@ def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
     for key in wanted.keys() - of_gradients:
         assert forward.holds(found[key], wanted[key]), (key, way)
         # A caller sees eager mode's strides.
-        assert codegen != "aten" or "output" not in key or found[key].stride() == wanted[key].stride(), (key, way)
+        # As on a GPU, norms keep channels_last, where PyTorch's on a CPU may return contiguous memory.
+        if codegen == "aten" and "output" in key and not (way.autocast or (way.kernels and way.rows)):
+            assert strides(found[key]) == strides(wanted[key]), (key, way)
     if of_gradients and (way.autocast or "bits" in way.options):
         # All gradients together, because the bias of a convolution before a norm has none but for rounding.
         mine, theirs = (torch.cat([of[key].flatten() for key in sorted(of_gradients)]) for of in (found, wanted))
@@ -177,7 +184,12 @@ def test_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 
 
+# A program has a part inside of a checkpoint.
+in_a_checkpoint = pytest.mark.filterwarnings("ignore:.*inside of a checkpoint")
+
+
 @pytest.mark.slow
+@in_a_checkpoint
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("number", range(1, 5))
 def test_values_in_other_ways(number, monkeypatch):
@@ -191,6 +203,7 @@ BY_INDUCTOR = (
 )  # fmt: skip
 
 
+@in_a_checkpoint
 @pytest.mark.parametrize("name", [pytest.param(name, marks=INDUCTOR) for name in BY_INDUCTOR])
 def test_values_with_inductor(name, monkeypatch):
     ways = [Way(options) for options in ({}, {"bits": 8}, {"budget": 0.5}, of_a_gpu(name).options)]

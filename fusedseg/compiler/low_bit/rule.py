@@ -136,8 +136,7 @@ class Facts:
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
         self.layers: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.sized: set[fx.Node] = set()
-        self.plain: set[fx.Node] = set()
+        self.sized, self.plain = set[fx.Node](), set[fx.Node]()
         self.note(joint.graph.nodes)
         self.unsteady = self._of_unsteady_segments()
 
@@ -211,8 +210,7 @@ class Rule:
     """One pass over a graph.  ``found`` is what is recomputed, and ``rounded`` what is packed; needs are noted there.
 
     Attributes:
-        branching: ops of backward with a branch, which must be written as pointwise chains before anything can be
-            decided.
+        branching: ops of backward that must be written as pointwise chains before anything can be decided.
         roots: for each copy its roots.
     """
 
