@@ -30,7 +30,7 @@ from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.max_pool import pool as pool
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import GradientCall, NormCall, norm_backward_op, norm_op
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS
 from fusedseg.ops.segmentation import positions, sums
 from tests.tools.tensors import channels_last
 
@@ -126,7 +126,7 @@ def _norms(kind: str) -> list[tuple[Any, tuple]]:
         weight, bias = (torch.linspace(*ends, C, dtype=x.dtype) for ends in ((0.5, 1.5), (-0.5, 0.5)))
         slope = torch.full((C,), 0.2, dtype=x.dtype) if keep == "input" else None
         slots = torch.tensor([-1, 0, -1], dtype=torch.int32) if keep == "output" else None
-        spec = Norm(keep, act, over=statistic_of(kind, 1 if kind == "group" else 0))
+        spec = Norm(keep, act, over=KINDS[kind].over(1))
         leaves = [None if t is None else t.requires_grad_() for t in (x, weight, bias, residual, slope)]
         x, weight, bias, residual, slope = leaves
         call = NormCall(spec, x, weight, bias, residual, slope=slope, slots=slots, kept_count=int(keep == "output"))

@@ -14,6 +14,7 @@ CALLED = "any function, with or without a name"
 STOCK = "an attribute of the stock activation, by its name in the table"
 NODE = "a node of autograd, of any class"
 USERS = "the user's model, module or setting"
+CHANNELS = "the number of channels of a module of PyTorch, by its name in the kind"
 MONAI = "a word, or MONAI's enumeration"
 FRAMEWORK = "an object of the framework, by name"
 GRAPH = "a target in a graph of PyTorch"
@@ -31,13 +32,15 @@ ALLOWED = {
     "fusedseg/compiler/codegen/aten.py": {"aten": NAMED, "torch": NAMED, "Tensor": NAMED},
     "fusedseg/compiler/plan/aliasing.py": {"aten": NAMED, "packet": NAMED},
     "fusedseg/compiler/estimate.py": {"error": VERSIONS},
-    "fusedseg/convert.py": {"act": STOCK, "block": FRAMEWORK, "block.skip": FRAMEWORK},
+    "fusedseg/convert.py": {"act": STOCK, "block": FRAMEWORK, "block.skip": FRAMEWORK, "norm": CHANNELS},
     "fusedseg/doctor/gpu.py": {"torch": NAMED},
     "fusedseg/doctor/report.py": {"importlib.import_module(name)": VERSIONS},
     "fusedseg/integrations/inplace_abn.py": {"module": USERS, "sys.modules[module]": FRAMEWORK},
     "fusedseg/integrations/nnunet/loss.py": {"dice": FRAMEWORK, "dice.apply_nonlin": CALLED, "module": FRAMEWORK},
     "fusedseg/losses/monai.py": {"reduction": MONAI},
     "fusedseg/memory/meter.py": {"node": NODE},
+    "fusedseg/nn/norm_act.py": {"self": CHANNELS},
+    "fusedseg/nn/stock_norm.py": {"self": CHANNELS},
     "fusedseg/ops/registry.py": {"torch.ops.fusedseg": "an op, by its name"},
     "fusedseg/ops/conv/choice.py": {"backends.cudnn": VERSIONS},
     "fusedseg/ops/conv/join_conv.py": {"node.next_functions[0][0]": NODE},

@@ -8,7 +8,7 @@ from ..ops.norm.call import NAMES, Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
 from ..ops.norm.kept import find
-from ..ops.norm.statistic import INSTANCE, Statistic, statistic_of
+from ..ops.norm.statistic import INSTANCE, Statistic
 from ..ops.norm.stock import KINDS, KindName
 
 
@@ -191,11 +191,11 @@ def norm_act(
     act = parse_activation(op, activation, activation_param)
     check_choice(op, "norm", norm, tuple(KINDS))
     kind = KINDS[norm]
-    if (kind.over is None) != (num_groups is not None):
+    if (kind.statistic is None) != (num_groups is not None):
         raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
     if not kind.own and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm {norm!r} has no running statistics, running_mean and running_var must be None")
-    own, over = training or not kind.own, statistic_of(norm, num_groups)
+    own, over = training or not kind.own, kind.over(num_groups)
     of_call = Norm("input", act, eps=eps, momentum=momentum, own=own, over=over)
     given = Operands(x, weight=weight, bias=bias, residual=residual, slope=slope, running_mean=running_mean,
                     running_var=running_var)  # fmt: skip

@@ -17,7 +17,7 @@ from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import NormCall, norm_op
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS
 from tests.compiler.networks import BOTH, TwoBlocks, compiled, kept, results, same
 
 
@@ -399,7 +399,7 @@ def test_statistics_that_autograd_has_saved():
 def test_a_norm_with_its_statistics_is_the_same(kind, fmt):
     x, residual = (t.contiguous(memory_format=fmt) for t in torch.randn(2, 2, 4, 3, 4))
     weight, bias = torch.rand(2, 4) + 0.5
-    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=statistic_of(kind, 2))
+    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=KINDS[kind].over(2))
     call = NormCall(spec, x, weight, bias, residual)
     z, mean, rstd, *_ = norm_op(*call.arguments)
     again, *_ = norm_op(*call._replace(mean=mean, rstd=rstd).arguments)

@@ -33,7 +33,7 @@ from fusedseg.kernels import launcher
 from fusedseg.ops.norm import kept
 from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import Backward, Forward
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS
 from tests.tools.called import Called
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
@@ -363,7 +363,7 @@ def kernels_of_norms(kind: str, shapes: list[tuple[int, ...]], memory_format: to
         _, specialization, options = binder(*tensors, *floats, *self._sizes, **self._constants)
         found.add((self._kernel.__name__, str(specialization), str(sorted(options.items()))))
 
-    norm = Norm("input", Activation("leaky_relu", 0.01), momentum=0.1, over=statistic_of(kind))
+    norm = Norm("input", Activation("leaky_relu", 0.01), momentum=0.1, over=KINDS[kind].over())
     forward, again, backward = Forward(norm, moving=True), Forward(norm), Backward(norm, True, False)
     chosen = {("norm", torch.float16, torch.device("cpu")): ""}
     launcher.forget_plans()

@@ -23,7 +23,7 @@ from fusedseg.ops import concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.norm import triton as passes
 from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS
 from tests.reference import PARAMS
 from tests.tools.tensors import channels_last
 
@@ -124,7 +124,7 @@ def norm(draw: Draw) -> None:
 def run_passes(draw: Draw, given: Operands, act: Activation, kind: str, groups: int, dz: Tensor) -> None:
     """What compiled graphs and several processes call: an output computed again, a second gradient, and sums."""
     given = Operands(*(t if t is None else t.detach() for t in given))
-    x, of = given.x, Norm("input", act, 1e-5, 0.1, over=statistic_of(kind, groups))
+    x, of = given.x, Norm("input", act, 1e-5, 0.1, over=KINDS[kind].over(groups))
     _, stats = passes.forward(given, of, None, None)
     passes.recompute(given, stats, of, None)
     passes.moments(x)

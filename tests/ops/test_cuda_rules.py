@@ -14,7 +14,7 @@ from fusedseg.activation import Activation
 from fusedseg.functional import max_pool
 from fusedseg.ops.norm import aten_norms, stock
 from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS
 from tests import reference
 from tests.ops import conv_abn_cases, test_conv_abn
 from tests.ops.test_max_pool import CASES, STOCK, special
@@ -73,7 +73,7 @@ def test_rebuilt_outputs(rules, groups, fmt, dtype):
     x = laid(torch.randn(SHAPES["2d"]).to(dtype), fmt)
     weight, bias = torch.tensor([[1.0, -0.7, 0.0, 1.3], [0.3, -0.2, 0.4, 0.0]])
     kind = {None: "batch", 0: "batch", C: "instance"}.get(groups, "group")
-    spec = Norm("input", Activation("silu", 0.0), own=groups != 0, over=statistic_of(kind, groups or 0))
+    spec = Norm("input", Activation("silu", 0.0), own=groups != 0, over=KINDS[kind].over(groups))
     running = (bias.clone(), bias + 1) if groups == 0 else (None, None)
     given = Operands(x, weight, bias, None, None, *running)
     z, stats = aten_norms.forward(given, spec, None, None)
@@ -87,7 +87,7 @@ def test_exported_norms_with_a_bias_alone(rules, kind, dtype):
     """PyTorch's own norms have no gradient on CUDA for a bias without a weight."""
     x = torch.randn(SHAPES["2d"]).to(dtype).requires_grad_()
     bias = torch.linspace(-0.4, 0.6, C, requires_grad=True)
-    spec = Norm("input", Activation("elu", 1.0), over=statistic_of(kind, 2 if kind == "group" else 0))
+    spec = Norm("input", Activation("elu", 1.0), over=KINDS[kind].over(2))
     z = stock.norm_act(Operands(x, None, bias), spec)
     dz = torch.randn_like(z)
     found = torch.autograd.grad(z, (x, bias), dz)

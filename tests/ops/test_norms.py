@@ -19,7 +19,7 @@ from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.norm import aten_norms, graph, passes
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
-from fusedseg.ops.norm.statistic import statistic_of
+from fusedseg.ops.norm.stock import KINDS as OF_NAME
 from tests.norms import ACTIVATIONS, INVERTIBLE, KINDS, SLOPES, Leaves, drawn, exact, functional, leaves, stock
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, PARAMS, relative_error, stock_activation
 from tests.tools.cuda_rules import CudaRules
@@ -140,8 +140,8 @@ def test_the_op_of_compiled_graphs(kind, backend):
         case = drawn(f"graph {backend}", "input", kind, activation)._replace(of_samples=False)
         given, running = leaves(case)
         name, param = ACTIVATIONS[activation]
-        groups = case.groups if case.norm == "group" else 0
-        norm = Norm("input", Activation(name, param), momentum=0.3, own=case.own, over=statistic_of(case.norm, groups))
+        over = OF_NAME[case.norm].over(case.groups)
+        norm = Norm("input", Activation(name, param), momentum=0.3, own=case.own, over=over)
         dz, added = torch.randn(case.shape, dtype=torch.float64).to(case.dtype), given.residual is not None
         tensors = [None if t is None else t.detach() for t in (given.x, given.weight, given.bias, given.residual)]
         with rules:
@@ -259,7 +259,7 @@ def test_an_output_that_is_computed_again_has_the_same_bits(norm, own, needs_int
     x, residual = torch.randn(2, 2, 6, 9, 7, device=device)
     weight, bias = torch.linspace(-1, 1.5, 6, device=device), torch.linspace(-0.5, 0.5, 6, device=device)
     running = (None, None) if own else (bias.clone(), bias + 1)
-    spec = Norm("input", Activation("silu", 0.0), 1e-5, 0.1, own, statistic_of(norm if own else "batch", 3))
+    spec = Norm("input", Activation("silu", 0.0), 1e-5, 0.1, own, OF_NAME[norm if own else "batch"].over(3))
     given = Operands(x, weight, bias, residual, None, *running)
     z, stats = passes.forward(given, spec, None, None)
     assert torch.equal(passes.recompute(given, stats, spec), z)

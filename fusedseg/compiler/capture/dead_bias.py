@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
-from ...ops.norm.statistic import Statistic, statistic_of
+from ...ops.norm.statistic import Statistic
 from ...ops.norm.stock import OF_FUNCTION
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import OF_NAME
@@ -51,7 +51,7 @@ def _given(node: fx.Node) -> tuple[object, object, object] | None:
     if kind is None:
         return None
     given = getcallargs(function, *node.args, **node.kwargs)
-    own, over = not kind.own or given[kind.own] is True, statistic_of(kind.name, given.get("num_groups"))
+    own, over = not kind.own or given[kind.own] is True, kind.over(given.get("num_groups"))
     if not own or not _removes(over, given["input"]):
         return None
     return given["input"], given.get("running_mean"), given.get("momentum")

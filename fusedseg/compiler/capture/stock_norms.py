@@ -24,7 +24,6 @@ from ...ops.layout import FORMATS, is_rows, memory_of
 from ...ops.norm import stock
 from ...ops.norm.call import Norm, Operands
 from ...ops.norm.graph import ARGUMENTS, RESULTS, NormCall, norm_op
-from ...ops.norm.statistic import statistic_of
 from .. import op_table
 from ..graph import captured_tensors_of, captured_value_of, in_one_grad_mode, is_alike, nodes_from
 from ..settings import Settings
@@ -62,7 +61,7 @@ def call_of(function: Any, given: dict[str, Any]) -> NormCall:
     """A call of a norm of PyTorch with these arguments, as one of the op."""
     kind = stock.OF_FUNCTION[function]
     own = not kind.own or bool(given[kind.own])
-    over = statistic_of(kind.name, given.get("num_groups"))
+    over = kind.over(given.get("num_groups"))
     norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
     named = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
     return NormCall(norm, given["input"], **named)

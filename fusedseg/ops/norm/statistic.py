@@ -85,8 +85,3 @@ class Statistic(NamedTuple):
 BATCH, INSTANCE = Statistic(), Statistic(of_samples=True)
 # The fields in the schema of an op.
 SCHEMA = "bool of_samples, SymInt? groups"
-
-
-def statistic_of(name: str, groups: int | None = None) -> Statistic:
-    """The statistic of a name; only "group" has a number of groups."""
-    return Statistic(name != "batch", groups if name == "group" else None)

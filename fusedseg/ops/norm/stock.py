@@ -27,7 +27,7 @@ KindName = Literal["batch", "instance", "group"]
 class Kind:
     """A kind of norm, by the values that share a statistic.
 
-    name: its name in ``functional.norm_act``, and in ``statistic_of``.
+    name: its name in ``functional.norm_act``.
     function: PyTorch's function.
     own: the argument of the function that says whether the statistics are those of the input.  It is "" if they always
         are, and then there are no running statistics.
@@ -37,7 +37,7 @@ class Kind:
     dims: the fewest and the most dimensions of the input of a module of this package.
     spatial: the words for them in errors.
     channels: the attribute of a module with the number of its channels.
-    over: the statistics; None if each module has groups of its own number.
+    statistic: the values that share a statistic; None if they are groups, whose number each call gives.
     autocast: whether the modules return the dtype of their input under autocast.
     """
 
@@ -49,8 +49,12 @@ class Kind:
     dims: tuple[int, int]
     spatial: str
     channels: str = "num_features"
-    over: Statistic | None = BATCH
+    statistic: Statistic | None = BATCH
     autocast: bool = True
+
+    def over(self, num_groups: int | None = None) -> Statistic:
+        """The values that share a statistic; ``num_groups`` counts for groups only."""
+        return self.statistic or Statistic(True, num_groups)
 
     def call(
         self,
@@ -68,7 +72,7 @@ class Kind:
         The statistics are chosen as a module of PyTorch chooses them.  It moves running statistics, unless ``moves`` is
         False.
         """
-        over = self.over or Statistic(True, module.num_groups)
+        over = self.statistic or Statistic(True, module.num_groups)
         if not self.own:
             given = Operands(x, module.weight, module.bias, residual, slope)
             return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
@@ -96,11 +100,11 @@ BATCH_NORM = Kind(
 INSTANCE_NORM = Kind(
     "instance", F.instance_norm, "use_input_stats", _InstanceNorm,
     {nn.InstanceNorm1d: (3, 3), nn.InstanceNorm2d: (4, 4), nn.InstanceNorm3d: (5, 5)},
-    (3, 5), "with one to three spatial dimensions after it", over=INSTANCE,
+    (3, 5), "with one to three spatial dimensions after it", statistic=INSTANCE,
 )  # fmt: skip
 GROUP_NORM = Kind(
     "group", F.group_norm, "", nn.GroupNorm, {nn.GroupNorm: (2, sys.maxsize)},
-    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels", over=None, autocast=False,
+    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels", statistic=None, autocast=False,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
 OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}
