@@ -14,7 +14,7 @@ from torch import fx
 from .. import _backend
 from ..ops.norm.graph import statistics
 from .graph import is_tensor, value_of
-from .settings import Settings
+from .settings import Settings, left_out, written
 
 # What Dynamo captures; what AOTAutograd traces of it, forward and backward in one; the two parts of that; and what it
 # traces where nothing is trained.
@@ -68,6 +68,8 @@ class Pass(NamedTuple):
     stage: who runs it.  on: the graphs on which it runs.
     takes: what it is given, by the names of ``run``.
     when: a key of ``WHEN``, which says whether it runs.
+    where: the tensors that it changes something for; "" for all.
+    without: the name in ``settings.OPTIONAL`` by which it can be left out; "" if it always runs.
     after: the functions of other passes that must have run before it.
     """
 
@@ -76,12 +78,16 @@ class Pass(NamedTuple):
     on: tuple[str, ...]
     takes: tuple[str, ...] = ("graph",)
     when: str = ""
+    where: str = ""
+    without: str = ""
     after: tuple[str, ...] = ()
 
-    def __call__(self, given: dict[str, Any]) -> None:
-        pkgutil.resolve_name(f"{__package__}.{self.function}")(*map(given.__getitem__, self.takes))
+    def __call__(self, given: dict[str, Any]) -> Any:
+        return pkgutil.resolve_name(f"{__package__}.{self.function}")(*map(given.__getitem__, self.takes))
 
 
+# Tensors that Triton's kernels serve, and those whose convolutions are faster in channels_last.
+TRITON, HALF_ON_CUDA = "Triton's kernels", "half precision on CUDA, or what memory_format says"
 LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
 OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
@@ -106,54 +112,64 @@ PASSES = (
     ),
     Pass("plan.eager_mode:note_changeable", Stage.TRACED, (JOINT,)),
     Pass(
-        "rewrite.channels_last:lay_out", Stage.LAYOUT, LAID_OUT, ("graph", "settings"),
-        after=("plan.eager_mode:note_changeable",),
+        "rewrite.channels_last:lay_out", Stage.LAYOUT, LAID_OUT, ("graph", "settings"), where=HALF_ON_CUDA,
+        without="channels_last", after=("plan.eager_mode:note_changeable",),
     ),
     Pass("rewrite.simplify:simplify", Stage.LAYOUT, (JOINT,), ("module",), after=("plan.eager_mode:note_changeable",)),
-    Pass("rewrite.one_channel:view_in_channels_last", Stage.LAYOUT, (JOINT,), after=("rewrite.channels_last:lay_out",)),
+    Pass(
+        "rewrite.one_channel:view_in_channels_last", Stage.LAYOUT, (JOINT,), without="one_channel",
+        after=("rewrite.channels_last:lay_out",),
+    ),
     Pass("rewrite.split_convolutions:split_backward", Stage.CANDIDATE, (JOINT,), when=BY_SOURCES),
     # Backward of a convolution that was split may read the result of another convolution, with its bias.
     Pass(
-        "rewrite.late_bias:defer_biases", Stage.CANDIDATE, (JOINT,), when="aten",
+        "rewrite.late_bias:defer_biases", Stage.CANDIDATE, (JOINT,), when="aten", where=TRITON, without="late_bias",
         after=("rewrite.split_convolutions:split_backward",),
     ),
     Pass("plan.recompute:round_inputs", Stage.CANDIDATE, (JOINT,), when="bits"),
-    Pass("rewrite.joined_norms:fuse_residuals", Stage.PACKED, (JOINT,)),
+    Pass("rewrite.joined_norms:fuse_residuals", Stage.PACKED, (JOINT,), where=TRITON),
     Pass("rewrite.branches:write_activations", Stage.DIVIDED, PARTS, when="bits and Inductor"),
     Pass(
         "rewrite.fused_convolutions:fuse_norms", Stage.DIVIDED, (FORWARD, BACKWARD), when="aten and fused_convolutions",
+        where=TRITON,
     ),
     # It orders what backward computes again, which is another op where a convolution takes its norm.
     Pass(
         "plan.schedule:reorder", Stage.DIVIDED, (BACKWARD,), ("module", "peak_target", "fused"),
         after=("rewrite.fused_convolutions:fuse_norms",),
     ),
-    Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD),
+    Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD, where=TRITON),
     Pass(
-        "rewrite.joined_norms:fuse_residuals", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided",
+        "rewrite.joined_norms:fuse_residuals", Stage.JOINED, WITHOUT_BACKWARD, when="a norm was divided", where=TRITON,
         after=("codegen.divided_norms:divide",),
     ),
-    Pass("rewrite.joined_norms:fuse_activations", Stage.JOINED, PARTS, after=("rewrite.joined_norms:fuse_residuals",)),
-    Pass("codegen.casts:batch_casts", Stage.CALLS, PARTS, WITH_LIVENESS),
+    Pass(
+        "rewrite.joined_norms:fuse_activations", Stage.JOINED, PARTS, where=TRITON,
+        after=("rewrite.joined_norms:fuse_residuals",),
+    ),
+    Pass("codegen.casts:batch_casts", Stage.CALLS, PARTS, WITH_LIVENESS, without="casts"),
     Pass(
         "codegen.shorter:shorten_calls", Stage.CALLS, PARTS,
         after=("rewrite.joined_norms:fuse_activations", "codegen.casts:batch_casts"),
     ),
-    Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS),
+    Pass("codegen.shorter:write_zeros", Stage.CALLS, PARTS, without="zeros"),
     # Behind a write to an argument no cast is moved.
     Pass(
         "codegen.divided_norms:write_statistics", Stage.CALLS, PARTS,
         after=("codegen.casts:batch_casts", "codegen.shorter:shorten_calls"),
     ),
-    Pass("codegen.concatenation:concatenate_in_place", Stage.CALLS, PARTS, after=("rewrite.late_bias:defer_biases",)),
+    Pass(
+        "codegen.concatenation:concatenate_in_place", Stage.CALLS, PARTS, where=TRITON,
+        after=("rewrite.late_bias:defer_biases",),
+    ),
     Pass("codegen.concatenation:make_dense", Stage.CALLS, PARTS),
     Pass(
-        "codegen.gradient_sums:fuse_sums", Stage.CALLS, (BACKWARD,), WITH_LIVENESS,
+        "codegen.gradient_sums:fuse_sums", Stage.CALLS, (BACKWARD,), WITH_LIVENESS, where=TRITON, without="sums",
         after=("codegen.shorter:shorten_calls",),
     ),
     # It writes results over the gradients that are free, and over the inputs of norms that are no ops any more.
     Pass(
-        "codegen.in_place:write_in_place", Stage.CALLS, PARTS,
+        "codegen.in_place:write_in_place", Stage.CALLS, PARTS, without="in_place",
         after=("codegen.casts:batch_casts", "codegen.shorter:shorten_calls", "codegen.gradient_sums:fuse_sums"),
     ),
     Pass(
@@ -166,7 +182,7 @@ PASSES = (
         after=("codegen.concatenation:make_dense", "codegen.convolution_backward:free_inputs"),
     ),
     Pass(
-        "codegen.replays:replay_launches", Stage.CALLS, PARTS,
+        "codegen.replays:replay_launches", Stage.CALLS, PARTS, where=TRITON, without="replays",
         after=(
             "codegen.concatenation:concatenate_in_place", "codegen.concatenation:make_dense",
             "codegen.gradient_sums:fuse_sums", "codegen.in_place:write_in_place",
@@ -186,11 +202,14 @@ def run(stage: Stage, on: str, of: fx.GraphModule | fx.Graph, settings: Settings
         more: what the passes of this stage are given besides ("takes").
     """
     asked = settings or Settings()
-    ran = False
+    out, ran = left_out(), False
     for row in PASSES:
         # A pass may put another graph into the module.
         graph = of if isinstance(of, fx.Graph) else of.graph
-        if row.stage is stage and on in row.on and WHEN[row.when](asked, graph):
-            row({"module": of, "graph": graph, "settings": asked, "fused": asked.fused_code, **more})
+        is_wanted = row.stage is stage and on in row.on and row.without not in out
+        if is_wanted and WHEN[row.when](asked, graph):
+            count = row({"module": of, "graph": graph, "settings": asked, "fused": asked.fused_code, **more})
+            if row.without:
+                written[row.without] += count
             ran = True
     return ran

@@ -4,9 +4,9 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
@@ -21,7 +21,8 @@ BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
 KEEP = "keep"
 WITHOUT = "FUSEDSEG_WITHOUT"
-# What WITHOUT can leave out.  Results are the same without it, but for their last bits.
+# What WITHOUT can leave out: a pass (``passes.py``), or "ahead".  Results are the same without it, but for their last
+# bits.
 OPTIONAL = {
     "ahead": "kernels are compiled in threads, before the first call of a graph",
     "casts": "casts of many tensors in one call",
@@ -35,7 +36,6 @@ OPTIONAL = {
 }
 # How often each of these has written something in this process.
 written: Counter[str] = Counter()
-Given = ParamSpec("Given")
 
 
 def left_out() -> frozenset[str]:
@@ -47,22 +47,6 @@ def left_out() -> frozenset[str]:
             f"got {', '.join(map(repr, unknown))}"
         )
     return names
-
-
-def optional(name: str) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
-    """Decorates a rewrite that ``WITHOUT`` can leave out: it finds nothing to write then."""
-    assert name in OPTIONAL
-
-    def decorate(rewrite: Callable[Given, int]) -> Callable[Given, int]:
-        @functools.wraps(rewrite)
-        def wanted(*args: Given.args, **kwargs: Given.kwargs) -> int:
-            count = 0 if name in left_out() else rewrite(*args, **kwargs)
-            written[name] += count
-            return count
-
-        return wanted
-
-    return decorate
 
 
 @functools.cache

@@ -2,25 +2,32 @@
 
 import inspect
 import pkgutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from torch import fx, nn
 
+import fusedseg
 from fusedseg.compiler import estimate, partition
-from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, Stage, run
+from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, Pass, Stage, run
 from fusedseg.compiler.plan import eager_mode
 from fusedseg.compiler.plan.keep import LABEL
+from fusedseg.compiler.settings import OPTIONAL
+from tests.compiler.networks import compiled
+from tests.compiler.programs import made, step
 
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
 
 
 def table() -> str:
     """The passes as a table of the page."""
-    rows = ["| stage | pass | graphs | when | after |", "|---|---|---|---|---|"]
+    rows = ["| stage | pass | graphs | when | where | without | after |", "|---|---|---|---|---|---|---|"]
     for row in PASSES:
-        after = ", ".join(f"`{name}`" for name in row.after)
-        rows.append(f"| {row.stage.name.lower()} | `{row.function}` | {', '.join(row.on)} | {row.when} | {after} |")
+        after, without = ", ".join(f"`{name}`" for name in row.after), f"`{row.without}`" if row.without else ""
+        cells = row.stage.name.lower(), f"`{row.function}`", ", ".join(row.on), row.when, row.where, without, after
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -62,6 +69,31 @@ def test_a_pass_runs_on_its_graphs_alone(monkeypatch):
     assert run(Stage.TRACED, JOINT, graph)
     assert not run(Stage.TRACED, FORWARD, graph)
     assert seen == [graph]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_where_a_pass_changes_nothing(monkeypatch):
+    """``tests/gpu/test_ways.py`` finds a pass that changes nothing on a GPU."""
+    counts, calling = Counter(), Pass.__call__
+
+    def call(row, given):
+        count = calling(row, given)
+        if row.where:
+            counts[row.function] += count
+        return count
+
+    monkeypatch.setattr(Pass, "__call__", call)
+    monkeypatch.setattr(fusedseg, "backend", "aten")
+    for name, options in (("skip", {}), ("residual blocks", {"bits": 8}), ("three gradients", {})):
+        net, x = made(name, 3)
+        net, x = (of.to(memory_format=torch.channels_last) for of in (net, x))
+        step(net, compiled(net, **options), x)
+    optional = {"rewrite.fused_convolutions:fuse_norms"}
+    assert counts == dict.fromkeys({row.function for row in PASSES if row.where} - optional, 0)
+
+
+def test_what_can_be_left_out_has_a_name():
+    assert {*OPTIONAL} == {row.without for row in PASSES if row.without} | {"ahead"}
 
 
 def test_the_page_shows_the_tuple():

@@ -23,7 +23,6 @@ from ...ops.replay import Allocation
 from ...ops.together import Casts, Zeros
 from ..graph import has_symbols, is_cast, is_dense, nbytes_of, node_at, roots_of, value_of, writes
 from ..plan.liveness import Liveness
-from ..settings import optional
 
 # The dtypes that PyTorch's kernel for many tensors casts.
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -35,7 +34,6 @@ def casts_alone(node: fx.Node) -> bool:
     return alike and set(node.kwargs) <= {"dtype", "layout", "device"}
 
 
-@optional("casts")
 def batch_casts(graph: fx.Graph, liveness: Liveness) -> int:
     """Writes casts of several tensors, and returns their number."""
     # Behind the first write to an argument nothing is moved.

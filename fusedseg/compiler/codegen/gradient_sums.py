@@ -28,13 +28,11 @@ from ..graph import (
     value_of,
 )
 from ..plan.liveness import Liveness
-from ..settings import optional
 from .in_place import Memory
 
 aten = torch.ops.aten
 
 
-@optional("sums")
 def fuse_sums(graph: fx.Graph, liveness: Liveness) -> int:
     """Gives such norms both gradients, and returns how many.
 

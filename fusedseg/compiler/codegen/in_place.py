@@ -11,7 +11,6 @@ from torch import Tensor, fx
 
 from ..graph import calls_view, is_op, outputs_of, roots_of, value_of
 from ..plan.aliasing import first_result, may_overwrite, overwriting
-from ..settings import optional
 
 aten = torch.ops.aten
 # The argument that is the tensor to write to, by the overload of the op.
@@ -55,7 +54,6 @@ class Memory:
         self.last[root] = max(place, self.last.get(result, place))
 
 
-@optional("in_place")
 def write_in_place(graph: fx.Graph) -> int:
     """Makes ops write their results over their arguments, and returns how many do."""
     memory = Memory(graph)

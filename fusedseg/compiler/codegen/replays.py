@@ -15,13 +15,11 @@ from ...ops.norm import graph as norms
 from ...ops.registry import DIRECT, REPLAYED
 from ...ops.replay import Replay, direct_stream
 from ..graph import has_symbols, is_tensor, value_of
-from ..settings import optional
 
 # Stands for a tensor among constant arguments.
 TENSOR = object()
 
 
-@optional("replays")
 def replay_launches(graph: fx.Graph) -> int:
     """Writes replays, and returns their number."""
     # A number on the CPU may come first among the arguments, such as the seed of a dropout.

@@ -20,7 +20,6 @@ from ...ops.conv import conv3d
 from ...ops.norm import graph as norms
 from ...ops.together import Zeros
 from ..graph import has_symbols, node_at, value_of
-from ..settings import optional
 from . import convolution_backward
 from .casts import casts_alone, put_together
 
@@ -37,7 +36,6 @@ def shorten_calls(graph: fx.Graph) -> None:
             node.target, node.kwargs = Tensor.to, {"dtype": value_of(node).dtype}
 
 
-@optional("zeros")
 def write_zeros(graph: fx.Graph) -> int:
     """Writes one call for vectors of zeros, and returns the number of such calls."""
     alike: dict[Any, list[fx.Node]] = {}

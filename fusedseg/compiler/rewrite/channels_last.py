@@ -34,7 +34,7 @@ from .. import graph as graphs
 from ..graph import arguments_of, computed, is_cast, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
 from ..op_table import ANY, PASSES
 from ..plan.min_cut import ENDLESS, Flow
-from ..settings import KEEP, Settings, optional
+from ..settings import KEEP, Settings
 from .simplify import LABELS
 
 aten = torch.ops.aten
@@ -47,7 +47,6 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
 NEED_DENSE = (norms.norm_op, pools.max_pool_op, *INSTEAD.values())
 
 
-@optional("channels_last")
 def lay_out(graph: fx.Graph, settings: Settings) -> int:
     """Lays a graph out as the settings say, and returns the number of ops that compute in channels_last."""
     if settings.memory_format == KEEP:

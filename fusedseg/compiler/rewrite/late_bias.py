@@ -14,10 +14,8 @@ from ... import _backend
 from ...ops.concat import concat_biased_op, pitches_of
 from ...ops.layout import is_rows
 from ..graph import has_symbols, name_of, node_at, nodes_at, value_of
-from ..settings import optional
 
 
-@optional("late_bias")
 def defer_biases(graph: fx.Graph) -> int:
     """Gives concatenations the biases of their sources, and returns the number of these convolutions."""
     biases: dict[fx.Node, fx.Node] = {}

@@ -13,10 +13,8 @@ from torch import Tensor, fx
 
 from ...ops.layout import FORMATS, is_rows, suggests_channels_last
 from ..graph import call, has_symbols, is_tensor, name_of, value_of
-from ..settings import optional
 
 
-@optional("one_channel")
 def view_in_channels_last(graph: fx.Graph) -> int:
     """Gives gradients of convolutions such views, and returns their number."""
     count = 0
