@@ -25,10 +25,16 @@ Function = Callable[..., Any]
 #
 # The result is linear in its arguments, and each of its values is one of them, or a fixed multiple of one;
 FOLLOWS = "follows"
-# a sum of two terms, or an interpolation, which follows if the terms follow different layers, or if it enlarges;
-MIXES = "mixes"
+# a choice, which may leave out the largest values: it follows if a norm has set their size;
+CHOOSES = "chooses"
+# a sum or difference of two terms, which follows if the terms follow different layers;
+ADDS = "adds"
+# an interpolation, which follows if it enlarges;
+INTERPOLATES = "interpolates"
 # a linear function of the first argument, which reads sizes and positions of the others: it follows exact values;
 FIRST = "first"
+# (these are linear)
+LINEAR = (FOLLOWS, CHOOSES, ADDS, INTERPOLATES, FIRST)
 # a product, which follows a factor if the other one is a number or a vector of parameters;
 FACTOR = "factor"
 # a convolution or a matrix product, of which the gradient of the weight is a sum of gradients times values;
@@ -250,10 +256,10 @@ _PRODUCTS = (
 
 _LINEAR = (
     OpRow(
-        "add", MIXES, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
+        "add", ADDS, ("add",), {torch.add: Tensor.add_, Tensor.add: Tensor.add_}, in_place="Tensor",
         commutative=True,
     ),
-    OpRow("sub", MIXES, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
+    OpRow("sub", ADDS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
     OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
@@ -290,7 +296,7 @@ _LINEAR = (
         _alone(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     ),
     OpRow(
-        "interpolate", MIXES,
+        "interpolate", INTERPOLATES,
         (
             "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
             "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
@@ -300,13 +306,16 @@ _LINEAR = (
     ),
     # Its mask is kept: nothing is drawn again.
     OpRow(
-        "dropout", FOLLOWS, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+        "dropout", CHOOSES, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(FOLLOWS, "neg", "where", "masked_fill"),
-    *_each(MIXES, "rsub"),
+    *_each(FOLLOWS, "neg"),
+    *_each(CHOOSES, "where", "masked_fill"),
+    *_each(ADDS, "rsub"),
     *_each(FIRST, "sum", "mean", inductor=READS, layout=ANY),
-    *_each(FOLLOWS, "repeat", "index", "_unsafe_index", inductor=INSIDE),
+    # The second one repeats values, in an interpolation that Inductor has taken apart.
+    *_each(FOLLOWS, "repeat", "_unsafe_index", inductor=INSIDE),
+    *_each(CHOOSES, "index", inductor=INSIDE),
     *_each(FOLLOWS, "broadcast_in_dim"),
     # Inductor's call that lays a tensor out in given strides.
     *_each(FOLLOWS, "inductor_force_stride_order"),

@@ -329,7 +329,7 @@ interpolate_op = graph_op(
     forward,
     _fake,
     gradient=(_gradient, _setup_context),
-    row={"reads": "mixes", "layout": "passes"},
+    row={"reads": "interpolates", "layout": "passes"},
     served=True,
 )
 interpolate_backward_op = graph_op(
@@ -337,7 +337,7 @@ interpolate_backward_op = graph_op(
     " -> Tensor",
     backward,
     fake=lambda dy, size, small, factors, mode, corners: suggested(dy, small),
-    row={"reads": "mixes", "cheap": False, "layout": "passes"},
+    row={"reads": "interpolates", "cheap": False, "layout": "passes"},
     served=True,
 )
 

@@ -3,9 +3,9 @@
 A value that backward computes is exact, or a *copy*: it follows packed values, its *roots*.  docs/low_bits.md has the
 bound of each error, and its proof.
 
-* **Copies** read copies by FOLLOWS, by FACTOR with a number or a vector of parameters, and by MIXES if the terms of the
-  sum follow different layers.  SLOPE, choices and crops read *sized* copies, of which a norm has set the size.  A
-  function with a kink follows if the side is known exactly.
+* **Copies** read copies by FOLLOWS, by FACTOR with a number or a vector of parameters, by INTERPOLATES if it enlarges,
+  and by ADDS if the terms follow different layers.  SLOPE, CHOOSES and crops read *sized* copies, of which a norm has
+  set the size.  A function with a kink follows if the side is known exactly.
 * **Ends** are convolutions and matrix products with a weight.  They read copies for the weight's gradient.
 * **Segments** are the gradients between ends.  Batch, instance and group norms read packed values, and activations
   sized copies, where all factors of the segment are *steady*: numbers, parameters, slopes, and 1 / sqrt(var + eps) of
@@ -25,7 +25,7 @@ from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
 from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import SMALL, Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
-from ..op_table import FACTOR, FIRST, FOLLOWS, FORM, MIXES, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, LINEAR, NORM, PASSES, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -34,9 +34,7 @@ BENT = {row.backward for row in ROWS if row.backward and row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
 CASTS = ("clone", "_to_copy", "convert_element_type")
-SUMS = ("add", "sub", "rsub")
 COMPARISONS = ("le", "gt", "threshold_backward")
-CHOICES = ("where", "masked_fill", "index", "native_dropout")
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -66,7 +64,7 @@ def _is_linear(node: fx.Node) -> bool:
     """Whether a node is linear in what it reads, but for sizes, positions, and steady factors."""
     row = row_of(node)
     if row.reads != FACTOR:
-        return calls_view(node) or not is_op(node) or (row.reads in (FOLLOWS, MIXES, FIRST) and not row.kinks)
+        return calls_view(node) or not is_op(node) or (row.reads in LINEAR and not row.kinks)
     factors = node.args[:2] if name_of(node) == "mul" else node.args[1:2]
     return "rounding_mode" not in node.kwargs and any(_is_steady(factor, node) for factor in factors)
 
@@ -98,7 +96,8 @@ def _keeps_planes(node: fx.Node, source: fx.Node) -> bool:
     if is_view(node):
         forms = [(v.shape[:2], v.stride()[:2], v.numel()) for v in map(hinted, map(value_of, (node, source)))]
         return forms[0] == forms[1]
-    return size_of(source) <= size_of(node) and (row_of(node).layout == PASSES or name_of(node) in (*SUMS, *CASTS))
+    row = row_of(node)
+    return size_of(source) <= size_of(node) and (row.layout == PASSES or row.reads == ADDS or name_of(node) in CASTS)
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -160,7 +159,7 @@ class Facts:
         sources = [source for source in node.all_input_nodes if not _is_constant(source)]
         if row.reads == SUM:
             sources = [source for source in sources if source in self.sized or not _is_of_arguments(source)]
-        follows = calls_view(node) or not is_op(node) or row.reads in (FOLLOWS, MIXES, FIRST, SLOPE, SUM)
+        follows = calls_view(node) or not is_op(node) or row.reads in (*LINEAR, SLOPE, SUM)
         is_product = row.reads == FACTOR and sources == [node.args[0]]
         is_known = follows or is_product or row.positions
         return is_known and bool(sources) and self.sized.issuperset(sources)
@@ -285,12 +284,12 @@ class Rule:
         """
         made = call_node(node)
         reads, terms = row_of(made).reads, [*filter(is_tensor, made.all_input_nodes)]
-        if name_of(made) in SUMS:
+        if reads == ADDS:
             return len(terms) < 2 or not self.facts.layers[terms[0]].isdisjoint(self.facts.layers[terms[1]])
         is_part = size_of(node) < size_of(terms[0])
-        if reads == FIRST or (reads == MIXES and is_part):
+        if reads == FIRST or (reads == INTERPOLATES and is_part):
             return True
-        return (is_part or name_of(made) in CHOICES) and not self._reads_sized(node)
+        return (is_part or reads == CHOOSES) and not self._reads_sized(node)
 
     def _norm(self, norm: fx.Node, x: fx.Node) -> set[fx.Node]:
         """What must be exact, or packed, so that a norm or its gradient may read x: it follows planes of roots."""

@@ -231,7 +231,7 @@ max_pool_backward_op = graph_op(
     f"max_pool_backward{LINEAR}",
     backward,
     gradient=(lambda ctx, t: _transposed(max_pool_pick_op, ctx, t), _linear_setup_context),
-    row={"reads": "mixes", "cheap": False, "dense": True, "layout": "passes"},
+    row={"reads": "interpolates", "cheap": False, "dense": True, "layout": "passes"},
     served=True,
 )
 max_pool_pick_op: Any = graph_op(
