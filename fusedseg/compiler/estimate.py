@@ -106,7 +106,12 @@ def estimate_ways(
 
 
 def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Settings, divisions: "_Divisions") -> None:
-    """Compiles a model as the backend does, and runs its forward; no code is generated."""
+    """Compiles a model as ``_aten`` and ``_inductor`` of ``backend.py`` do, and runs its forward.
+
+    What differs: no code is generated, and the graphs run as they are traced; norms are those of a GPU on every device;
+    sizes are numbers.  Of Inductor there are its decompositions, and none of its passes.  Streams, subclasses of
+    tensors, CUDA graphs and the options of a vendor make no difference to the bytes that are counted.
+    """
     from .backend import with_least_traffic
     from .capture import passes
     from .rewrite.branches import whole_activations

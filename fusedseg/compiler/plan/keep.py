@@ -3,14 +3,15 @@
 Results of compute-intensive ops and of random ops are kept, but for those of which a second run is nearly free
 (``nearly_free.py``).  Everything cheap is recomputed from them, with these exceptions: a value that is much smaller
 than its inputs, a value for which a much larger one would have to be computed first, the end of a long chain of cheap
-calls, and what forward returns, because it lives anyway.  Views cost nothing.
+calls, and what forward returns, because it lives anyway.  Views cost nothing.  A norm and a dropout are recomputed in
+another form, the norm from its statistics, whatever the column ``cheap`` says of them (``FORMS`` of ``recompute.py``).
 
 A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
 value, and where it must be kept, a copy of it is.
 
-``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it gives backward copies of those
-nodes that follow from such a form (``recompute.py``).  It notes the labels of nodes, which are those of a checkpoint,
-and ``partition.cut`` writes them, so that the compiler's own partitioner cuts along them.
+``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it gives backward copies of what
+follows from such a form.  It notes the labels of nodes, which are those of a checkpoint, and ``partition.cut`` writes
+them, so that the compiler's own partitioner cuts along them.
 """
 
 import functools
