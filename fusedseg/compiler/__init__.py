@@ -4,7 +4,8 @@ from .. import _torch
 from .backend import backend
 from .estimate import NotCompiled, estimate
 from .module_errors import name_module
-from .report import Graph, Report, report
+from .notes import report
+from .report import Graph, Report
 from .subclasses import trace_meta_tensors
 
 __all__ = ["Graph", "NotCompiled", "Report", "backend", "estimate", "report"]

@@ -17,9 +17,9 @@ from ..progress import Progress
 from . import subclasses
 from .capture import passes
 from .graph import twin_of
+from .notes import current, noting, remember
 from .passes import INFERENCE, Stage
 from .passes import run as run_passes
-from .report import note, noting, remember
 from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
 from .traffic import InductorMovesLess, check
 
@@ -56,7 +56,7 @@ def backend(
         inputs = subclasses.without_classes(module, example_inputs, places)
 
         def compiled(module: fx.GraphModule, settings: Settings) -> Any:
-            note(codegen=settings.codegen or "aten")
+            current().codegen = settings.codegen or "aten"
             compiler = _inductor if settings.fused_code else _aten
             return compiler(module, inputs, settings, mode, progress)
 
@@ -126,7 +126,7 @@ def with_least_traffic(
     try:
         return compiled(module, settings)
     except InductorMovesLess as less:
-        note(moved=less.moved)
+        current().moved = less.moved
     return compiled(twin, _with_inductor(settings))
 
 
@@ -147,7 +147,7 @@ def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..
         if run_passes(Stage.LAYOUT, INFERENCE, module, settings):
             module.recompile()
         if settings.codegen is None:
-            note(moved=check([module.graph]))
+            current().moved = check([module.graph])
         return compiler(module, inputs)
 
     return compiled

@@ -13,10 +13,10 @@ from ..memory.step_bytes import StepBytes
 from . import passes
 from .graph import Joint, twin_of
 from .low_bit import choose_bits, packing
+from .notes import current
 from .passes import Stage
 from .plan import choose, keep, schedule
 from .plan.eager_mode import EagerMode
-from .report import note
 from .settings import Settings, say_once
 
 
@@ -53,7 +53,7 @@ def decide(
         found = _exact(twin_of(module.graph)[0], eager, settings, known)
         rounded = _rounded(module.graph, eager, settings, found)
         if rounded is None:
-            note(unpacked=True)
+            current().unpacked = True
         found = rounded or found
     if not found.decision.labels:
         keep.apply(found.choices.joint, found.decision)

@@ -18,7 +18,9 @@ from .._torch import compiler_parts, is_call_of_numpy, unset_fake_temporarily
 from ..memory.fake import Model, autocast_without_values, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
-from .report import Captured, Graph, Report, counted_in_eager_mode, note, note_after, noting, noting_on
+from .in_eager_mode import Captured
+from .notes import current, note_bytes, noting, noting_on
+from .report import Graph, Report, counted_in_eager_mode
 
 OP = "fusedseg.compiler.estimate"
 # Options of the backend; or the ``activation_memory_budget`` of the compiler itself, whose default is 1.
@@ -211,13 +213,13 @@ class _Divisions:
                 # What a way cannot reach is seen in its bytes.
                 warnings.simplefilter("ignore", UserWarning)
                 if isinstance(way, settings.Settings):
-                    note(codegen=codegen or "aten")
+                    current().codegen = codegen or "aten"
                     parts = Partition(replace(way, codegen=codegen), known)(given, joint_inputs, **options)
                     # The first way that has options has chosen.
                     codegen = codegen or "aten"
                 else:
                     parts = _by_budget(way, given, joint_inputs, **options)
-                    note_after(None, parts, options["num_fwd_outputs"], fused)
+                    note_bytes(None, parts, options["num_fwd_outputs"], fused)
         return parts
 
 

@@ -15,10 +15,10 @@ from . import passes, traffic
 from .codegen.inductor import FILES
 from .decide import decide
 from .graph import Joint, Outputs, is_tensor, outputs_of
+from .notes import current, note_bytes
 from .passes import Stage
 from .plan import eager_mode, keep
 from .plan.choose import Known
-from .report import note, note_after
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -47,11 +47,11 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         decision = decide(module, eager, self.settings, self._known)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, decision.labels, options)
         if self.settings.codegen is None:
-            note(moved=traffic.check([forward.graph, backward.graph]))
+            current().moved = traffic.check([forward.graph, backward.graph])
         for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
             if passes.run(Stage.DIVIDED, on, part, self.settings, peak_target=decision.peak_target):
                 part.recompile()
-        note_after(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
+        note_bytes(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
         return forward, backward
 
 

@@ -1,26 +1,16 @@
-"""What the backend has made of a model: ``report``; the bytes are those of ``counting.py`` and ``in_eager_mode.py``."""
+"""What the backend has made of a model, as numbers and as text; ``notes.py`` collects it while graphs are compiled."""
 
-import contextvars
 import json
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, fx, nn
-
-from .. import _torch
 from .._sizes import change_text, text_of
 from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes
-from . import counting
 from .counting import MODEL, Module
-from .graph import outputs_of, value_of
 from .in_eager_mode import Captured
-from .plan import keep
 from .settings import CODEGENS
 from .traffic import Moved
 
@@ -253,119 +243,9 @@ def _course_in_turn(graphs: Sequence[tuple[int, Course]], gradients: Sequence[in
     return forward, backward
 
 
-class Row(NamedTuple):
-    """A compiled graph.
-
-    run, of: weak references to what runs it, and to the module or function that was compiled.
-    kind: what the module has in common with others that run the graph; None for a function.
-    """
-
-    run: Callable[[], object]
-    of: Callable[[], object]
-    kind: object
-    graph: Graph
-    captured: Captured
-
-
-# The graphs that PyTorch holds, and those whose module or function lives.
-_found: list[Row] = []
-# The graph that this thread compiles.
-_open: contextvars.ContextVar[Graph | None] = contextvars.ContextVar("fusedseg graph", default=None)
-
-
-def report(compiled: Callable[..., object]) -> Report:
-    """What the backend keeps of a compiled model, graph by graph, and what eager mode keeps.
-
-    PyTorch runs the graphs of a model for all models of its class and structure, and each has them in its report.
-
-    Args:
-        compiled: a model, or a function, that was compiled with the backend and has run once; or a module that has such
-            modules.
-
-    Raises:
-        ValueError: the backend has compiled no graph of it.
-    """
-    target = _torch.uncompiled(compiled)
-    parts = set(target.modules()) if isinstance(target, nn.Module) else {target}
-    found = [row for row in _found if row.of() in parts]
-    if not found:
-        called = [part for part in parts if _torch.is_compiled_in_place(part)]
-        kinds = {_kind(part) for part in (called if target is compiled else parts) if isinstance(part, nn.Module)}
-        found = [row for row in _found if row.run() is not None and row.kind in kinds]
-    name = type(target).__name__ if isinstance(target, nn.Module) else target.__name__
-    if not found:
-        raise ValueError(
-            f"fusedseg.compiler.report: the backend has compiled no graph of {name}; call what "
-            f'torch.compile(..., backend="fusedseg") returned once before, and compile before DistributedDataParallel '
-            "or fully_shard"
-        )
-    return counted_in_eager_mode(name, [(row.graph, row.captured) for row in found])
-
-
-def _kind(module: nn.Module) -> object:
-    """What modules have in common that run the graphs of each other."""
-    return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
-
-
 def counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:
     for graph, captured in found:
         if graph.ours is not None and graph.eager is None:
             step = captured.step
             graph.eager, graph.eager_by, graph.eager_course = step.needs, step.saved_by, step.course
     return Report(name, [graph for graph, _ in found])
-
-
-@contextmanager
-def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tuple[Graph, Captured]]:
-    """A context in which a captured graph is compiled."""
-    why = _torch.reason_of_break(module)
-    trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
-    calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
-    graph, captured = Graph(calls, trained, ends=why), Captured(module, example_inputs)
-    with noting_on(graph):
-        yield graph, captured
-
-
-@contextmanager
-def noting_on(graph: Graph) -> Iterator[None]:
-    """A context in which the partitioner's notes go to ``graph``."""
-    token = _open.set(graph)
-    try:
-        yield
-    finally:
-        _open.reset(token)
-
-
-def remember(run: Callable[..., object], graph: Graph, captured: Captured) -> None:
-    """Notes a graph of what the compiler compiles now; ``run`` runs it."""
-    target = _torch.compiling()
-    _found[:] = [row for row in _found if row.run() is not None or row.of() is not None]
-    if target is not None:
-        # PyTorch holds the function inside of those that only disable the compiler.
-        runs = weakref.ref(_torch.uncompiled(run))
-        kind = _kind(target) if isinstance(target, nn.Module) else None
-        _found.append(Row(runs, weakref.ref(target), kind, graph, captured))
-
-
-def note_after(decision: keep.Decision | None, parts: counting.Parts, outputs: int, fused: bool) -> None:
-    """Notes what the partitioned graphs keep; without a decision the compiler has divided them itself."""
-    graph = _open.get()
-    if graph is None:
-        return
-    graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
-    graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, fused)
-    graph.ours_by = counting.kept_by_module(parts[0], outputs)
-    graph.returned = counting.returned_bytes(outputs_of(parts[0].graph)[:outputs])
-    graph.gradients = counting.returned_bytes(outputs_of(parts[1].graph))
-    if decision is not None:
-        graph.recomputed = counting.recomputed_modules(decision.recomputed)
-
-
-def note(codegen: str | None = None, moved: Moved | None = None, unpacked: bool | None = None) -> None:
-    """Notes these attributes of the graph that is compiled now."""
-    graph = _open.get()
-    if graph is None:
-        return
-    graph.codegen = graph.codegen if codegen is None else codegen
-    graph.moved = graph.moved if moved is None else moved
-    graph.unpacked = graph.unpacked if unpacked is None else unpacked
