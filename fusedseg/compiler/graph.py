@@ -426,7 +426,7 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         elif node.target is operator.getitem:
             # One of several results; they may be views, as those of split.
             source = node.all_input_nodes[0]
-            root = roots[source] if calls_view(source) else node
+            root = roots[source] if may_alias(source) else node
         roots[node] = root
     return roots
 
@@ -439,6 +439,18 @@ def calls_view(node: fx.Node) -> bool:
 def may_alias(node: fx.Node) -> bool:
     """Whether the result of a node may lie in the memory of its argument, whatever its schema says."""
     return calls_view(node) or row_of(node).aliases
+
+
+def has_own_memory(node: fx.Node) -> bool:
+    """Whether no other tensor than its views lies in the memory of a result, and that memory is no larger than it.
+
+    The schema of an op does not say so, nor do tensors without values: ``unsafe_split`` returns parts of its argument,
+    and ``col2im`` a tensor in memory of several times its size.  So ops that the table does not know are not trusted.
+    """
+    made = node_at(node, 0) if node.target is operator.getitem else node
+    op = op_of(made)
+    is_known = op is None or row_of(made) is not UNKNOWN
+    return is_known or op.namespace == "fusedseg" or torch.Tag.pointwise in op.tags
 
 
 def writes(node: fx.Node) -> bool:
