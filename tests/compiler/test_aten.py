@@ -216,8 +216,9 @@ def test_batched_gradients():
         lambda x, y: (y.clone(), y.clone()),
         lambda x, y: (y[:1], y.clone().flatten()),
         lambda x, y: (y, x.flatten().clone()),
+        lambda x, y: (y, y.unsafe_chunk(2)[0].clone()),
     ],
-    ids=["value", "twice", "views", "argument"],
+    ids=["value", "twice", "views", "argument", "unsafe_chunk"],
 )
 def test_a_copy_that_is_returned_has_its_own_memory(function):
     """It was the copied tensor itself: a write to one result changed the other, and a gradient came as None."""
