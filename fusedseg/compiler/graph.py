@@ -22,6 +22,8 @@ from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
 # Keep a result if recomputing it needs a recomputed input at least this many times its size.
 LARGER = 4
+# The note of ``note_written_later`` on an argument.
+WRITTEN_LATER = "fusedseg_written_later"
 # A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
 SMALL = 16
 
@@ -399,7 +401,7 @@ class Joint:
         writing = [node for node in self.graph.nodes if writes(node)]
         self.forward = set(self._before([*self.returned, *writing, *handed]))
         self.overwritten = {node.args[0] for node in writing}
-        self.overwritten |= {node for node in self.graph.nodes if _is_written_later(node)}
+        self.overwritten |= {node for node in self.graph.nodes if node.meta.get(WRITTEN_LATER)}
         for node in self.graph.nodes:
             if calls_view(node) and any(n in self.overwritten for n in node.all_input_nodes):
                 self.overwritten.add(node)
@@ -441,13 +443,28 @@ def may_alias(node: fx.Node) -> bool:
     return calls_view(node) or row_of(node).aliases
 
 
+def has_own_memory(node: fx.Node) -> bool:
+    """Whether no other tensor than its views lies in the memory of a result, and that memory is no larger than it.
+
+    The schema of an op does not say so, nor do tensors without values: ``unsafe_split`` returns parts of its argument,
+    and ``col2im`` a tensor in memory of several times its size.  So ops that the table does not know are not trusted.
+    """
+    made = node_at(node, 0) if node.target is operator.getitem else node
+    op = op_of(made)
+    is_known = op is None or row_of(made) is not UNKNOWN
+    return is_known or op.namespace == "fusedseg" or torch.Tag.pointwise in op.tags
+
+
 def writes(node: fx.Node) -> bool:
     return is_op(node) and op_of(node)._schema.is_mutable
 
 
-def _is_written_later(node: fx.Node) -> bool:
-    """Whether an argument may get a new value right after forward, outside of the graph.
+def note_written_later(graph: fx.Graph) -> None:
+    """Notes the arguments that may get a new value right after forward, outside of the graph.
 
-    Autograd knows such arguments, and so AOTAutograd lets the graph read a copy of the argument alone.
+    Autograd knows such arguments, and so AOTAutograd lets the graph read a copy of the argument alone.  A pass of
+    Inductor leaves copies out, so it runs before that.
     """
-    return node.op == "placeholder" and [name_of(user) for user in node.users] == ["clone"]
+    for node in graph.nodes:
+        if node.op == "placeholder" and [name_of(user) for user in node.users] == ["clone"]:
+            node.meta[WRITTEN_LATER] = True

@@ -111,6 +111,7 @@ PASSES = (
         after=("capture.convolve_first:swap_interpolations",),
     ),
     Pass("plan.eager_mode:note_changeable", Stage.TRACED, (JOINT,)),
+    Pass("graph:note_written_later", Stage.TRACED, (JOINT,)),
     Pass(
         "rewrite.channels_last:lay_out", Stage.LAYOUT, LAID_OUT, ("graph", "settings"), where=HALF_ON_CUDA,
         without="channels_last", after=("plan.eager_mode:note_changeable",),

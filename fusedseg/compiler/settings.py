@@ -87,10 +87,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.codegen is not None and self.codegen not in CODEGENS:
             raise ValueError(f"{OP}: option codegen must be one of {', '.join(CODEGENS)}, got {self.codegen!r}")
-        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
+        if self.bits is not None and (isinstance(self.bits, (bool, float)) or self.bits not in BITS):
             raise ValueError(f"{OP}: option bits must be 8, 4 or None, got {self.bits!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"{OP}: option seed must be an integer, got {type(self.seed).__name__}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"{OP}: option seed must fit into 64 bits, got {self.seed}")
         for name, flag in (("cudagraphs", self.cudagraphs), ("fused_convolutions", self.fused_convolutions)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{OP}: option {name} must be True or False, got {flag!r}")

@@ -216,8 +216,9 @@ def test_batched_gradients():
         lambda x, y: (y.clone(), y.clone()),
         lambda x, y: (y[:1], y.clone().flatten()),
         lambda x, y: (y, x.flatten().clone()),
+        lambda x, y: (y, y.unsafe_chunk(2)[0].clone()),
     ],
-    ids=["value", "twice", "views", "argument"],
+    ids=["value", "twice", "views", "argument", "unsafe_chunk"],
 )
 def test_a_copy_that_is_returned_has_its_own_memory(function):
     """It was the copied tensor itself: a write to one result changed the other, and a gradient came as None."""
@@ -227,3 +228,19 @@ def test_a_copy_that_is_returned_has_its_own_memory(function):
     wanted = function(x, x.sin() * 2)
     gradients = [torch.autograd.grad(sum(t.square().sum() for t in results), x)[0] for results in (found, wanted)]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (y.unsafe_chunk(2)[0].sigmoid(), y + x),
+        lambda x, y: (nn.functional.fold(y, (7, 7), 3) + 1,),
+    ],
+    ids=["unsafe_chunk", "fold"],
+)
+def test_nothing_is_written_to_memory_of_ops_that_the_table_does_not_know(function):
+    """A sigmoid of a part changed the whole; a sum lay in the memory of a fold, several times as large."""
+    x = torch.randn(2, 36, 25)
+    found = torch.compile(lambda x: function(x, x * 2), backend=backend, options={"codegen": "aten"})(x)
+    assert same(found, function(x, x * 2))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in found)

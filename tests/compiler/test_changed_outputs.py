@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.compiler.networks import HAS_CXX, compiled, kept
+from tests.compiler.networks import CODEGENS, HAS_CXX, compiled, kept
 
 
 class Returning(nn.Module):
@@ -185,3 +185,19 @@ def test_only_what_must_be_kept_beside_a_result_is():
         run = compiled(net)
         # Statistics have 64 bytes at most.
         assert kept(net, lambda x, run=run: run(x)[0], [x]) <= tensors * tensor + 64
+
+
+@pytest.mark.parametrize("codegen", CODEGENS)
+def test_an_input_that_forward_has_written_to(codegen):
+    """Inductor leaves out the copy of it: backward computed the convolution's input again from it, and raised."""
+    conv, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
+
+    def function(x):
+        y = conv(x.mul_(2) * 1)
+        x.add_(1)
+        return y
+
+    function(x * 1).sum().backward()
+    expected, x.grad = x.grad, None
+    compiled(function, codegen)(x * 1).sum().backward()
+    torch.testing.assert_close(x.grad, expected)

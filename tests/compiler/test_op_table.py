@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fusedseg.activation import TABLE
 from fusedseg.compiler.graph import is_cheap, name_of
@@ -344,6 +345,36 @@ def test_each_op_exists():
     for op in OF_OP:
         namespace, _, name = op.rpartition("::")
         assert any(hasattr(home, name) for home in homes[namespace]), op
+
+
+class OwnMemory(TorchDispatchMode):
+    """Compares the memory of results with what the compiler trusts: ``has_own_memory`` of ``graph.py``."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        row = OF_OP.get(func._schema.name.removeprefix("aten::"))
+        if row is not None and not (row.aliases or row.returns_input or func.is_view or func._schema.is_mutable):
+            given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            for t in filter(is_varied, tree_leaves(result)):
+                assert t.untyped_storage().data_ptr() not in given
+                assert t.untyped_storage().nbytes() == t.nbytes
+                self.seen += 1
+        return result
+
+
+OWNING = {call.__name__: call for _, call in CALLS}
+OF_ARGUMENTS = [op for op, row in OF_OP.items() if not (row.aliases or row.returns_input) and op in ARGUMENTS]
+OWNING = {op: getattr(aten, op) for op in OF_ARGUMENTS if hasattr(aten, op)} | OWNING
+
+
+@pytest.mark.parametrize("name", OWNING)
+def test_results_lie_in_memory_of_their_own(name):
+    """Other ops are not trusted: ``unsafe_split`` returns parts of its argument, ``col2im`` has larger memory."""
+    with OwnMemory() as memory:
+        OWNING[name](*arguments(name))
+    assert memory.seen
 
 
 @pytest.mark.parametrize("op", [op for op, row in OF_OP.items() if row.in_place])

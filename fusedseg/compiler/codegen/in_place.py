@@ -9,7 +9,7 @@ reads.  So are a softmax and its gradient, which would be the third tensor of it
 import torch
 from torch import Tensor, fx
 
-from ..graph import calls_view, is_op, outputs_of, roots_of, value_of
+from ..graph import calls_view, has_own_memory, is_op, outputs_of, roots_of, value_of
 from ..plan.aliasing import first_result, may_overwrite, overwriting
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ class Memory:
         """Whether the result of a node may be written over its argument ``x``."""
         root = self.roots[x]
         others = [source for source in node.all_input_nodes if source is not x]
-        if root.op != "call_function" or self.last[root] > self.places[node]:
+        if root.op != "call_function" or not has_own_memory(root) or self.last[root] > self.places[node]:
             return False
         if any(self.roots[other] is root for other in others):
             return False

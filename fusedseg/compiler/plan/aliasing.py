@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ... import _torch
 from ...ops.norm import graph as norms
 from .. import op_table
-from ..graph import has_symbols, is_alike, items_of, name_of, node_at, row_of, value_of
+from ..graph import has_own_memory, has_symbols, is_alike, items_of, name_of, node_at, row_of, value_of
 
 aten = torch.ops.aten
 _PACKETS = [getattr(aten, row.backward) for row in op_table.ROWS if row.backward]
@@ -82,7 +82,8 @@ def may_overwrite(node: fx.Node) -> list[fx.Node]:
     if result is None:
         # Nobody reads the first result.
         return []
-    found = [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+    alike = [x for x in given if isinstance(x, fx.Node) and is_alike(value_of(x), value_of(result))]
+    found = [x for x in alike if has_own_memory(x)]
     if result is node:
         return found
     # A norm of several passes reads its residual after it has written to x.

@@ -11,7 +11,7 @@ import operator
 from torch import fx
 
 from ... import _torch
-from ..graph import copied, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
+from ..graph import copied, has_own_memory, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
 
 # What a checkpoint in the model writes into the nodes of its calls.
 LABELS = ("recompute", "ac_graph_id")
@@ -45,9 +45,10 @@ def remove_copies(graph: fx.Graph) -> int:
             continue
         root = roots[source]
         if root is not roots[node]:
-            if root.op != "call_function" or {root, roots[node]} <= returned:
+            is_returned = roots[node] in returned
+            if root.op != "call_function" or (is_returned and (root in returned or not has_own_memory(root))):
                 continue
-            returned |= {root} if roots[node] in returned else set()
+            returned |= {root} if is_returned else set()
         # What is returned stays a view.
         node.replace_all_uses_with(source, lambda user, stays=returns_input: user is not end or not stays)
         if not node.users:
