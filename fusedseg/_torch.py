@@ -305,7 +305,6 @@ _BACKEND = {
     "force_stride_order": "torch._inductor.inductor_prims.force_stride_order",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
-    "op_list": "torch._functorch.partitioners.get_default_op_list",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "stock_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }

@@ -37,7 +37,7 @@ from fusedseg.kernels import launcher
 from fusedseg.ops import at_size, concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.norm import triton as norm_triton
-from fusedseg.ops.norm.call import Norm, Operands, OutputGradient
+from fusedseg.ops.norm.call import BackwardCall, Norm, Operands
 from fusedseg.ops.registry import FAMILIES
 from fusedseg.unet import UNet
 
@@ -211,7 +211,7 @@ def call_every_family() -> None:
     given, norm = Operands(x.detach(), vector, vector), Norm("input", Activation("relu", 0.0))
     _, stats = norm_triton.forward(given, norm, None, None)
     norm_triton.recompute(given, stats, norm, None)
-    norm_triton.backward(OutputGradient(x.detach()), given, stats, norm, None, (True, True, True, False, False), None)
+    norm_triton.backward(BackwardCall(x.detach(), given, stats, norm, None, (True, True, True, False, False)))
     norm_triton.moments(x.detach())
     loss = max_pool(x, 3, 2, 1).sum() + upsample(rows, scale_factor=2.0).sum()
     (loss + segmentation_sums(x, labels).overlap.sum()).backward()

@@ -16,7 +16,7 @@ from ..ops.conv import cudnn_graphs
 from ..progress import Progress
 from . import subclasses
 from .capture import passes
-from .graph import twin_of
+from .graph import copy_of
 from .notes import current, noting, remember
 from .passes import INFERENCE, Stage
 from .passes import run as run_passes
@@ -121,8 +121,7 @@ def with_least_traffic(
     """
     if settings.codegen is not None:
         return compiled(module, settings)
-    twin = fx.GraphModule(module, twin_of(module.graph)[0])
-    twin.meta.update(module.meta)
+    twin = copy_of(module)
     try:
         return compiled(module, settings)
     except InductorMovesLess as less:

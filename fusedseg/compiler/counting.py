@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes, copies_of
 from ..ops.layout import memory_of
-from .graph import flops_of, following, hint_of, outputs_of, tensors_of
+from .graph import flops_of, following, hint_of, hinted, outputs_of, tensors_of
 from .plan import keep, peak
 from .plan.liveness import Liveness
 
@@ -83,13 +82,8 @@ def _course(alive: Liveness) -> list[int]:
 def estimated_workspace(node: fx.Node, fused: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
     images = peak.images_of(node)
-    tensors = (_with_numbers(t) for image in images for t in tensors_of(image))
+    tensors = (hinted(t) for image in images for t in tensors_of(image))
     return copies_of(tensors) if images else peak.workspace(node, fused)
-
-
-def _with_numbers(t: Tensor) -> Tensor:
-    """A tensor without values whose sizes are numbers."""
-    return torch.empty_strided([*map(hint_of, t.shape)], [*map(hint_of, t.stride())], dtype=t.dtype, device="meta")
 
 
 def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:

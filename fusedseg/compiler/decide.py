@@ -11,12 +11,11 @@ from torch import fx
 
 from ..memory.step_bytes import StepBytes
 from . import passes
-from .graph import Joint, twin_of
+from .graph import Joint, Outputs, twin_of
 from .low_bit import choose_bits, packing
 from .notes import current
 from .passes import Stage
 from .plan import choose, keep, schedule
-from .plan.eager_mode import EagerMode
 from .settings import Settings, say_once
 
 
@@ -36,7 +35,7 @@ class Candidate(NamedTuple):
 
 
 def decide(
-    module: fx.GraphModule, eager: EagerMode, settings: Settings, known: choose.Known | None = None
+    module: fx.GraphModule, outputs: Outputs, settings: Settings, known: choose.Known | None = None
 ) -> keep.Decision:
     """Decides, and writes the decision into the graph of ``module``, but for its labels.
 
@@ -48,10 +47,10 @@ def decide(
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
     if settings.bits is None:
-        found = _exact(module.graph, eager, settings, known)
+        found = _exact(module.graph, outputs, settings, known)
     else:
-        found = _exact(twin_of(module.graph)[0], eager, settings, known)
-        rounded = _rounded(module.graph, eager, settings, found)
+        found = _exact(twin_of(module.graph)[0], outputs, settings, known)
+        rounded = _rounded(module.graph, outputs, settings, found)
         if rounded is None:
             current().unpacked = True
         found = rounded or found
@@ -67,31 +66,31 @@ def decide(
     return found.decision
 
 
-def _exact(graph: fx.Graph, eager: EagerMode, settings: Settings, known: choose.Known | None) -> Candidate:
+def _exact(graph: fx.Graph, outputs: Outputs, settings: Settings, known: choose.Known | None) -> Candidate:
     """What is best without bits."""
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, replace(settings, bits=None))
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
     peak_target = None if settings.bits is None else schedule.LOWEST
-    choices = choose.Choices(Joint(graph, eager.outputs), eager.kept, settings.fused_code, peak_target)
+    choices = choose.Choices(Joint(graph, outputs), settings.fused_code, peak_target)
     if settings.bits is None and settings.limits is None:
         return Candidate(graph, choices, choices.first())
     (decision, cost, _), met = choose.nearest(choices, settings.limits, known=known)
     return Candidate(graph, choices, decision, cost, met)
 
 
-def _rounded(graph: fx.Graph, eager: EagerMode, settings: Settings, exact: Candidate) -> Candidate | None:
+def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candidate) -> Candidate | None:
     """What is best with bits; None if nothing may be packed, or if ``exact`` is better."""
     assert settings.bits is not None
     assert exact.cost is not None
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
-    joint, fused = Joint(graph, eager.outputs), settings.fused_code
-    choices = packing.RoundedChoices(joint, eager.kept, fused, settings.bits, exact.cost)
+    fused = settings.fused_code
+    choices = packing.RoundedChoices(Joint(graph, outputs), fused, settings.bits, exact.cost)
     wanted, met = None, True
     if settings.limits is not None:
         (wanted, *_), met = choose.nearest(choices, settings.limits, exact.cost)
-    of, decided, found = choose_bits.settled(graph, eager.outputs, settings.bits, wanted)
+    of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
     decision, cost, _ = packing.packed(of, decided, found, settings.seed, fused, exact.cost)
     is_better = cost.is_within(exact.cost)
     if settings.limits is not None:

@@ -4,7 +4,6 @@ The partitioner divides the graph of forward and backward in two, and decides wh
 backward recomputes.  It works on shapes alone, so a model without values is enough, and no code is generated.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from .._torch import compiler_parts, is_call_of_numpy, unset_fake_temporarily
 from ..memory.fake import Model, autocast_without_values, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
+from .graph import copy_of
 from .in_eager_mode import Captured
 from .notes import current, note_bytes, noting, noting_on
 from .report import Graph, Report, counted_in_eager_mode
@@ -228,13 +228,3 @@ def _by_budget(budget: float, joint: fx.GraphModule, joint_inputs: object, **opt
     parts = compiler_parts()
     with parts.config.patch(activation_memory_budget=budget):
         return parts.stock_partition(joint, joint_inputs, **options)
-
-
-def copy_of(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph, which has the same constants."""
-    parts = (*vars(module).values(), *module.buffers(), *module.parameters())
-    constants = {id(part): part for part in parts if isinstance(part, Tensor)}
-    with warnings.catch_warnings():
-        # Copying a graph warns of a class of PyTorch that its own copy uses.
-        warnings.simplefilter("ignore", FutureWarning)
-        return copy.deepcopy(module, constants)

@@ -310,6 +310,13 @@ def twin_of(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return twin, twins
 
 
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a copy of the graph, which has the same constants."""
+    copy = fx.GraphModule(module, twin_of(module.graph)[0])
+    copy.meta.update(module.meta)
+    return copy
+
+
 def splice(graph: fx.Graph, inner: fx.Graph, sources: Sequence[fx.Node], before: fx.Node) -> list[fx.Node]:
     """Writes the calls of another graph before a node, for these inputs, and returns its results."""
     env: dict[object, fx.Node] = dict(zip(inner.find_nodes(op="placeholder"), sources, strict=True))
@@ -363,10 +370,12 @@ class Outputs(NamedTuple):
 
     changeable: the places of those that eager mode does not keep for backward.  A program may change them in place
         before backward, so backward here must not read them either.
+    eager: the bytes that eager mode keeps for backward, where a budget asks for them.
     """
 
     number: int
     changeable: frozenset[int] = frozenset()
+    eager: int = 0
 
 
 class Joint:

@@ -13,15 +13,14 @@ from torch import Tensor, fx
 from ..memory.fake import fake_mode
 from ..memory.meter import Footprint, measure
 from .counting import GIVEN, MODEL, Module, module_of
-from .graph import hint_of, twin_of
+from .graph import copy_of, hint_of
 
 
 class Captured:
     """A graph as Dynamo has captured it, and its inputs without values: a step of eager mode is counted on it."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        graph, _ = twin_of(module.graph)
-        self._module, self._inputs = fx.GraphModule(module, graph), [_without_values(value) for value in example_inputs]
+        self._module, self._inputs = copy_of(module), [_without_values(value) for value in example_inputs]
         self._autocast = {
             kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         }

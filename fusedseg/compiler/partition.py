@@ -42,9 +42,9 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         module.graph.eliminate_dead_code()
         passes.run(Stage.TRACED, passes.JOINT, module)
-        eager = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
+        outputs = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         passes.run(Stage.LAYOUT, passes.JOINT, module, self.settings)
-        decision = decide(module, eager, self.settings, self._known)
+        decision = decide(module, outputs, self.settings, self._known)
         forward, backward = cut(module, joint_inputs, num_fwd_outputs, decision.labels, options)
         if self.settings.codegen is None:
             current().moved = traffic.check([forward.graph, backward.graph])

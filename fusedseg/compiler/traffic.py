@@ -14,13 +14,12 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from ..ops.norm import graph as norms
-from .graph import calls_view, is_op, name_of, nbytes_of, op_of, outputs_of, reads_size_alone, roots_of, row_of, size_of
-from .op_table import INSIDE, READS
+from .graph import calls_view, name_of, nbytes_of, outputs_of, reads_size_alone, roots_of, size_of
 from .plan.keep import call_node
+from .plan.schedule import is_inlined, reads_inside
 
 # Inductor's code is taken where it moves at least this share of the bytes less.
 LEAST_GAIN = 0.1
@@ -114,10 +113,7 @@ def _read_bytes(source: fx.Node, roots: dict[fx.Node, fx.Node]) -> int:
 
 def _is_fused(node: fx.Node) -> bool:
     """Whether Inductor computes an op together with others."""
-    if not is_op(node):
-        return False
-    also = row_of(node).inductor in (INSIDE, READS) or name_of(node) in ALSO_FUSED
-    return also or torch.Tag.pointwise in op_of(node).tags
+    return is_inlined(node) or reads_inside(node) or name_of(node) in ALSO_FUSED
 
 
 class _Kernel:
@@ -154,7 +150,7 @@ class _Fused:
         sources = [kernel for kernel in dict.fromkeys(found) if kernel is not None]
         size = max(map(size_of, (node, *node.all_input_nodes))) if _is_fused(node) else 0
         # A sum is not known before its kernel ends.
-        ended = {self._kernel_of(source) for source in node.all_input_nodes if row_of(source).inductor == READS}
+        ended = {self._kernel_of(source) for source in node.all_input_nodes if reads_inside(source)}
         own: _Kernel | None = None
         for kernel in sources:
             if size == 0 or kernel.size != size or kernel in ended:

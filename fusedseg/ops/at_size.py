@@ -7,7 +7,9 @@ differs by more than rounding can explain, this call returns the right result, t
 then on, and a warning says so.
 
 ``checked`` wraps each function that launches kernels.  In all later calls of a kind the wrapper looks its key up in a
-set, and does no more.  A replay (``replay.py``) does not call the function.
+set, and does no more.  A replay (``replay.py``) does not call the function.  A key is ``forms``, all that kernels may
+depend on.  Functions of norms, which programs call most often, and of packing, which gets a random number, have keys of
+their own.
 
 Triton also compiles other code for an address that is no multiple of 16, as a view may have.  Keys have no addresses,
 because reading them takes longer than all else, until a launch tells of such an address.  From then on a call with such
@@ -35,7 +37,7 @@ is compared again, in ``MOST_TRIES`` calls at most: the first gradients of ``Gra
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -104,10 +106,26 @@ def untouched(*call: Any) -> tuple[Any, ...]:
     return call
 
 
+def forms(*call: Any) -> tuple[Hashable, ...]:
+    """Shape, strides, dtype and device of each tensor, also in lists and tuples, and the other arguments.
+
+    A record counts as one argument, so it must have no tensors.
+    """
+    key: list[Hashable] = []
+    for one in call:
+        if isinstance(one, Tensor):
+            key += one.shape, one.stride(), one.dtype, one.get_device()
+        elif isinstance(one, list) or type(one) is tuple:
+            key += forms(*one)
+        else:
+            key.append(one)
+    return tuple(key)
+
+
 def checked(
     family: str,
-    kind: Callable[..., Hashable],
     results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]],
+    kind: Callable[..., Hashable] = forms,
     before: Callable[..., tuple[Any, ...]] = untouched,
 ) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
     """Decorates a function that launches kernels.  The arguments are those of ``Check``."""
@@ -135,16 +153,19 @@ def _met_odd() -> None:
 
 def _with_addresses(key: Hashable, call: tuple[Any, ...]) -> Hashable:
     """The kind of a call, with the addresses modulo 16 if they are not 0."""
-    addresses: list[int] = []
-    bits = 0
-    # Each call of a program with such addresses comes here.
-    for given in call:
-        for t in given if isinstance(given, (tuple, list)) else (given,):
-            if type(t) in REAL:
-                address = t.data_ptr()
-                addresses.append(address % 16)
-                bits |= address
-    return (key, *addresses) if bits % 16 else key
+    addresses = _addresses(call)
+    return (key, *addresses) if any(addresses) else key
+
+
+def _addresses(arguments: Iterable[Any]) -> list[int]:
+    """The addresses modulo 16 of all tensors, also of those in records."""
+    found: list[int] = []
+    for one in arguments:
+        if type(one) in REAL:
+            found.append(one.data_ptr() % 16)
+        elif isinstance(one, (tuple, list)):
+            found += _addresses(one)
+    return found
 
 
 def forget() -> None:

@@ -111,12 +111,7 @@ def _results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iter
             yield exact.near("y", part[:, a:b])
 
 
-def _kind(y: Tensor, tensors: Sequence[Tensor], channels: Ints, pitches: Ints, biases: Biases) -> tuple[Any, ...]:
-    """A pitch has the strides of a source."""
-    return y.shape, y.dtype, y.get_device(), channels, pitches, *[b if b is None else b.dtype for b in biases]
-
-
-@checked(FAMILY, _kind, _results)
+@checked(FAMILY, _results)
 def _launch(y: Tensor, tensors: Sequence[Tensor], channels: Ints, pitches: Ints, biases: Biases) -> None:
     from ..kernels.concat import concat as launch
 

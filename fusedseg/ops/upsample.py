@@ -190,13 +190,8 @@ def _results(given: Tensor, found: Tensor, axes: tuple[LinearAxis, ...], transpo
         yield exact.stored(found.dtype).near("dx" if transposed else "y", found[:, a:b])
 
 
-def _forward_kind(x: Tensor, linear: Linear) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.get_device(), linear
-
-
 @checked(
     FAMILY,
-    _forward_kind,
     lambda found, now, before: _results(before[0], found, before[1].axes(before[0].shape[2:]), transposed=False),
 )
 def linear_forward(x: Tensor, linear: Linear) -> Tensor:
@@ -211,13 +206,8 @@ def linear_forward(x: Tensor, linear: Linear) -> Tensor:
     return y
 
 
-def _backward_kind(dy: Tensor, small: Sequence[int], linear: Linear) -> tuple[Any, ...]:
-    return dy.shape, dy.stride(), dy.dtype, dy.get_device(), tuple(small), linear
-
-
 @checked(
     FAMILY,
-    _backward_kind,
     lambda found, now, before: _results(before[0], found, before[2].axes(before[1]), transposed=True),
 )
 def linear_backward(dy: Tensor, small: Sequence[int], linear: Linear) -> Tensor:

@@ -14,7 +14,7 @@ import fusedseg
 from fusedseg import _torch
 from fusedseg.compiler.codegen import aten
 from fusedseg.compiler.settings import say_once
-from fusedseg.ops.low_bit.spec import packed_bytes
+from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
 from tests.compiler import jobs
 from tests.compiler.bits_cases import IMAGE, MOST, NORMS, Around, Error, spread
@@ -45,6 +45,12 @@ def error_of(net, inputs, bits, times, **options):
     squared = (got - expected).square().sum(1).mean()
     bias = (mean - expected).square().sum() - noise / times
     return Error((squared.sqrt() / expected.norm()).item(), (bias / squared).item())
+
+
+def packed_bytes(t, bits):
+    """The bytes of the codes of a dense tensor and of the two numbers of each group."""
+    lines = lines_of(t, "")
+    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.dtype.itemsize
 
 
 class Pooled(nn.Module):
@@ -96,7 +102,7 @@ def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
     """Group norm took a bit a value for it, and kept its output too."""
     net, x = Plain(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
     numbers = 5 * 2 * 16 * 4  # statistics and kinks of channels
-    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), "", 4) + numbers
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
 
 
 def test_signs_after_a_group_norm_are_exact_under_autocast():
@@ -241,7 +247,7 @@ def test_positions_and_masks_take_as_few_bits_as_number_them(name):
     x = torch.randn(2, 1, *((64, 64) if dims == 2 else (32, 16, 16)))
     y = net[0](x)
     count = layer(y).numel()
-    assert kept(net, compiled(net, bits=4), [x]) == packed_bytes(y, "", 4) + count // 8 * bits
+    assert kept(net, compiled(net, bits=4), [x]) == packed_bytes(y, 4) + count // 8 * bits
     if name != "dropout":
         torch._dynamo.reset()
         assert error_of(net, [x], 4, 32).bias < MOST

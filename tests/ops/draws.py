@@ -22,7 +22,7 @@ from fusedseg.functional import (
 from fusedseg.ops import concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.norm import triton as passes
-from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
+from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
 from fusedseg.ops.norm.stock import KINDS
 from tests.reference import PARAMS
 from tests.tools.tensors import channels_last
@@ -130,10 +130,10 @@ def run_passes(draw: Draw, given: Operands, act: Activation, kind: str, groups: 
     passes.moments(x)
     needs = (True, True, True, given.residual is not None, False)
     also = torch.empty_like(x).copy_(draw.image(x.shape, x.dtype, rows=False))
-    passes.backward(OutputGradient(dz, None, also, draw.flip()), given, stats, of, None, needs, None)
+    passes.backward(BackwardCall(dz, given, stats, of, None, needs, None, also, draw.flip()))
     if kind == "batch":
         twice = Exchange(lambda s1, s2: (2 * s1, 2 * s2))
-        passes.backward(OutputGradient(dz), given, stats, of, None, needs, twice)
+        passes.backward(BackwardCall(dz, given, stats, of, None, needs, exchange=twice))
 
 
 def pool(draw: Draw) -> None:

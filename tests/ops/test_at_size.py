@@ -20,7 +20,7 @@ from fusedseg.functional import argmax_labels, max_pool, segmentation_sums, upsa
 from fusedseg.ops import at_size, concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.norm import sync
-from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
+from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
 from fusedseg.ops.norm.passes import implementation_of
 from fusedseg.ops.segmentation import launches
 from tests.compiler.networks import compiled
@@ -120,7 +120,8 @@ def of_norms(x, rows, labels):
     z, stats = implementation_of(x).forward(given, norm, None, None)
     found = [z, implementation_of(x).recompute(given, stats, norm, None)]
     for dz, exchange in ((given.x, None), (torch.ones_like(given.x), twice)):
-        of_x = implementation_of(x).backward(OutputGradient(dz), given, stats, norm, None, needs, exchange)
+        call = BackwardCall(dz, given, stats, norm, None, needs, exchange=exchange)
+        of_x = implementation_of(x).backward(call)
         found += of_x[:3]
     return [*found, *sync.merge(implementation_of(x).moments(given.x).double())]
 

@@ -13,7 +13,7 @@ from fusedseg import _backend
 from fusedseg.activation import Activation
 from fusedseg.functional import max_pool
 from fusedseg.ops.norm import aten_norms, stock
-from fusedseg.ops.norm.call import Exchange, Norm, Operands, OutputGradient
+from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
 from fusedseg.ops.norm.stock import KINDS
 from tests import reference
 from tests.ops import conv_abn_cases, test_conv_abn
@@ -55,9 +55,8 @@ def test_norms_over_processes(rules, keep, fmt):
     z, stats = aten_norms.forward(given, alone, None, x.clone() if keep == "output" else None)
     saved = Operands(x if keep == "input" else z, None, bias)
     needs = (True, False, True, False, False)
-    dx, _, dbias, *_ = aten_norms.backward(
-        OutputGradient(dz), saved, stats, spec, None, needs, exchange=Exchange(lambda s1, s2: (s1, s2))
-    )
+    exchange = Exchange(lambda s1, s2: (s1, s2))
+    dx, _, dbias, *_ = aten_norms.backward(BackwardCall(dz, saved, stats, spec, None, needs, exchange=exchange))
     settings = {"activation": "elu", "param": 1.0}
     exact = reference.gradients(dz, x, None, bias, **settings)
     assert relative_error(z, reference.norm_act(x, None, bias, **settings).out) <= FORWARD_TOLERANCE[x.dtype]

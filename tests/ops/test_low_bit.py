@@ -295,9 +295,9 @@ def test_the_workspace_is_enough(bits, rows, dtype, one_thread):
     of_groups = 20 * 4 * t.numel() // 256
     with LiveBytes() as live:
         packed = pack(t, bits, 0, kink)
-    assert live.peak - packed.nbytes <= reference.pack_workspace(t.numel(), dtype, t.device) + of_groups
+    assert live.peak - packed.nbytes <= reference.workspace(t.numel(), dtype, t.device, packing=True) + of_groups
     # The meter does not see inside an op.
     flat = t.new_empty(t.numel())
     with LiveBytes() as live:
         reference.unpack(packed[:3], kink, lines_of(t, "batch"), bits, flat)
-    assert live.peak <= reference.unpack_workspace(t.numel(), dtype, t.device) + of_groups
+    assert live.peak <= reference.workspace(t.numel(), dtype, t.device, packing=False) + of_groups

@@ -10,7 +10,6 @@ of those of x.  The same holds for backward.  Last bits differ, because addition
 
 from inspect import getcallargs
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -28,29 +27,21 @@ ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups
 AT_ONE_POSITION: dict[str, object] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-class InterpolatedConvolution(NamedTuple):
-    """A convolution, the interpolation that it reads, and the tensor that is interpolated."""
-
-    convolution: fx.Node
-    interpolation: fx.Node
-    small: fx.Node
-
-
 def swap_interpolations(module: fx.GraphModule, settings: Settings) -> int:
     """Swaps such convolutions and interpolations in a graph of Dynamo, and returns their number."""
     graph, count = module.graph, 0
     for node in list(graph.nodes):
-        pair = _pair(node) if node.target in NOT_TRANSPOSED else None
-        if pair is not None and _is_shorter(pair, settings) and _may_wait(pair):
-            _swap(graph, pair)
+        found = _interpolation(node) if node.target in NOT_TRANSPOSED else None
+        if found is not None and _is_shorter(node, *found, settings) and _may_wait(node, *found):
+            _swap(graph, node, *found)
             count += 1
     if count:
         module.recompile()
     return count
 
 
-def _pair(node: fx.Node) -> InterpolatedConvolution | None:
-    """The convolution and the interpolation that nobody else reads."""
+def _interpolation(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The interpolation that a convolution alone reads, and the tensor that is interpolated."""
     made = captured_arguments_of(node, ARGUMENTS).get("input")
     if not isinstance(made, fx.Node) or made.target is not F.interpolate or set(made.users) != {node}:
         return None
@@ -58,13 +49,13 @@ def _pair(node: fx.Node) -> InterpolatedConvolution | None:
     small, value = given["input"], captured_value_of(made)
     if value is None or given["antialias"] or (given["mode"], value.dim() - 2) not in BACKWARD:
         return None
-    return InterpolatedConvolution(node, made, small) if isinstance(small, fx.Node) else None
+    return (made, small) if isinstance(small, fx.Node) else None
 
 
-def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
-    """Whether the pair commutes, and moves fewer bytes the other way round."""
-    named = captured_arguments_of(pair.convolution, ARGUMENTS)
-    x, large, weight, y = map(captured_value_of, (pair.small, pair.interpolation, named["weight"], pair.convolution))
+def _is_shorter(node: fx.Node, made: fx.Node, small: fx.Node, settings: Settings) -> bool:
+    """Whether the convolution ``node`` and the interpolation ``made`` commute, and then move fewer bytes."""
+    named = captured_arguments_of(node, ARGUMENTS)
+    x, large, weight, y = map(captured_value_of, (small, made, named["weight"], node))
     if x is None or large is None or weight is None or y is None or x.dim() != weight.dim():
         return False
     if any(not isinstance(n, int) for t in (x, large, weight) for n in t.shape):
@@ -81,24 +72,23 @@ def _is_shorter(pair: InterpolatedConvolution, settings: Settings) -> bool:
     return settings.may_round(x.device)
 
 
-def _may_wait(pair: InterpolatedConvolution) -> bool:
+def _may_wait(node: fx.Node, made: fx.Node, small: fx.Node) -> bool:
     """Whether the small tensor can be read where the convolution is.
 
     Nothing may write over it in between, and no mode may change there, such as that of autograd.
     """
-    between = nodes_from(pair.interpolation.next, pair.convolution)
+    between = nodes_from(made.next, node)
     nodes = [node for node in between if node.op not in ("placeholder", "get_attr")]
     if not nodes:
         return True
     # A change of a mode has no result, and a call whose result nobody reads may write to its arguments.
     if any(not captured_tensors_of(node) or not node.users for node in nodes):
         return False
-    value = captured_value_of(pair.small)
+    value = captured_value_of(small)
     return value is not None and not value.is_inference() and value._version == 0
 
 
-def _swap(graph: fx.Graph, pair: InterpolatedConvolution) -> None:
-    node, made, x = pair
+def _swap(graph: fx.Graph, node: fx.Node, made: fx.Node, x: fx.Node) -> None:
     value, convolution = captured_value_of(node), node.target
     assert value is not None
     assert callable(convolution)

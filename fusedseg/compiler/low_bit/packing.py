@@ -94,8 +94,8 @@ class RoundedChoices(Choices):
     Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, bits: int, exact: StepBytes) -> None:
-        super().__init__(joint, eager, fused)
+    def __init__(self, joint: Joint, fused: bool, bits: int, exact: StepBytes) -> None:
+        super().__init__(joint, fused)
         self._bits, self._exact = bits, exact
 
     def nbytes(self, node: fx.Node) -> int:

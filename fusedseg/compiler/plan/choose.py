@@ -53,13 +53,12 @@ class Choice(NamedTuple):
 class Choices:
     """The choices for one graph.
 
-    eager: the bytes that eager mode keeps.
     fused: whether Inductor generates the code.
     peak_target: that of the decision without a budget.
     """
 
-    def __init__(self, joint: Joint, eager: int, fused: bool, peak_target: PeakTarget | None = None) -> None:
-        self.joint, self.eager, self.fused, self.peak_target = joint, eager, fused, peak_target
+    def __init__(self, joint: Joint, fused: bool, peak_target: PeakTarget | None = None) -> None:
+        self.joint, self.eager, self.fused, self.peak_target = joint, joint.outputs.eager, fused, peak_target
         self.model = ByteModel(joint, fused)
         self.flops, self.total = self.model.flops, self.model.total
 
@@ -102,7 +101,7 @@ class Choices:
         key = (str(self.joint.graph), self.eager, self.fused, self.peak_target, most_flops, falling)
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
-            search = Choices(twin, self.eager, self.fused, self.peak_target).frontier(most_flops, falling)
+            search = Choices(twin, self.fused, self.peak_target).frontier(most_flops, falling)
             known[key] = (list(twin.graph.nodes), search, [])
         twins, search, found = known[key]
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))

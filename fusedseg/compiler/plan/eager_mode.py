@@ -4,7 +4,6 @@ Its backward reads just what eager mode keeps, but for the ops of this package t
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import fx
 
@@ -29,18 +28,11 @@ from . import keep
 CHANGEABLE = "fusedseg_changeable"
 
 
-class EagerMode(NamedTuple):
-    """The outputs of forward, with those that eager mode does not keep; and the bytes that it keeps, or 0."""
-
-    outputs: Outputs
-    kept: int
-
-
-def read(graph: fx.Graph, forward_outputs: int, *, counted: bool) -> EagerMode:
+def read(graph: fx.Graph, forward_outputs: int, *, counted: bool) -> Outputs:
     """What a joint graph with the notes of ``note_changeable`` says of eager mode; ``counted`` asks for the bytes."""
     changeable = graph.output_node().meta.pop(CHANGEABLE)
     outputs = Outputs(forward_outputs, frozenset(place for place in changeable if place < forward_outputs))
-    return EagerMode(outputs, kept_bytes(Joint(graph, outputs)) if counted else 0)
+    return outputs._replace(eager=kept_bytes(Joint(graph, outputs))) if counted else outputs
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

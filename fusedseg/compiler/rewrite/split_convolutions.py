@@ -22,9 +22,9 @@ from torch import fx
 from ...ops.conv.convolutions import SLAB_BYTES
 from ...ops.upsample import interpolate_backward_op, interpolate_op
 from ..graph import call, is_tensor, items_of, name_of, nbytes_of, node_at, nodes_at, number_of, op_of, value_of
+from .late_bias import joins_channels
 
 aten = torch.ops.aten
-INTERPOLATE, ITS_BACKWARD = interpolate_op, interpolate_backward_op
 # An enlarged map is divided into at most this many ranges of channels.
 MOST_RANGES = 4
 
@@ -88,9 +88,9 @@ class ConvolutionSource(NamedTuple):
 
     def ranges(self) -> list[tuple[int, int]]:
         """The ranges of channels, from 0, if it is enlarged right before, and its gradient goes to the small size."""
-        if self.gradient is None or not self.divisible or self.node.target is not INTERPOLATE:
+        if self.gradient is None or not self.divisible or self.node.target is not interpolate_op:
             return []
-        if [user.target for user in self.gradient.users] != [ITS_BACKWARD]:
+        if [user.target for user in self.gradient.users] != [interpolate_backward_op]:
             return []
         count = min(MOST_RANGES, nbytes_of(self.node) // SLAB_BYTES)
         step = -(-self.width // max(count, 1))
@@ -107,8 +107,7 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
         # A concatenation takes an empty vector too, with which a loop may begin.
         return []
     widths = [width for node in nodes if (width := number_of(value_of(node).shape[1])) is not None]
-    axis = (x.args[1] if len(x.args) > 1 else 0) % value_of(x).dim()
-    if axis != 1 or len(widths) < len(nodes) or len(set(nodes)) < len(nodes):
+    if not joins_channels(x) or len(widths) < len(nodes) or len(set(nodes)) < len(nodes):
         return []
     if any(value_of(node).dtype != value_of(x).dtype for node in nodes):
         # A concatenation casts its sources to one dtype; a convolution of a mask alone has no kernel.
@@ -170,7 +169,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
         if small is not None:
             _, size, shape, *how = small.args
             shape = [shape[0], end - begin, *shape[2:]]  # type: ignore[index,misc]
-            gradient = call(graph, ITS_BACKWARD, gradient, size, shape, *how, before=node)
+            gradient = call(graph, interpolate_backward_op, gradient, size, shape, *how, before=node)
         parts.append(Part(source, source.begin + begin, made, gradient))
 
     # First what needs the most memory on the way, and leaves the least; then the largest, which may be recomputed.
@@ -180,7 +179,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
         for begin, end in source.ranges():
             x, *how = source.node.args
             of = call(graph, aten.slice.Tensor, x, 1, begin, end, before=node)
-            of = call(graph, INTERPOLATE, of, *how, before=node)
+            of = call(graph, interpolate_op, of, *how, before=node)
             convolve(source, begin, end, of, next(iter(source.gradient.users)))  # type: ignore[union-attr]
     _give_gradients(graph, node, sources, parts, items)
     if 1 in items:

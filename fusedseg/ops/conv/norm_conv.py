@@ -34,7 +34,7 @@ from ...activation import TABLE, Activation
 from ..check import HALF
 from ..layout import FORMATS, dense, is_rows
 from ..norm import passes, triton
-from ..norm.call import Norm, Operands, OutputGradient, Statistics, move_running, stats_dtype
+from ..norm.call import BackwardCall, Norm, Operands, Statistics, move_running, stats_dtype
 from ..norm.statistic import BATCH, INSTANCE
 from ..registry import graph_op, serve, whole
 from . import choice, conv3d
@@ -236,17 +236,16 @@ def _backward(call: NormConv, kernels: Kernels | None) -> tuple[Tensor | None, .
     if any(others):
         # z is gone before dz is allocated.
         of_parameters = _parameter_gradients(call, call.z())
-    given_to_norm, statistics = Operands(x, weight, bias), Statistics(mean, rstd)
+    of_norm = Operands(x, weight, bias), Statistics(mean, rstd), norm, None
     needs = (True, affine and weight is not None, affine and bias is not None, False, False)
     if kernels is None:
         dz = _input_gradient(call)
-        incoming = OutputGradient(dz, dz if passes.fits(dz, x, norm) else None)
-        found = passes.backward(incoming, given_to_norm, statistics, norm, None, needs)
+        found = passes.backward(BackwardCall(dz, *of_norm, needs, dz if passes.fits(dz, x, norm) else None))
     else:
         g, sums = kernels(call)
         assert sums is not None
         sums = torch.stack([sums[0], sums[1] * rstd])
-        found = passes.backward_of_sums(g, given_to_norm, statistics, norm, sums, needs)
+        found = passes.backward_of_sums(BackwardCall(g, *of_norm, needs), sums)
     dx, dweight, dbias, *_ = found.wanted(needs)
     return dx, dweight, dbias, *of_parameters
 

@@ -97,11 +97,11 @@ def _pack_results(found: tuple[Tensor, ...], now: tuple[Any, ...], before: tuple
 
 
 def _pack_kind(flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None) -> tuple[Any, ...]:
-    """A kink has the dtype of the arithmetic."""
+    """All but the key, which is random."""
     return lines, bits, flat.dtype, flat.get_device(), kink if kink is None else kink.shape
 
 
-@checked(FAMILY, _pack_kind, _pack_results)
+@checked(FAMILY, _pack_results, _pack_kind)
 def _launch_pack(
     flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,13 +120,7 @@ def _unpack_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
         yield _values(theirs, kink, flat.dtype, steps=32).near("values", mine)
 
 
-def _unpack_kind(
-    flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
-) -> tuple[Any, ...]:
-    return _pack_kind(flat, lines, bits, 0, kink)
-
-
-@checked(FAMILY, _unpack_kind, _unpack_results)
+@checked(FAMILY, _unpack_results)
 def _launch_unpack(
     flat: Tensor, packed: tuple[Tensor, Tensor, Tensor], kink: Tensor | None, lines: ChannelLines, bits: int
 ) -> None:
@@ -147,13 +141,7 @@ def _kink_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) ->
     yield Rounded(exact, bound).near("kinks", kink)
 
 
-def _kink_kind(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> tuple[Any, ...]:
-    """A bias tells the number of channels from that of kinks.  Without one, no kernel reads the weight."""
-    of_bias = bias if bias is None else (bias.shape, bias.dtype, weight if weight is None else weight.dtype)
-    return kink.shape, mean.shape, mean.dtype, mean.get_device(), of_bias
-
-
-@checked(FAMILY, _kink_kind, _kink_results)
+@checked(FAMILY, _kink_results)
 def _launch_kink(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, kink: Tensor) -> None:
     from ...kernels.low_bit import low_bit_kink
 
@@ -354,8 +342,7 @@ def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
         return numel * (2 if bits == 1 else 3)
     if target not in (round_op, unpack_op) or _backend.use_triton(value, FAMILY):
         return 0
-    needed = reference.pack_workspace if target is round_op else reference.unpack_workspace
-    return needed(numel, value.dtype, value.device)
+    return reference.workspace(numel, value.dtype, value.device, packing=target is round_op)
 
 
 @family(FAMILY)

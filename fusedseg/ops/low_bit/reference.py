@@ -25,14 +25,12 @@ def _part_size(device: torch.device) -> int:
     return DEVICE_PART if device.type != "cpu" else PART * torch.get_num_threads()
 
 
-def pack_workspace(numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The most bytes beside values and codes while values are packed: three of a part, and their codes as int16."""
-    return min(numel, _part_size(device)) * (3 * wide_dtype(dtype).itemsize + 2)
+def workspace(numel: int, dtype: torch.dtype, device: torch.device, packing: bool) -> int:
+    """The most bytes beside values and codes while values are packed, or unpacked.
 
-
-def unpack_workspace(numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The most bytes beside values and codes while values are unpacked: two of a part, their codes, and their sides."""
-    return min(numel, _part_size(device)) * (2 * wide_dtype(dtype).itemsize + 2)
+    They are three tensors of a part and its codes as int16, or two tensors, the codes, and their sides.
+    """
+    return min(numel, _part_size(device)) * ((3 if packing else 2) * wide_dtype(dtype).itemsize + 2)
 
 
 class Piece(NamedTuple):

@@ -88,12 +88,6 @@ def lines_of(t: Tensor, unit: str) -> ChannelLines:
     return ChannelLines(1, t.numel(), 1)
 
 
-def packed_bytes(t: Tensor, unit: str, bits: int) -> int:
-    """The bytes of the codes of a dense tensor and of the two numbers of each group."""
-    lines = lines_of(t, unit)
-    return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.dtype.itemsize
-
-
 def mixed(*numbers: int) -> int:
     """A number below 2**32 that depends on all given integers, such as a seed, a step and a place.
 

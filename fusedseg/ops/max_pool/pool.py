@@ -71,12 +71,7 @@ def _forward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...])
             yield Compared("codes", codes[n], of, (named == exact) | ~says, says)
 
 
-def _forward_kind(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> tuple[Any, ...]:
-    """``rows`` has the strides."""
-    return x.shape, x.dtype, x.get_device(), codes is None, rows, pool
-
-
-@checked(FAMILY, _forward_kind, _forward_results)
+@checked(FAMILY, _forward_results)
 def _launch_forward(x: Tensor, z: Tensor, codes: Tensor | None, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_fwd
 
@@ -99,11 +94,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         yield Rounded(exact, math.prod(pool.kernel) * U * terms).stored(dx.dtype).near("dx", dx[n])
 
 
-def _backward_kind(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> tuple[Any, ...]:
-    return dx.shape, dz.shape, dz.dtype, dz.get_device(), rows, pool
-
-
-@checked(FAMILY, _backward_kind, _backward_results)
+@checked(FAMILY, _backward_results)
 def _launch_backward(dz: Tensor, codes: Tensor, dx: Tensor, rows: bool, pool: Pool) -> None:
     from ...kernels.max_pool import max_pool_bwd
 

@@ -27,18 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ... import _backend
 from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
-from .call import (
-    Exchange,
-    Gradients,
-    Needs,
-    Norm,
-    Operands,
-    OutputGradient,
-    Statistics,
-    cast,
-    move_running,
-    stats_dtype,
-)
+from .call import BackwardCall, Exchange, Gradients, Norm, Operands, Statistics, cast, move_running, stats_dtype
 from .kept import Kept, finite_inverse
 
 # A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between
@@ -166,30 +155,22 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
     return z
 
 
-def backward(
-    incoming: OutputGradient,
-    given: Operands,
-    stats: Statistics,
-    norm: Norm,
-    kept: Kept | None,
-    needs: Needs,
-    exchange: Exchange | None,
-) -> Gradients:
+def backward(call: BackwardCall) -> Gradients:
     """The gradients, in the dtypes of the parameters."""
-    dz, into, also, _ = incoming
+    dz, given, stats, norm, kept, needs, into, also, _, exchange = call
     if also is not None:
         dz = dz + also
     dx = torch.empty_like(given.x) if into is None else into
     dresidual = torch.empty_like(given.x) if needs[3] else None
     dzv, dxv = norm.over.view(dz), norm.over.view(dx)
     drv = None if dresidual is None else norm.over.view(dresidual)
-    call = _Call(given, stats, norm, kept)
-    sums = _Sums.zeros(call)
-    planes = _plane_tiles(call.source, norm) if exchange is None else None
+    tensors = _Call(given, stats, norm, kept)
+    sums = _Sums.zeros(tensors)
+    planes = _plane_tiles(tensors.source, norm) if exchange is None else None
     if planes is None:
-        _two_sweeps(call, norm, exchange, sums, dzv, dxv, drv)
+        _two_sweeps(tensors, norm, exchange, sums, dzv, dxv, drv)
     for tile in planes or ():
-        _of_planes(call, norm, tile, sums, dzv, dxv, drv)
+        _of_planes(tensors, norm, tile, sums, dzv, dxv, drv)
     dbias, dweight = sums.of_channels()
     return Gradients(
         dx,
@@ -263,13 +244,12 @@ def _two_sweeps(
         write(tile)
 
 
-def backward_of_sums(
-    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
-) -> Gradients:
-    call, gv = _Call(given, stats, norm, None), norm.over.view(g)
-    m, (s1, s2) = norm.over.shared_by(call.source), (norm.over.each_channel(s, call.source) for s in sums)
-    xhat = (call.source.to(call.acc) - call.mean).mul_(call.rstd)
-    gv.copy_((gv - s1 / m - xhat.mul_(s2 / m)).mul_(call.scale))
+def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
+    g, given, stats, norm, *_ = call
+    tensors, gv = _Call(given, stats, norm, None), norm.over.view(g)
+    m, (s1, s2) = norm.over.shared_by(tensors.source), (norm.over.each_channel(s, tensors.source) for s in sums)
+    xhat = (tensors.source.to(tensors.acc) - tensors.mean).mul_(tensors.rstd)
+    gv.copy_((gv - s1 / m - xhat.mul_(s2 / m)).mul_(tensors.scale))
     # Results of an op must not share memory.
     dbias, dweight = (s.view(-1, given.x.shape[1]).sum(0) for s in sums)
     return Gradients(

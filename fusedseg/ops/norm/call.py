@@ -1,7 +1,8 @@
 """The records of the norm op: what it is, the tensors that it has, the statistics that it finds, and its gradients.
 
-A module builds a ``Norm`` and ``Operands`` in each call.  The checks, the op and its implementations take these two.
-The fifth record is ``Kept`` (``kept.py``), the channels whose normalised input is kept.
+A module builds a ``Norm`` and ``Operands`` in each call.  The checks, the op and its implementations take these two,
+and in backward a ``BackwardCall``, which has them too.  ``Kept`` (``kept.py``) has the channels whose normalised input
+is kept.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...activation import Activation
+from .kept import Kept
 from .statistic import BATCH, Statistic
 
 # The names of the ops in errors.
@@ -113,17 +115,24 @@ class Statistics(NamedTuple):
     share: Tensor | None = None
 
 
-class OutputGradient(NamedTuple):
-    """The gradient of z: ``dz``, or dz + ``also``, which has the shape and the dtype of dz.
+class BackwardCall(NamedTuple):
+    """What a backward pass is given, beside the records of the forward pass.
 
-    ``into`` is memory for dx, namely the memory of the kept output or of dz, or None.  ``over_also`` says that the
-    gradient of the residual may be written over ``also``; then that has the strides of x.
+    The gradient of z is ``dz``, or dz + ``also``, which has the shape and the dtype of dz.  ``into`` is memory for dx,
+    namely the memory of the kept output or of dz, or None.  ``over_also`` says that the gradient of the residual may be
+    written over ``also``; then that has the strides of x.  A call has no two of ``also`` and ``exchange``.
     """
 
     dz: Tensor
+    given: Operands
+    stats: Statistics
+    norm: Norm
+    kept: Kept | None
+    needs: Needs
     into: Tensor | None = None
     also: Tensor | None = None
     over_also: bool = False
+    exchange: Exchange | None = None
 
 
 class Gradients(NamedTuple):

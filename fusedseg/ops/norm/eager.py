@@ -23,7 +23,7 @@ from .. import reuse, unfused
 from ..double_backward import differentiated_once
 from ..layout import dense, laid_out, like
 from . import stock
-from .call import Norm, Operands, OutputGradient, Statistics
+from .call import BackwardCall, Norm, Operands, Statistics
 from .graph import RUNNING_MEAN, flat, norm_op
 from .kept import Kept
 from .passes import backward, fits, forward
@@ -88,8 +88,8 @@ class NormFunction(torch.autograd.Function):
         needs = need_x, need_weight, need_bias, need_residual and not passed_on, need_slope
 
         def gradients(dz, *saved):
-            incoming = OutputGradient(dz, into)
-            return backward(incoming, Operands(*saved[:5]), Statistics(*saved[5:]), norm, kept, needs).wanted(needs)
+            given, stats = Operands(*saved[:5]), Statistics(*saved[5:])
+            return backward(BackwardCall(dz, given, stats, norm, kept, needs, into)).wanted(needs)
 
         # All saved tensors are passed, because a graph of the gradients must lead back to each of them.
         dx, dweight, dbias, dresidual, dslope = differentiated_once(norm.name, gradients, dz, *tensors)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...activation import TABLE, Activation
 from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, wide
 from . import aten_norms, sync
-from .call import Exchange, Gradients, Needs, Norm, Operands, OutputGradient, Statistics
+from .call import BackwardCall, Gradients, Norm, Operands, Statistics
 from .kept import Kept, finite_inverse
 
 OF_BATCH = Norm("input", Activation("identity", 0.0))
@@ -39,22 +39,15 @@ def recompute_kind(given: Operands, stats: Statistics, norm: Norm, out: Tensor |
     return forward_kind(given, norm, None, out)
 
 
-def backward_kind(
-    incoming: OutputGradient, given: Operands, stats: Statistics, norm: Norm, kept: Kept | None, needs: Needs,
-    exchange: Exchange | None,
-) -> tuple[Any, ...]:  # fmt: skip
+def backward_kind(call: BackwardCall) -> tuple[Any, ...]:
+    _, given, _, norm, kept, needs, into, also, over_also, exchange = call
     x, weight, bias, residual, _, _, _, _ = given
-    _, into, also, over_also = incoming
     keep, act, _, _, own, over, _ = norm
     return (
         x.shape, x.is_contiguous(), x.dtype, x.get_device(), keep, act, own, over, residual is None, exchange is None,
         weight if weight is None else weight.dtype, bias if bias is None else bias.dtype, needs, into is None,
         over_also, also if also is None else also.stride(), kept if kept is None else min(kept.count, MANY),
     )  # fmt: skip
-
-
-def moments_kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.is_contiguous(), x.dtype, x.get_device()
 
 
 def copied(given: Operands, over: Tensor | None) -> Operands:
@@ -238,22 +231,21 @@ def recompute(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...]) -> I
         yield part.activated(y).near("z", found[:, part.a : part.b])
 
 
-def before_backward(incoming: OutputGradient, given: Operands, *rest: Any) -> tuple[Any, ...]:
-    """The arguments with copies of what is written over: the memory for dx, and with ``over_also`` ``also``."""
-    dz, into, also, over_also = incoming
-    also = also.clone() if also is not None and over_also else also
-    return OutputGradient(copy_of(dz, into), None, also), copied(given, into), *rest
+def before_backward(call: BackwardCall) -> tuple[BackwardCall]:
+    """The call with copies of what is written over: the memory for dx, and with ``over_also`` ``also``."""
+    also = call.also.clone() if call.also is not None and call.over_also else call.also
+    return (call._replace(dz=copy_of(call.dz, call.into), given=copied(call.given, call.into), also=also),)
 
 
 def backward(found: Gradients, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[Compared]:
     """The parts of the gradients.  The sums of other processes count as they came."""
-    incoming, given, stats, norm, kept, needs, exchange = before
+    ((given_dz, given, stats, norm, kept, needs, _, also, _, exchange),) = before
     dtype, per_channel = given.x.dtype, given.x.numel() // given.x.shape[1]
     for part in _parts(given, norm):
         at, w, rstd = slice(part.a, part.b), part.weight, part.each(stats.rstd)
-        dz = exactly(wide(incoming.dz, part.a, part.b))
-        if incoming.also is not None:
-            dz = (dz + exactly(wide(incoming.also, part.a, part.b))).stored(dtype)
+        dz = exactly(wide(given_dz, part.a, part.b))
+        if also is not None:
+            dz = (dz + exactly(wide(also, part.a, part.b))).stored(dtype)
         if norm.keep == "input":
             xhat, y = part.normalised(part.each(stats.mean), rstd)
             slope = part.slope(y)

@@ -25,7 +25,7 @@ from ..double_backward import refused
 from ..layout import dense, like
 from ..registry import graph_op, whole
 from . import passes
-from .call import Norm, Operands, OutputGradient, Statistics, cast, stats_dtype
+from .call import BackwardCall, Norm, Operands, Statistics, cast, stats_dtype
 from .kept import Kept
 from .statistic import SCHEMA, Statistic
 
@@ -290,14 +290,10 @@ def _backward(call: GradientCall, over: bool = False, over_also: bool = False) -
         call.of_residual,
         call.slope is not None,
     )
-    return passes.backward(
-        OutputGradient(dz, into, call.also, over_also),
-        Operands(x, call.weight, call.bias, call.residual, call.slope),
-        _found(x, call.mean, second, call.xhat, call.share),
-        norm,
-        _kept(call),
-        needs,
-    ).wanted(needs)
+    given = Operands(x, call.weight, call.bias, call.residual, call.slope)
+    stats = _found(x, call.mean, second, call.xhat, call.share)
+    of = BackwardCall(dz, given, stats, norm, _kept(call), needs, into, call.also, over_also)
+    return passes.backward(of).wanted(needs)
 
 
 def statistics(

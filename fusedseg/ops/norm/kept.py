@@ -186,7 +186,6 @@ def serve_compiled_code() -> None:
 
 
 _trackers: "weakref.WeakSet[KeptChannels]" = weakref.WeakSet()
-_limits: dict[tuple, tuple[Tensor, Tensor, Tensor | None]] = {}
 Kind = tuple[Activation, torch.dtype, bool]
 
 
@@ -218,25 +217,21 @@ class Arriving:
         return None if self.empty or not self.mask[part].any() else self.mask[part]
 
 
+@functools.lru_cache(16)
 def limits_of(kinds: tuple[tuple[Kind, int], ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """``floor``, ``kappa`` and ``tail`` of ``exceeds`` for each channel of several modules.
 
     ``kinds`` has the channels of each module.
     """
-    found = _limits.get((kinds, device))
-    if found is None:
-        floors = [floor_of(*kind) for kind, channels in kinds for _ in range(channels)]
-        kappas = [KAPPA[kind[1]] for kind, channels in kinds for _ in range(channels)]
-        tails = [tail_of(kind[0], kind[2]) for kind, channels in kinds for _ in range(channels)]
-        saturates = any(tail is not None for tail in tails)
-        if len(_limits) > 16:
-            _limits.clear()
-        found = _limits[kinds, device] = (
-            torch.tensor(floors, device=device),
-            torch.tensor(kappas, device=device),
-            torch.tensor([-math.inf if v is None else v for v in tails], device=device) if saturates else None,
-        )
-    return found
+    floors = [floor_of(*kind) for kind, channels in kinds for _ in range(channels)]
+    kappas = [KAPPA[kind[1]] for kind, channels in kinds for _ in range(channels)]
+    tails = [tail_of(kind[0], kind[2]) for kind, channels in kinds for _ in range(channels)]
+    saturates = any(tail is not None for tail in tails)
+    return (
+        torch.tensor(floors, device=device),
+        torch.tensor(kappas, device=device),
+        torch.tensor([-math.inf if v is None else v for v in tails], device=device) if saturates else None,
+    )
 
 
 def request(device: torch.device) -> Arriving:

@@ -12,19 +12,7 @@ from ... import _backend
 from ...activation import TABLE, Activation
 from ..layout import like
 from . import aten_norms, sync, triton
-from .call import (
-    Exchange,
-    Gradients,
-    Needs,
-    Norm,
-    Operands,
-    OutputGradient,
-    Statistics,
-    adjacent,
-    move_running,
-    on_adjacent,
-    stats_dtype,
-)
+from .call import BackwardCall, Gradients, Norm, Operands, Statistics, adjacent, move_running, on_adjacent, stats_dtype
 from .kept import Kept
 
 
@@ -47,20 +35,11 @@ class Implementation(Protocol):
         """z of an op that keeps its input, with the bits of forward, in ``out``, which may be x, or in new memory."""
         ...
 
-    def backward(
-        self,
-        incoming: OutputGradient,
-        given: Operands,
-        stats: Statistics,
-        norm: Norm,
-        kept: Kept | None,
-        needs: Needs,
-        exchange: Exchange | None,
-    ) -> Gradients:
+    def backward(self, call: BackwardCall) -> Gradients:
         """The gradients, in the dtypes of the parameters.
 
-        ``incoming.dz`` and the residual have the strides of ``given.x``, and are not changed, unless ``incoming.into``
-        is one of them.  A second gradient comes without ``exchange``.
+        ``call.dz`` and the residual have the strides of ``call.given.x``, and are not changed, unless ``call.into`` is
+        one of them.
         """
         ...
 
@@ -143,15 +122,9 @@ def _prepared(given: Operands) -> Operands:
     return given._replace(weight=weight, bias=bias)
 
 
-def backward(
-    incoming: OutputGradient,
-    given: Operands,
-    stats: Statistics,
-    norm: Norm,
-    kept: Kept | None,
-    needs: Needs,
-) -> Gradients:
+def backward(call: BackwardCall) -> Gradients:
     """The gradients, in the dtypes of the parameters.  ``given.x`` is the tensor that was kept, which is dense."""
+    dz, given, stats, norm, _, needs, *_ = call
     x, exchange = given.x, None
     if stats.share is not None:
         assert norm.process_group is not None
@@ -163,22 +136,20 @@ def backward(
         zeros = (None if v is None else torch.zeros_like(v) for v in (given.weight, given.bias, given.slope))
         dweight, dbias, dslope = zeros
         return Gradients(torch.empty_like(x), dweight, dbias, torch.empty_like(x) if needs[3] else None, dslope)
-    run = implementation_of(x, norm.act).backward
-    if incoming.dz.stride() != x.stride():
-        incoming = incoming._replace(dz=like(incoming.dz, x))
-    return run(incoming, _prepared(given), stats, norm, kept, needs, exchange)
+    run, prepared = implementation_of(x, norm.act).backward, _prepared(given)
+    if exchange is not None or prepared is not given or dz.stride() != x.stride():
+        call = call._replace(dz=like(dz, x), given=prepared, exchange=exchange)
+    return run(call)
 
 
-def backward_of_sums(
-    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
-) -> Gradients:
+def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     """The gradients of a norm that keeps its input from g, the gradient behind the activation, and its two sums.
 
-    ``sums`` are those of g and of g * xhat, (2, values of a statistic).  dx is written over g.
+    ``call.dz`` is g.  ``sums`` are those of g and of g * xhat, (2, values of a statistic).  dx is written over g.
     """
-    x, given = given.x, _prepared(given)
+    x = call.given.x
     run = triton if _backend.use_triton(x, triton.FAMILY) else aten_norms
-    return run.backward_of_sums(like(g, x), given, stats, norm, sums, needs)
+    return run.backward_of_sums(call._replace(dz=like(call.dz, x), given=_prepared(call.given)), sums)
 
 
 def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:

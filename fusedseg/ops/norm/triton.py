@@ -16,18 +16,7 @@ from ..layout import Layout, layout_of, pitch_of
 from ..registry import Result, family
 from ..self_test.cases import EPS, FORMATS, MOMENTUM, SHAPE, SLOPE, TOLERANCE, image, parameters, stock
 from . import exact
-from .call import (
-    Exchange,
-    Gradients,
-    Needs,
-    Norm,
-    Operands,
-    OutputGradient,
-    Statistics,
-    move_running,
-    stats_dtype,
-    variance_of,
-)
+from .call import BackwardCall, Gradients, Norm, Operands, Statistics, move_running, stats_dtype, variance_of
 from .kept import Kept
 
 # The second family has the kernel of ``statistics_of_sums``, which convolutions with norms inside of them need alone.
@@ -52,7 +41,7 @@ def _layout(x: Tensor, norm: Norm) -> Layout:
     return norm.over.by_sample(layout, x) if norm.over.of_samples else layout
 
 
-@checked(FAMILY, exact.forward_kind, exact.forward, exact.before_forward)
+@checked(FAMILY, exact.forward, exact.forward_kind, exact.before_forward)
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
     norm_act, _ = _kernels()
     x, weight, bias, residual, _, running_mean, running_var, batches = given
@@ -84,7 +73,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
     return z, Statistics(mean, rstd, xhat)
 
 
-@checked(FAMILY, exact.recompute_kind, exact.recompute, exact.before_recompute)
+@checked(FAMILY, exact.recompute, exact.recompute_kind, exact.before_recompute)
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     norm_act, _ = _kernels()
     x = given.x
@@ -97,23 +86,16 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
     return z
 
 
-@checked(FAMILY, exact.backward_kind, exact.backward, exact.before_backward)
-def backward(
-    incoming: OutputGradient,
-    given: Operands,
-    stats: Statistics,
-    norm: Norm,
-    kept: Kept | None,
-    needs: Needs,
-    exchange: Exchange | None,
-) -> Gradients:
+@checked(FAMILY, exact.backward, exact.backward_kind, exact.before_backward)
+def backward(call: BackwardCall) -> Gradients:
     _, kernels = _kernels()
+    dz, given, stats, norm, kept, needs, into, also, over_also, exchange = call
     source, weight, bias, residual = given[:4]
     _, need_weight, need_bias, writes_g, _ = needs
     if norm.keep == "input":
         # The kernels of an op that keeps its input write g whenever there is a residual.
         writes_g = residual is not None
-    (dz, into, also, over_also), layout = incoming, _layout(source, norm)
+    layout = _layout(source, norm)
     pitch = dresidual = None
     if writes_g:
         over = also is not None and over_also and also.stride() == source.stride()
@@ -151,7 +133,7 @@ def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
     return pitch if pitch is not None and pitch * also.element_size() % 16 == 0 else None
 
 
-@checked(FAMILY, exact.moments_kind, exact.moments)
+@checked(FAMILY, exact.moments)
 def moments(x: Tensor) -> Tensor:
     from ...kernels.norm_stats import few, norm_stats
 
@@ -175,10 +157,9 @@ def statistics_of_sums(
         return norm_of_sums(y, sums, _layout(y, norm), *running, momentum=norm.momentum, eps=norm.eps, far=far)
 
 
-def backward_of_sums(
-    g: Tensor, given: Operands, stats: Statistics, norm: Norm, sums: Tensor, needs: Needs
-) -> Gradients:
+def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     _, kernels = _kernels()
+    g, given, stats, norm, _, needs, *_ = call
     parameter = None if not (needs[1] or needs[2]) else given.bias if given.weight is None else given.weight
     tensors = g, given.x, _layout(given.x, norm), given.weight, given.bias, stats.rstd, None
     with launching(g):

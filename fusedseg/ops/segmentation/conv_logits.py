@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,35 +15,31 @@ from ..upsample import MODES
 OP = "fusedseg.ConvLogits"
 
 
-class ConvForm(NamedTuple):
-    """The description of the convolution.
+class Conv(NamedTuple):
+    """The convolution of features (N, C, *spatial) with a weight (K, C, 1, ...) and a bias (K,) or None.
 
     size: the spatial size to which the logits are interpolated, or None.  align_corners: as in ``interpolate``.
     dtype: the dtype to which features, weight and bias are rounded, as autocast does; the products are wider.
     """
 
+    features: Tensor
+    weight: Tensor
+    bias: Tensor | None
     size: tuple[int, ...] | None
     align_corners: bool
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, size: Sequence[int] | None, align_corners: bool, dtype: torch.dtype) -> "ConvForm":
-        """The form from the arguments of an op, for which a size is a list."""
-        return cls(None if size is None else tuple(size), align_corners, dtype)
-
-
-class Conv(NamedTuple):
-    """The convolution of features (N, C, *spatial) with a weight (K, C, 1, ...) and a bias (K,) or None."""
-
-    features: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    form: ConvForm
+    def of_arguments(
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, size: Sequence[int] | None, *rest: Any
+    ) -> "Conv":
+        """The convolution from the arguments of an op, for which a size is a list."""
+        return cls(x, weight, bias, None if size is None else tuple(size), *rest)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the logits, (N, K, *size)."""
-        spatial = self.features.shape[2:] if self.form.size is None else self.form.size
+        spatial = self.features.shape[2:] if self.size is None else self.size
         return torch.Size([self.features.shape[0], self.weight.shape[0], *spatial])
 
 
@@ -105,7 +101,7 @@ class ConvLogits:
 
     @property
     def conv(self) -> Conv:
-        return Conv(self.features, self.weight, self.bias, ConvForm(self.size, self.align_corners, self.dtype))
+        return Conv(self.features, self.weight, self.bias, self.size, self.align_corners, self.dtype)
 
     @property
     def shape(self) -> torch.Size:

@@ -20,14 +20,6 @@ FAMILY = "sums"
 MANY_CLASSES = (1, 300, 4, 8)
 
 
-def _kind(
-    x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, *rest: Tensor
-) -> tuple[Any, ...]:
-    """x is dense, and kernels read a contiguous mask.  A target has one shape for each number of strides."""
-    mask_dtype = mask if mask is None else mask.dtype
-    return x.shape, x.dtype, x.get_device(), target.dtype, target.stride(), mask_dtype, sizes.rows, spec
-
-
 def _tiles(
     x: Tensor, target: Tensor, mask: Tensor | None, spec: SumsSpec
 ) -> Iterator[tuple[slice, slice, Tile, Tile, Tensor]]:
@@ -77,7 +69,7 @@ def _forward_results(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...
         yield Rounded(exact[row], bound[row]).stored(torch.float32).near("sums", found[row])
 
 
-@checked(FAMILY, _kind, _forward_results)
+@checked(FAMILY, _forward_results)
 def forward(x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec) -> Tensor:
     from ...kernels.segmentation_sums import segmentation_sums_fwd
 
@@ -115,7 +107,7 @@ def _backward_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]
         yield Rounded(exact, bound).stored(x.dtype).near("dx", flat[n, :, s])
 
 
-@checked(FAMILY, _kind, _backward_results)
+@checked(FAMILY, _backward_results)
 def backward(
     x: Tensor, target: Tensor, mask: Tensor | None, sizes: Sizes, spec: SumsSpec, dsums: Tensor, dx: Tensor
 ) -> None:
@@ -136,11 +128,7 @@ def _argmax_results(found: None, now: tuple[Any, ...], before: tuple[Any, ...]) 
         yield Compared("labels", labels[n], exact.to(labels.dtype), (named[0] == largest) | ~says, says)
 
 
-def _argmax_kind(x: Tensor, labels: Tensor, sizes: Sizes) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.get_device(), labels.dtype, sizes.rows
-
-
-@checked(FAMILY, _argmax_kind, _argmax_results)
+@checked(FAMILY, _argmax_results)
 def argmax(x: Tensor, labels: Tensor, sizes: Sizes) -> None:
     from ...kernels.segmentation_sums import segmentation_argmax
 

@@ -16,7 +16,7 @@ from ..registry import graph_op
 from . import aten_sums, launches
 from .aten_sums import check_whole
 from .checks import check
-from .conv_logits import Conv, ConvForm, ConvLogits, Logits, tensor_of
+from .conv_logits import Conv, ConvLogits, Logits, tensor_of
 from .spec import SumsInputs, SumsSpec
 from .sums import dense_logits, no_autocast
 
@@ -53,12 +53,13 @@ def argmax_labels(logits: Logits) -> Tensor:
     if isinstance(logits, Tensor):
         logits = logits.detach()
         return logits.argmax(1).to(dtype) if torch.compiler.is_compiling() else labels_of(logits, dtype)
-    features, weight, bias, form = logits.conv
-    tensors = features.detach(), weight.detach(), None if bias is None else bias.detach()
+    conv = logits.conv
+    bias = None if conv.bias is None else conv.bias.detach()
+    conv = Conv(conv.features.detach(), conv.weight.detach(), bias, conv.size, conv.align_corners, conv.dtype)
     if torch.compiler.is_compiling():
-        return conv_argmax_op(*tensors, *form, dtype)
+        return conv_argmax_op(*conv, dtype)
     # The first call of a custom op imports the compiler, which takes a second.
-    return labels_of(Conv(*tensors, form), dtype)
+    return labels_of(conv, dtype)
 
 
 def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
@@ -77,12 +78,14 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
     return labels
 
 
-def _conv_argmax(features, weight, bias, size, align_corners, dtype, labels):
-    return labels_of(Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)), labels)
+def _conv_argmax(*arguments):
+    *conv, labels = arguments
+    return labels_of(Conv.of_arguments(*conv), labels)
 
 
-def _fake(features, weight, bias, size, align_corners, dtype, labels):
-    N, _, *spatial = Conv(features, weight, bias, ConvForm.of(size, align_corners, dtype)).shape
+def _fake(features, *arguments):
+    *conv, labels = arguments
+    N, _, *spatial = Conv.of_arguments(features, *conv).shape
     return features.new_empty(N, *spatial, dtype=labels)
 
 

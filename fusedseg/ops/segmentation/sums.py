@@ -27,7 +27,7 @@ from ..double_backward import differentiated_once, refused
 from ..registry import graph_op
 from . import aten_sums, launches
 from .checks import check
-from .conv_logits import Conv, ConvForm, ConvLogits, tensor_of
+from .conv_logits import Conv, ConvLogits, tensor_of
 from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
 from .tiles import Grads
 
@@ -86,7 +86,7 @@ def _conv_backward(
     conv = conv._replace(features=layout.dense(conv.features)[0])
     dtype = wide_dtype(conv.features.dtype)
     # With an interpolation, no logit may depend on some of the features.
-    like = torch.empty_like if conv.form.size is None else torch.zeros_like
+    like = torch.empty_like if conv.size is None else torch.zeros_like
     dfeatures = like(conv.features) if needs[0] else None
     dweight = torch.zeros(conv.weight.shape[:2], dtype=dtype, device=conv.weight.device) if needs[1] else None
     dbias = None if conv.bias is None or not needs[2] else torch.zeros_like(conv.bias, dtype=dtype)
@@ -96,14 +96,19 @@ def _conv_backward(
     return dfeatures, dweight, None if dbias is None else dbias.to(conv.weight.dtype)
 
 
+# The last fields of a ``Conv``, which is none if its dtype is None.
+Form = tuple[Sequence[int] | None, bool, torch.dtype | None]
+NO_CONV: Form = (None, False, None)
+
+
 def _inputs(
-    form: ConvForm | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None
+    form: Form, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None
 ) -> SumsInputs:
-    """The tensors of a call.  Without a ``form``, ``x`` are the logits, and weight and bias are None."""
-    if form is None:
+    """The tensors of a call.  With ``NO_CONV``, ``x`` are the logits, and weight and bias are None."""
+    if form[2] is None:
         return SumsInputs(x, target, mask)
     assert weight is not None
-    return SumsInputs(Conv(x, weight, bias, form), target, mask)
+    return SumsInputs(Conv.of_arguments(x, weight, bias, *form), target, mask)
 
 
 class SumsFunction(torch.autograd.Function):
@@ -125,17 +130,15 @@ class SumsFunction(torch.autograd.Function):
         return *differentiated_once(OP, run, dsums, *ctx.saved_tensors), None, None, None, None
 
 
-# The arguments of the ops: the tensors, the fields of a ``ConvForm``, or None, False and None, and a ``SumsSpec``.
+# The arguments of the ops: the tensors, a ``Form``, and a ``SumsSpec``.
 _TENSORS = "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? mask"
 _FORM = "SymInt[]? size, bool align_corners, ScalarType? dtype"
 _CALL = f"{_TENSORS}, {_FORM}, {SCHEMA}"
-NO_FORM = (None, False, None)
 
 
 def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
     size, align_corners, dtype = args[5:8]
-    form = None if dtype is None else ConvForm.of(size, align_corners, dtype)
-    return _inputs(form, *args[:5]), SumsSpec(*args[8:])
+    return _inputs((size, align_corners, dtype), *args[:5]), SumsSpec(*args[8:])
 
 
 def _is_launched(given: SumsInputs) -> bool:
@@ -206,15 +209,15 @@ def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
         parts = tuple(None if t is None else t.detach() for t in parts)
     tensors = (*parts, target, mask)
     if torch.compiler.is_compiling():
-        return sums_op(*tensors, *(form or NO_FORM), *spec)
+        return sums_op(*tensors, *form, *spec)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)):
         return forward(_inputs(form, *tensors), spec)
     return SumsFunction.apply(*tensors, form, spec)
 
 
-def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Any, ...], ConvForm | None]:
+def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Any, ...], Form]:
     """The tensors and the form of a call: the logits, None and None, or the features, the weight and the bias."""
     if isinstance(logits, Tensor):
-        return (logits, None, None), None
+        return (logits, None, None), NO_CONV
     conv = logits.conv if isinstance(logits, ConvLogits) else logits
-    return (conv.features, conv.weight, conv.bias), conv.form
+    return (conv.features, conv.weight, conv.bias), (conv.size, conv.align_corners, conv.dtype)

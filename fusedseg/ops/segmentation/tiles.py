@@ -59,16 +59,16 @@ def tile_size(t: Tensor, device_tile: int) -> int:
 
 def grid_of(logits: Tensor | Conv) -> tuple[int, ...]:
     """The axes of positions to which the slices of tiles belong."""
-    if isinstance(logits, Tensor) or logits.form.size is None:
+    if isinstance(logits, Tensor) or logits.size is None:
         return (math.prod(logits.shape[2:]),)
-    return (1,) * (3 - len(logits.form.size)) + logits.form.size
+    return (1,) * (3 - len(logits.size)) + logits.size
 
 
 def tiles(logits: Tensor | Conv, grads: Grads | None = None) -> Iterator[LogitTile]:
     """The tiles of logits.  If there are ``grads``, the consumer of a tile writes its gradient."""
     if isinstance(logits, Tensor):
         return _of_tensor(logits, None if grads is None else grads.x)
-    return _of_conv(logits, grads) if logits.form.size is None else _of_interpolated(logits, grads)
+    return _of_conv(logits, grads) if logits.size is None else _of_interpolated(logits, grads)
 
 
 def _of_tensor(logits: Tensor, grad: Tensor | None) -> Iterator[LogitTile]:
@@ -91,7 +91,7 @@ def _ranges(t: Tensor, channels: int, S: int, tile: int) -> Iterator[tuple[slice
 
 
 class Wide(NamedTuple):
-    """Weight (K, C) and bias (1, K, 1), rounded to the dtype of the form, in the dtype of the arithmetic."""
+    """Weight (K, C) and bias (1, K, 1), rounded to the dtype of the convolution, in the dtype of the arithmetic."""
 
     weight: Tensor
     bias: Tensor | None
@@ -99,7 +99,7 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, conv: Conv) -> "Wide":
-        dtype, rounded = wide_dtype(conv.features.dtype), conv.form.dtype
+        dtype, rounded = wide_dtype(conv.features.dtype), conv.dtype
         weight = conv.weight.reshape(conv.weight.shape[:2]).to(rounded).to(dtype)
         return cls(weight, None if conv.bias is None else conv.bias.to(rounded).to(dtype).view(1, -1, 1), rounded)
 
@@ -177,7 +177,7 @@ class Interpolation(NamedTuple):
 
     @classmethod
     def of(cls, conv: Conv, size: tuple[int, ...]) -> "Interpolation":
-        axes = upsample.Linear(size, None, conv.form.align_corners).axes(conv.features.shape[2:])
+        axes = upsample.Linear(size, None, conv.align_corners).axes(conv.features.shape[2:])
         planes, rows, columns = axes
         K, tile = conv.weight.shape[0], tile_size(conv.features, CONV_DEVICE_TILE)
         depth = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
@@ -232,8 +232,8 @@ def _steps(size: int, step: int, most: int | None) -> list[slice]:
 
 
 def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
-    assert conv.form.size is not None
-    wide, interpolation = Wide.of(conv), Interpolation.of(conv, conv.form.size)
+    assert conv.size is not None
+    wide, interpolation = Wide.of(conv), Interpolation.of(conv, conv.size)
     features = _as_volume(conv.features)
     # Without values, one tile of each of two slabs shows the bytes of all.
     slabs, tiles_of_slab = (None, None) if has_values(features) else (2, 1)
