@@ -105,8 +105,8 @@ def check(name, most):
 
 
 @pytest.mark.usefixtures("norms_of_a_gpu")
-# The skeleton alone is the one behind a U-Net.
-@pytest.mark.parametrize("name", slow(NETWORKS, "skeleton"))
+# The skeleton alone is the one behind a U-Net, and the one of squares is exact below.
+@pytest.mark.parametrize("name", slow(NETWORKS, "skeleton", "skeleton, squares"))
 def test_aten(name):
     """A skeleton behind a few pools kept as much as before and peaked twice as high: a bit, or a position, of each of
     its values was kept, and the values that the questions compare lived until the end of forward."""

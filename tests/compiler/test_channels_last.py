@@ -32,7 +32,7 @@ def narrow():
     return PlainConvUNet(widths=(8, 16, 32))
 
 
-@pytest.mark.parametrize(("net", "stock"), [(narrow, 43), (Deep, 25)])
+@pytest.mark.parametrize(("net", "stock"), slow([(narrow, 43), (Deep, 25)], (Deep, 25)))
 def test_a_step_makes_no_layout_copy(monkeypatch, two_threads, norms_of_a_gpu, net, stock):
     """Stock instance norm copies to planes and back, in forward and in backward."""
     with FakeTensorMode(), Copies() as of_stock:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedseg.compiler import backend
 from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
+from tests.tools.marks import slow
 
 # Inductor draws other random numbers than eager mode by itself.
 OPTIONS = {"aten": {}, "inductor": {"inductor": {"fallback_random": True}}}
@@ -189,7 +190,8 @@ def test_a_kept_value_that_changes_raises(x, codegen):
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("dynamic", "codegen"), in_both([True, None], True))
+# A compiler that finds out which sizes change makes a graph of one size first, and then those of all sizes.
+@pytest.mark.parametrize(("dynamic", "codegen"), slow(in_both([None, True], True), (True, "aten")))
 def test_dynamic_shapes(dynamic, codegen):
     """As many graphs serve all sizes as with PyTorch's own backend; no size is read as a number."""
     from torch._dynamo.backends.debugging import aot_eager
