@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import fusedseg
+from fusedseg.ops import reuse
 from fusedseg.ops.registry import OPS as OPS_OF_GRAPHS
 from tests.contract import MODULES, OPS, Everything, samples
 from tests.tools.compiling import check_compiled_follows, opcheck
@@ -17,6 +19,12 @@ from tests.tools.tensors import WAYS, Cut, channels_last, with_strides
 
 by_op = pytest.mark.parametrize("name", OPS)
 by_module = pytest.mark.parametrize("name", MODULES)
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    """Backward writes over small gradients too, as it does over large ones that nobody else sees."""
+    monkeypatch.setattr(reuse, "LEAST_BYTES", 1)
 
 
 def leaves(name, device="cpu", empty=False, dtype=torch.float64):
@@ -62,6 +70,11 @@ def test_an_empty_batch(name, backend, device):
     assert not any(map(torch.any, found))
 
 
+def slice_of_rows(t):
+    """Some channels of a wider tensor in channels_last."""
+    return channels_last(torch.cat([t, t], 1))[:, : t.shape[1]]
+
+
 @by_op
 def test_other_strides(name, backend, device):
     """Arguments are read where they lie, or copied, and never written."""
@@ -69,28 +82,60 @@ def test_other_strides(name, backend, device):
     expected = op.call(*given)
     dz = torch.randn_like(expected)
     wanted = gradients(expected, given, dz)
-    for way in (*WAYS[:3], "channels_last"):
-        others = [with_strides(t.detach(), way) if of_batch(t) and way in WAYS else t.detach().clone() for t in given]
-        others = [channels_last(t) if of_batch(t) and way not in WAYS else t for t in others]
+    ways = [*(partial(with_strides, how=way) for way in WAYS[:3]), channels_last, slice_of_rows]
+    for change in ways:
+        others = [change(t.detach()) if of_batch(t) else t.detach().clone() for t in given]
         for t in others:
             t.requires_grad_()
         z = op.call(*others)
         torch.testing.assert_close(z, expected, rtol=1e-9, atol=1e-9)
-        for of in (dz, with_strides(dz, "permuted")):
+        for of in (dz, with_strides(dz, "permuted"), with_strides(dz, "sliced"), slice_of_rows(dz)):
             torch.testing.assert_close(gradients(z, others, of), wanted, rtol=1e-9, atol=1e-9)
+        # As the gradient of a sum.
+        one = dz.flatten()[0].expand(dz.shape)
+        of_one, dense = gradients(z, others, one), gradients(expected, given, one.contiguous())
+        torch.testing.assert_close(of_one, dense, rtol=1e-9, atol=1e-9)
         assert all(map(torch.equal, others, given))
 
 
+def shared(z, given, dz):
+    """A sum gives the same gradient to both of its terms."""
+    other = torch.randn_like(z).requires_grad_()
+    ((z + other) * 1).backward(dz)
+    return other.grad
+
+
+def hooked(z, given, dz):
+    held = []
+    z.register_hook(held.append)
+    (z * 1).backward(dz)
+    return held[0]
+
+
+def viewed(z, given, dz):
+    held = []
+    z.register_hook(lambda gradient: held.append(gradient[:]))
+    (z * 1).backward(dz)
+    return held[0]
+
+
+def asked_for(z, given, dz):
+    return torch.autograd.grad(z * 1, [z, *given], dz)[0]
+
+
+def of_the_caller(z, given, dz):
+    z.backward(dz)
+    return dz
+
+
 @by_op
-def test_a_gradient_that_another_tensor_gets_is_not_written(name, backend, device):
+def test_a_gradient_that_somebody_holds_is_not_written(name, backend, device):
     op, given = OPS[name], leaves(name, device)
-    z = op.call(*given)
-    other, dz = torch.randn_like(z).requires_grad_(), torch.randn_like(z)
-    before = dz.clone()
-    # The addition passes the same gradient to both of its inputs.
-    (z + other).backward(dz)
-    assert torch.equal(dz, before)
-    assert torch.equal(other.grad, before)
+    for hold in (shared, hooked, viewed, asked_for, of_the_caller):
+        z = op.call(*given)
+        dz = torch.randn_like(z)
+        wanted = dz.clone()
+        assert torch.equal(hold(z, given, dz), wanted), hold
 
 
 @by_op

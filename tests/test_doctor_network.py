@@ -33,6 +33,8 @@ def test_rewrites_take_part_on_a_gpu(direct, monkeypatch):
     assert not found.kind, found
     assert {*settings.OPTIONAL} <= {name for name, count in settings.written.items() if count}, found
     assert any(row.calls.count < network.STEPS for row in direct)
+    # One step tells that nothing is written.
+    monkeypatch.setattr(network, "STEPS", 1)
     assert not network.test(CPU, torch.bfloat16, ",".join(settings.OPTIONAL)).kind
     assert not any(settings.written.values())
 
@@ -57,8 +59,6 @@ def test_a_rewrite_that_is_wrong_is_found(monkeypatch):
     assert found.kind == "wrong result"
     assert "in step 0 is off by" in found.text
     assert gpu.advice(JOB) == "It is right without casts: set FUSEDSEG_WITHOUT=casts, and please report it"
-    monkeypatch.undo()
-    assert not network.test(CPU, torch.bfloat16, "").kind
 
 
 def test_the_page_has_every_name():

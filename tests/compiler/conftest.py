@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests.tools.spy import spied
+
 
 @pytest.fixture(autouse=True)
 def afresh():
@@ -48,15 +50,7 @@ def emitted(monkeypatch):
     """The graphs that become code in a test, as the last pass leaves them."""
     from fusedseg.compiler.codegen import aten
 
-    seen, original = [], aten.emit
-
-    def noted(module, inputs):
-        run = original(module, inputs)
-        seen.append(module.graph)
-        return run
-
-    monkeypatch.setattr(aten, "emit", noted)
-    return seen
+    return spied(monkeypatch, aten, "emit", lambda run, module, inputs: module.graph)
 
 
 @pytest.fixture

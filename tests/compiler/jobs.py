@@ -97,15 +97,3 @@ def step(rank, world, way, codegen):
     out.square().mean().backward()
     grads = [p.grad for p in model.parameters()]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads], kept
-
-
-def rounded(rank, world):
-    """The gradient of one batch with bits, and whether PyTorch's generator stayed where it was."""
-    torch.manual_seed(0)
-    # With fewer values kept, the step would peak higher with bits, and so be exact.
-    inner = [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), *inner, nn.Conv2d(8, 3, 1)).double()
-    x = torch.randn(2, 2, 32, 32, dtype=torch.float64)
-    before = torch.get_rng_state()
-    torch.compile(model, backend=backend, options={"codegen": "aten", "bits": 4})(x).square().mean().backward()
-    return model[-1].weight.grad, torch.equal(before, torch.get_rng_state())

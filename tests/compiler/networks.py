@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from fusedseg import _torch
-from fusedseg.memory import SavedBytes
+from fusedseg.memory import SavedBytes, allocator_peak
+from fusedseg.memory.meter import mean_of
 from fusedseg.unet import MultiEncoderUNet, UNet
 from tests.resnet import ResNet18
 
@@ -49,6 +50,20 @@ class Attention(nn.Module):
         u = self.layer(t)
         t = t + self.attention(u, u, u, need_weights=False)[0]
         return self.last(t.transpose(1, 2).reshape(h.shape))
+
+
+class Dense(nn.Module):
+    """Each convolution reads all results before it."""
+
+    def __init__(self, act, count, norm=None):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 + 8 * i, 8, 3, padding=1) for i in range(count))
+        self.norms, self.act = nn.ModuleList(norm(8) if norm else nn.Identity() for _ in range(count)), act
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = torch.cat([x, self.act(norm(conv(x)))], 1)
+        return x
 
 
 def mixed():
@@ -137,6 +152,17 @@ def results(net, run, inputs, steps=2):
 
 def same(left, right):
     return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def peak_of(net, run, x):
+    """The allocator's peak of a step, without what a first step compiles or keeps."""
+
+    def step():
+        mean_of(run(x)).backward()
+        net.zero_grad()
+
+    step()
+    return allocator_peak(step)
 
 
 def kept(net, run, inputs):

@@ -1,5 +1,6 @@
 """Programs that the passes of the compiler look for, and what a training step of them gives."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -372,6 +373,24 @@ def doubled(x, first, norm, last):
     return last(torch.relu(y + y.detach()))
 
 
+def frozen_part(of, x, first, norm, last):
+    """Gradients are switched off for one of three calls."""
+    with torch.no_grad() if of == "convolution" else torch.enable_grad():
+        y = first(x)
+    with torch.no_grad() if of == "norm" else torch.enable_grad():
+        z = norm(y)
+    z = z + x
+    with torch.no_grad() if of == "activation" else torch.enable_grad():
+        a = torch.relu(z)
+    return last(a + x)
+
+
+def normed_twice(x, first, layer, norm, last):
+    """The input of a norm is added to its output, and is not kept for backward."""
+    y = layer(first(x))
+    return last((norm(y) + y).square())
+
+
 def late(x, first, norm, last):
     """A residual that is computed after the norm, whose running mean gets the part of the bias before it."""
     y = norm(first(x))
@@ -475,8 +494,8 @@ NORM_ACTS = {
     "running instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU()),
     "group": (lambda: nn.GroupNorm(2, 4), nn.PReLU()),
 }
-# A norm of so many positions.
-OF_ITS_SIZE = ("no batch",)
+# Norms of so many positions.
+OF_ITS_SIZE = ("no batch", "its input as the residual")
 # Programs that take views which images in channels_last do not have, or ask for strides.
 CONTIGUOUS = "heads", "autograd.Function", "one memory", "as_strided"
 OF_TWO = (2, 2, 9, 8)
@@ -548,6 +567,16 @@ PROGRAMS = LAID_OUT | BIASES | {
     "residual blocks": Program(lambda: Blocks(lambda: nn.BatchNorm2d(4)), (2, 2, 15, 13)),
     "its own residual": Program(
         lambda: Net(doubled, first=conv(2, 4), norm=nn.BatchNorm2d(4), last=nn.Conv2d(4, 2, 3)), (2, 2, 15, 13)
+    ),
+    **{f"a frozen {of}": Program(
+        lambda of=of: Net(
+            functools.partial(frozen_part, of), first=conv(2, 2), norm=nn.BatchNorm2d(2), last=nn.Conv2d(2, 2, 3)
+        ), (2, 2, 15, 13)
+    ) for of in ("convolution", "norm", "activation")},
+    "its input as the residual": Program(
+        lambda: Net(
+            normed_twice, first=conv(2, 4), layer=nn.LayerNorm(8), norm=nn.BatchNorm2d(4), last=nn.Conv2d(4, 2, 3)
+        ), (2, 2, 15, 8)
     ),
     "late residual": Program(
         lambda: Net(late, first=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4, momentum=0.5), last=nn.Conv2d(4, 2, 1)),

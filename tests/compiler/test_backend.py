@@ -3,7 +3,6 @@
 import copy
 import importlib
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -140,25 +139,6 @@ def test_wrong_options_raise_through_torch_compile():
 def test_settings_are_values():
     assert parse({"codegen": "aten"}) == Settings("aten")
     assert parse(None) == Settings()
-
-
-def test_without_a_compiler_aten_runs_and_says_so_once(monkeypatch):
-    # The function has the name of its module.
-    home = sys.modules["fusedseg.compiler.backend"]
-    monkeypatch.setattr(home._torch, "inductor_problem", lambda: "there is no C++ compiler (Missing)")
-    say_once.cache_clear()
-    model, x = net(), torch.randn(2, 1, 6, 6)
-    asks = {"inductor": {"epilogue_fusion": True}}
-    with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
-        torch.compile(model, backend="fusedseg", options=asks)(x)
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.compile(model, backend="fusedseg", options=asks)(x)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="codegen='inductor' cannot work here"):
-        compiled(model, "inductor")(x)
-    say_once.cache_clear()
 
 
 def test_modes_are_those_of_inductor():

@@ -12,14 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler.codegen import aten
 from fusedseg.compiler.settings import say_once
 from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
-from tests.compiler import jobs
 from tests.compiler.bits_cases import IMAGE, MOST, NORMS, Around, Error, spread
 from tests.compiler.networks import Attention, compiled, kept, make
-from tests.tools.ranks import on_ranks
+from tests.tools.marks import slow
 
 # These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
 pytestmark = pytest.mark.usefixtures("packed")
@@ -76,7 +74,7 @@ def attention_and_block():
 def test_a_gradient_passes_an_op_that_reads_exact_values(build, most):
     """The op is linear in the gradient, so that values behind it need not be exact; a pool reads the size alone."""
     torch.manual_seed(0)
-    net, x = build(), torch.randn(2, 3, 48, 48)
+    net, x = build(), torch.randn(2, 3, 40, 40)
     assert kept(net, compiled(net, bits=4), [x]) < most * kept(net, net, [x])
     torch._dynamo.reset()
     found = error_of(net, [x], 4, 32)
@@ -253,8 +251,7 @@ def test_positions_and_masks_take_as_few_bits_as_number_them(name):
         assert error_of(net, [x], 4, 32).bias < MOST
 
 
-# nnU-Net's has instance norms and a third dimension, and takes three times as long.
-@pytest.mark.parametrize("name", ["U-Net", pytest.param("nnU-Net", marks=pytest.mark.slow), "group"])
+@pytest.mark.parametrize("name", slow(["U-Net", "nnU-Net", "group"], "U-Net", "nnU-Net"))
 def test_changing_sizes(name):
     """Tensors of symbolic sizes stayed as they are."""
     if name == "group":
@@ -300,12 +297,6 @@ def test_memory_of_many_steps_is_constant(bits):
     assert last[2] < first[2] + 100
 
 
-def test_ranks_round_independently():
-    (one, state), (two, _) = on_ranks(2, jobs.rounded)
-    assert not torch.equal(one, two)
-    assert bool(state)
-
-
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
 def test_inductor_folds_no_constant_beyond_32_bits():
     """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
@@ -339,7 +330,10 @@ def test_inductor_keeps_codes_of_half_precision():
 
 
 def test_modules_of_this_package_and_converted_models():
-    """Their norms, and the concatenations of their convolutions, once kept exact values."""
+    """Their norms, and the concatenations of their convolutions, once kept exact values.
+
+    ``test_bits_errors.py`` has the error of such a norm, and ``test_programs.py`` that of every module.
+    """
     net, inputs = make("U-Net")
     torch.manual_seed(0)
     ours, inputs = UNet(3, 4, widths=(8, 16)), [torch.randn(2, 3, 32, 32)]
@@ -348,10 +342,6 @@ def test_modules_of_this_package_and_converted_models():
     for model in (ours, net):
         torch._dynamo.reset()
         assert kept(model, compiled(model, bits=4), inputs) <= most
-    torch._dynamo.reset()
-    found = error_of(ours, inputs, 4, 16)
-    assert found.size > 0
-    assert found.bias < MOST
 
 
 def test_a_checkpoint_of_products_is_told_of():
@@ -362,29 +352,17 @@ def test_a_checkpoint_of_products_is_told_of():
         compiled(lambda x: checkpoint(net, x, use_reentrant=False).relu(), bits=4)(x).mean().backward()
 
 
-def test_seeds():
-    """Each step rounds anew, and PyTorch's generator is not moved."""
-    net, _ = make("U-Net")
-    inputs = [torch.randn(2, 3, 32, 32)]
-    run = compiled(net, bits=4)
-    before = torch.get_rng_state()
-    (_, one), (_, two) = gradient(run, net, inputs), gradient(run, net, inputs)
+def test_each_step_rounds_anew_and_a_second_backward_does_not():
+    """PyTorch's generator is not moved."""
+    net, x = Plain(NORMS["batch"](), nn.ReLU()), torch.randn(2, 3, 32, 32)
+    run, before, found = compiled(net, bits=4), torch.get_rng_state(), []
+    for _ in range(2):
+        loss = run(x).square().mean()
+        one, other = (torch.autograd.grad(loss, net.stem.weight, retain_graph=True) for _ in range(2))
+        assert torch.equal(*one, *other)
+        found += one
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(one, two)
-
-
-def test_a_second_backward_reads_the_same_rounding():
-    net, _ = make("U-Net")
-    out = compiled(net, bits=4)(torch.randn(2, 3, 32, 32)).square().mean()
-    one = torch.autograd.grad(out, [*net.parameters()], retain_graph=True)
-    assert all(map(torch.equal, one, torch.autograd.grad(out, [*net.parameters()])))
-
-
-def test_eval_is_exact():
-    net, inputs = make("U-Net")
-    twin = copy.deepcopy(net).eval()
-    with torch.no_grad():
-        assert torch.equal(compiled(net.eval(), bits=4)(*inputs), twin(*inputs))
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize("norm", ["batch", "instance", "group", "ours, batch ReLU", "running", "running, instance"])
@@ -459,21 +437,14 @@ def test_hooks_get_the_codes():
     assert max(nbytes for dtype, nbytes in sizes if dtype != torch.uint8 and nbytes not in owned) <= x.nbytes
 
 
-def test_nodes_have_the_same_names_in_every_compilation(monkeypatch):
+def test_nodes_have_the_same_names_in_every_compilation(sources):
     """Ops of backward that have a branch were written in the order of a set, so that caches of code could miss."""
-    original, texts = aten.source_of, []
-
-    def noted(module, **given):
-        found = original(module, **given)
-        texts.append("\n".join(found.lines))
-        return found
-
-    monkeypatch.setattr(aten, "source_of", noted)
     activations = (nn.Softplus, nn.ELU, nn.Mish, nn.GELU) * 3
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), make_one()) for make_one in activations]
     net = nn.Sequential(nn.Conv2d(3, 4, 1), *layers).double()
     for twin in (net, copy.deepcopy(net)):
         torch.compiler.reset()
         gradient(compiled(twin, bits=4), twin, [IMAGE.double()])
-    half = len(texts) // 2
-    assert texts[:half] == texts[half:]
+    half = len(sources) // 2
+    assert half
+    assert sources[:half] == sources[half:]

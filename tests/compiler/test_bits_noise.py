@@ -8,6 +8,7 @@ from fusedseg import _torch
 from tests.compiler.bits_cases import IMAGE, MOST
 from tests.compiler.networks import compiled, kept, make
 from tests.compiler.test_bits import error_of
+from tests.tools.marks import slow
 
 # These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
 pytestmark = pytest.mark.usefixtures("packed")
@@ -16,7 +17,8 @@ LARGE = {"two encoders": 0.09, "nnU-Net": 0.1, "ResNet": 0.16}
 SIDES = {"ResNet": 128, "nnU-Net": 16}
 
 
-@pytest.mark.parametrize("name", LARGE)
+# ``test_bits.py`` has a U-Net, and ``test_budget.py`` nnU-Net's.
+@pytest.mark.parametrize("name", slow(LARGE, "two encoders", "nnU-Net"))
 def test_networks(name):
     net, inputs = make(name)
     inputs = [torch.randn(2, x.shape[1], *(SIDES.get(name, 32),) * (x.dim() - 2)) for x in inputs]

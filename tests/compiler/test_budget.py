@@ -22,10 +22,12 @@ from fusedseg.ops.norm import aten_norms
 from tests.compiler.bits_cases import MOST
 from tests.compiler.networks import kept, make, results, same
 from tests.compiler.test_bits import error_of
+from tests.tools.marks import slow
+from tests.tools.spy import spied
 from tests.tools.threads import threads
 
-# ``test_claims.py`` has five budgets for other networks.
-BUDGETS = {"ResNet": (None, 0.8, 0.6, 0.4, 0.3)}
+BUDGETS = (None, 0.6, 0.3)
+MORE = ("ResNet", (None, 0.8, 0.6, 0.4, 0.3))
 # The share of forward's arithmetic by which a choice may be above the optimum.
 FAR = 0.05
 
@@ -33,17 +35,13 @@ FAR = 0.05
 @pytest.fixture
 def chosen(monkeypatch):
     """For each graph: the bytes of eager mode, the price of the choice, and the share of arithmetic that it repeats."""
-    found = []
-    nearest = choose.nearest
 
-    def noted(choices, wanted, most=None, known=None):
-        choice, met = nearest(choices, wanted, most, known)
+    def noted(result, choices, *given, **options):
         # With bits, the plan without them is made before, and noted too.
-        found.append((choices.eager, choice.cost, choice.cost.repeated))
-        return choice, met
+        choice, _ = result
+        return choices.eager, choice.cost, choice.cost.repeated
 
-    monkeypatch.setattr(choose, "nearest", noted)
-    return found
+    return spied(monkeypatch, choose, "nearest", noted)
 
 
 def budgeted(model, budget, codegen="aten", dynamic=None, **options):
@@ -75,8 +73,16 @@ def counted(monkeypatch):
     return live
 
 
-@pytest.mark.parametrize("name", ["U-Net", "nnU-Net", "ResNet", "attention", "mixed"])
-def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    slow(
+        [*((name, BUDGETS) for name in ("U-Net", "nnU-Net", "ResNet", "attention", "mixed")), MORE],
+        # The norms of a ResNet, and the pools of "mixed".
+        ("U-Net", BUDGETS),
+        MORE,
+    ),
+)
+def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher.
 
     The allocator's peak of a ResNet does not rise either.  Another order of equal parts let it rise by up to 1.4 %.
@@ -87,7 +93,7 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks, allocated = results(twin, twin, inputs), [], []
-    for budget in BUDGETS.get(name, (None, 0.6, 0.3)):
+    for budget in budgets:
         one = copy.deepcopy(net)
         with warnings.catch_warnings():
             # Networks as small as these miss some budgets.
@@ -241,7 +247,7 @@ def test_inductor(chosen):
     assert chosen[-1][1].kept <= 0.4 * chosen[-1][0]
 
 
-@pytest.mark.parametrize("name", ["U-Net", "two encoders"])
+@pytest.mark.parametrize("name", slow(["U-Net", "two encoders"], "two encoders"))
 def test_peak_with_inductor(name, monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""
     counted, apply = [], keep.apply

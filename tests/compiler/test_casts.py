@@ -34,19 +34,6 @@ class Auto(nn.Module):
             return self.net(*inputs)
 
 
-@pytest.fixture
-def sources(monkeypatch):
-    """The text of each graph that is compiled."""
-    found, function = [], aten._function
-
-    def noted(source):
-        found.append("\n".join(source.lines))
-        return function(source)
-
-    monkeypatch.setattr(aten, "_function", noted)
-    return found
-
-
 def calls(source, name):
     return len(re.findall(rf"= _of_{name}_\d+\(", source))
 
@@ -88,8 +75,9 @@ WAYS = {"plain": {}, "accumulated and frozen": {"accumulate": 2, "frozen": ("net
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("nnU-Net", torch.bfloat16),
-        # A CPU takes a minute for both.
+        ("mixed", torch.bfloat16),
+        # A CPU takes a minute for these.
+        pytest.param("nnU-Net", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("ResNet", torch.float16, marks=pytest.mark.slow),
         pytest.param("two encoders", torch.bfloat16, marks=pytest.mark.slow),
     ],
@@ -185,8 +173,11 @@ PEAKS = {
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {}) for name in PEAKS if name != "ResNet"),
+        ("weights", {}),
+        ("images", {}),
         ("images", {"budget": 0.5}),
+        # Networks of both kinds of layers.
+        pytest.param("nnU-Net", {}, marks=pytest.mark.slow),
         pytest.param("ResNet", {"budget": 0.5}, marks=pytest.mark.slow),
     ],
 )

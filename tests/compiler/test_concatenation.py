@@ -19,6 +19,8 @@ from fusedseg.ops.layout import FORMATS
 from tests.compiler.networks import close, compiled, results
 from tests.compiler.programs import made
 from tests.compiler.test_passes import names, traced
+from tests.tools.marks import slow
+from tests.tools.spy import spied
 from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
@@ -75,7 +77,7 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, unreplayed):
     assert [node.args[2] for node in transposed] == [None]
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.6}, {"bits": 8}], ids=str)
+@pytest.mark.parametrize("options", slow([{}, {"budget": 0.6}, {"bits": 8}], {"budget": 0.6}), ids=str)
 def test_late_biases_cost_no_bytes(options, monkeypatch):
     """By PyTorch's allocator, and in the report."""
     net, _, x = laid_out("skip")
@@ -163,8 +165,7 @@ SPLITS = {"no budget": ({}, 0), "share": ({"budget": 0.5}, 0), "peak": ({"budget
 @pytest.mark.parametrize("name", SPLITS)
 def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
     """Source by source, backward of such a convolution took 2 ms where the concatenation takes .5."""
-    found, rewrite = [], split_convolutions.split_backward
-    monkeypatch.setattr(split_convolutions, "split_backward", lambda graph: found.append(rewrite(graph)))
+    found = spied(monkeypatch, split_convolutions, "split_backward")
     monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
     options, count = SPLITS[name]
     net, twin, x = laid_out("skip")

@@ -12,6 +12,7 @@ from fusedseg.compiler.settings import Settings
 from tests.compiler.networks import compiled
 from tests.compiler.programs import Up
 from tests.reference import relative_error
+from tests.tools.spy import spied
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")
 # Last bits may differ on every device.
@@ -44,8 +45,7 @@ def step(net, run, x):
 def test_codegens(codegen, bias, rows, monkeypatch, needs_interpreter, device):
     """Both codegens convolve first where Triton serves the tensors, and so does Inductor elsewhere."""
     monkeypatch.setattr(fusedseg, "backend", "triton")
-    swaps, swap = [], convolve_first._swap
-    monkeypatch.setattr(convolve_first, "_swap", lambda *given: swaps.append(swap(*given)))
+    swaps = spied(monkeypatch, convolve_first, "_swap")
     net = Up(bias=bias)
     exact, x = copy.deepcopy(net).double(), torch.randn(2, 3, 5, 4)
     net, x = net.to(device), x.to(device)

@@ -13,6 +13,7 @@ from fusedseg.compiler.settings import Settings
 from tests.compiler.networks import INDUCTOR, close, compiled, results, same, under_autocast
 from tests.compiler.programs import made, shifted
 from tests.compiler.test_passes import names, traced
+from tests.tools.spy import spied
 
 aten = torch.ops.aten
 
@@ -20,14 +21,7 @@ aten = torch.ops.aten
 @pytest.fixture
 def counts(monkeypatch):
     """How many biases the pass has left out of each graph."""
-    found, original = [], dead_bias.remove_dead_biases
-
-    def counted(*args):
-        found.append(original(*args))
-        return found[-1]
-
-    monkeypatch.setattr(dead_bias, "remove_dead_biases", counted)
-    return found
+    return spied(monkeypatch, dead_bias, "remove_dead_biases")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.compiler import networks
 from tests.compiler.networks import compiled, results, under_autocast
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
+from tests.tools.marks import slow
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +94,12 @@ def written(texts):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    # The layout of a large network is that of small ones.
-    [(name, rows) for name in NETWORKS for rows in (False, True) if rows or name not in ("nnU-Net", "ResNet")],
+    # What becomes an op is decided without the layout.
+    slow(
+        [(name, rows) for name in NETWORKS for rows in (False, True)],
+        *((name, False) for name in NETWORKS if name not in ("batch, ReLU", "instance, 3D", "group", "skip")),
+        ("ResNet", True),
+    ),
 )
 def test_steps_are_those_of_float64(name, rows, sources):
     """Outputs, gradients and running statistics of two steps."""
@@ -108,7 +113,7 @@ def test_steps_are_those_of_float64(name, rows, sources):
     assert written(sources) == wanted
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", slow([8, 4], 8))
 def test_with_bits_gradients_are_those_of_the_unfused_graph(bits, sources, packed):
     """The same values are packed with the same random numbers, so that only the order of sums differs."""
     net, x, _ = made("batch, ReLU")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from tests.compiler.networks import close, in_both, kept, results
+from tests.compiler.networks import in_both, kept
 
 # For each module of this package the stock modules that compute the same.
 MODULES = {
@@ -37,14 +37,11 @@ def through(net, codegen):
 
 @pytest.mark.parametrize(("name", "codegen"), in_both(MODULES, "in place"))
 def test_modules_keep_no_more_than_stock_modules(name, codegen):
+    """``test_programs.py`` has the values of every module."""
     ours, stock = MODULES[name]
-    nets = [layers(lambda: (ours(),)), *(layers(stock) for _ in range(3))]
-    net, twin, converted, eager = (model.double() for model in nets)
-    x = torch.randn(2, 3, 14, 14, dtype=torch.float64)
+    net, twin, converted = layers(lambda: (ours(),)), layers(stock), layers(stock)
+    x = torch.randn(2, 3, 14, 14)
     fusedseg.convert(converted)
     most = kept(twin, through(twin, codegen), [x])
-    wanted = results(eager, eager, [x])
     for model in (net, converted):
-        run = through(model, codegen)
-        close(results(model, run, [x]), wanted, rtol=1e-7, atol=1e-9)
-        assert kept(model, run, [x]) <= most
+        assert kept(model, through(model, codegen), [x]) <= most

@@ -16,11 +16,13 @@ from tests.compiler.networks import compiled, is_backward
 from tests.compiler.programs import PROGRAMS
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
+from tests.tools.marks import slow
 
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
     "ResNet-18": (lambda: ResNet18(10, width=4), (2, 3, 32, 32), 6),
     "PlainConvUNet": (lambda: PlainConvUNet(widths=(4, 8, 16)), (2, 1, 16, 16, 16), 2),
+    "residual blocks": (*PROGRAMS["residual blocks"], 2),
     "skip first": (*PROGRAMS["pooled skip"], 1),
     "skip last, 3D": (*PROGRAMS["pooled skip last, 3D"], 1),
     "three gradients": (*PROGRAMS["three gradients"], 1),
@@ -50,23 +52,20 @@ def loss(out):
 
 
 # The two published networks take seconds in the interpreter.  "skip last, 3D" is a small PlainConvUNet.
-by_network = pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        pytest.param(name, rows, marks=[pytest.mark.slow] if "Net" in name and name != "ResNet-18" else [])
-        for name in NETWORKS
-        for rows in (False, True)
-        # The layout of a large network is that of small ones.
-        if rows or "Net" not in name
-    ],
-)
+# The layout of a large network is that of small ones.
+PUBLISHED = [("ResNet-18", True), ("PlainConvUNet", True)]
+SMALL = [(name, rows) for name in NETWORKS if "Net" not in name for rows in (False, True)]
 
 
 def joined(graph):
     return [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 8]
 
 
-@by_network
+# Nothing is joined in the planes of the last two.
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow(PUBLISHED + SMALL, *PUBLISHED, ("norm of the input", False), ("skip last, 3D", False)),
+)
 def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypatch):
     """Counted by PyTorch's allocator, with kernels in Triton's interpreter."""
     net, x = made(name, rows)
@@ -80,7 +79,7 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypa
         peaks.append(allocator_peak(lambda run=run: loss(run(x)).backward()))
     assert peaks[0] <= 1.001 * peaks[1]
     # In planes the slices of a concatenation have gaps that no kernel reads.
-    wanted = NETWORKS[name][2] if rows or name == "ResNet-18" or name == "three gradients" else 0
+    wanted = NETWORKS[name][2] if rows or name in ("residual blocks", "three gradients") else 0
     if rows and name == "ResNet-18":
         # In channels_last another op stands between one more sum and its norm, and there is memory for both gradients.
         wanted += 1
@@ -90,7 +89,7 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypa
 def test_a_gradient_that_somebody_reads_later_is_not_written_over(emitted):
     """The caller gets the gradient of the shortcut's input too."""
     torch.manual_seed(0)
-    net, x = made("ResNet-18", True)
+    net, x = made("residual blocks", True)
     net, x = net.double(), x.detach().double().requires_grad_()
     twin, leaf = copy.deepcopy(net), x.detach().requires_grad_()
     loss(twin(leaf)).backward()

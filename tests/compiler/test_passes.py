@@ -17,6 +17,7 @@ from fusedseg.compiler.low_bit import rule
 from fusedseg.compiler.rewrite import simplify, split_convolutions
 from tests.compiler.networks import compiled, same
 from tests.compiler.networks import kept as kept_bytes
+from tests.tools.spy import spied
 
 aten = torch.ops.aten
 
@@ -274,8 +275,7 @@ def test_convolutions_without_a_choice_are_the_vendors(channels, dtype, taps, ch
 
 def test_convolutions_of_several_sizes_are_the_vendors(monkeypatch):
     """Only graphs of one size had them, and PyTorch writes symbols for the second of two networks of one class."""
-    written, write = [], shorter.write_convolutions
-    monkeypatch.setattr(shorter, "write_convolutions", lambda graph: written.append(write(graph)))
+    written = spied(monkeypatch, shorter, "write_convolutions")
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     run = torch.compile(net, backend="fusedseg", dynamic=True, options={"codegen": "aten"})
     run(torch.randn(2, 3, 9, 9)).sum().backward()
@@ -303,17 +303,9 @@ def forward_outputs(net, x):
     """(names of what is kept, names that backward computes) of a network's joint graph."""
     from fusedseg.compiler import partition
 
-    seen, original = [], partition.decide
-
-    def noted(*given):
-        seen.append(original(*given))
-        return seen[-1]
-
-    partition.decide = noted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        seen = spied(patch, partition, "decide")
         compiled(net)(x)
-    finally:
-        partition.decide = original
     (decision,) = seen
     kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.kept)
     return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.recomputed)
@@ -374,8 +366,7 @@ def test_a_factor_is_looked_through_once(monkeypatch):
             factor = factor + factor * 0.5
         return x * factor
 
-    seen, row_of = [], rule.row_of
-    monkeypatch.setattr(rule, "row_of", lambda node: seen.append(node) or row_of(node))
+    seen = spied(monkeypatch, rule, "row_of")
     nodes = [*traced(run, torch.randn(8, 8), torch.randn(1)).graph.nodes]
     (product,) = nodes[0].users
     assert rule._is_steady(product.args[1], product)

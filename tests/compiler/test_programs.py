@@ -17,6 +17,7 @@ from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.ops.layout import FORMATS
 from tests.compiler.networks import INDUCTOR, NETWORKS, compiled
 from tests.compiler.programs import BIASES, CONTIGUOUS, LAID_OUT, OF_ITS_SIZE, PROGRAMS, made, outputs_of, step
+from tests.tools.marks import slow
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads", "needs_interpreter"),
@@ -168,6 +169,9 @@ def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
         assert exact.holds(found[key], wanted[key]), (key, way)
 
 
+# Norms of each kind have their kernels in one block; the activations behind them make the others.
+ACTIVATIONS = ("batch alone", "momentum", "cumulative", "gelu", "elu", "relu6", "mish", "hardswish", "softplus",
+               "plain instance")  # fmt: skip
 # Other tests have published networks, the layout of LAID_OUT, and kernels behind convolutions with a bias.
 OF_A_GPU = [name for name in PROGRAMS if name not in {*LAID_OUT, *NETWORKS, *BIASES}]
 
@@ -179,7 +183,10 @@ def test_values_as_on_a_gpu(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS])
+# With these activations the test above runs kernels.
+@pytest.mark.parametrize(
+    "name", slow([name for name in PROGRAMS if name not in NETWORKS], *(f"blocks, {of}" for of in ACTIVATIONS))
+)
 def test_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 

@@ -13,6 +13,8 @@ from fusedseg.compiler.plan.schedule import PeakTarget
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import CODEGENS, compiled, results, same
 from tests.compiler.test_passes import names, traced
+from tests.tools.marks import slow
+from tests.tools.spy import spied
 
 aten = torch.ops.aten
 
@@ -226,17 +228,10 @@ class Chain(nn.Module):
 @pytest.fixture
 def norms_in_backward(monkeypatch):
     """How many norms each scheduled graph computes."""
-    found, original = [], schedule.reorder
-
-    def rewriting(module, *given):
-        original(module, *given)
-        found.append(names(module.graph).count("norm"))
-
-    monkeypatch.setattr(schedule, "reorder", rewriting)
-    return found
+    return spied(monkeypatch, schedule, "reorder", lambda none, module, *given: names(module.graph).count("norm"))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", slow([8, 4], 8))
 def test_with_bits_a_chain_is_not_rebuilt_for_each_of_its_blocks(bits, norms_in_backward):
     """With bits the schedule had the least peak, whatever it repeated: 8 blocks took 33 norms."""
     torch.manual_seed(0)

@@ -1,11 +1,14 @@
 """Numbers that are symbols in a graph: a float ``scale_factor``, and channels."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests.compiler.networks import compiled
+from tests.tools.marks import slow
 
 
 def check(net, run, inputs, tolerance=1e-9):
@@ -39,7 +42,11 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize(("how", "options"), [*((how, {}) for how in HOW), ("nearest", {"budget": 0.5})], ids=str)
+@pytest.mark.parametrize(
+    ("how", "options"),
+    slow([*((how, {}) for how in HOW), ("nearest", {"budget": 0.5})], ("exact", {}), ("corners", {})),
+    ids=str,
+)
 def test_a_scale_factor_that_changes(how, options):
     torch.manual_seed(0)
     dims, given = HOW[how]
@@ -123,8 +130,14 @@ WAYS = {"exact": {}, "budget": {"budget": 0.5}, "bits": {"bits": 8}, "layout": {
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OF_ROWS)
+# Pools and norms have every way quickly; the rest of an op has the same code in each.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    slow(
+        itertools.product(OF_ROWS, WAYS),
+        *itertools.product(("max-pool of volumes", "instance norm", "interpolation", "dropout"), list(WAYS)[1:]),
+    ),
+)
 def test_sizes_that_depend_on_data(name, way):
     """The bug: pools and norms of ``x[mask]``, and with bits all packed tensors, raised an error about such a size."""
     torch.manual_seed(0)

@@ -11,8 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedseg.compiler import estimate, report, traffic
 from fusedseg.compiler.codegen import aten as codegen
+from tests.tools.spy import spied
 
-from .networks import HAS_CXX
+from .networks import HAS_CXX, compiled
 
 N = 64
 FULL = N * N * 4
@@ -82,8 +83,7 @@ def block() -> nn.Module:
 @needs_inductor
 def test_each_graph_chooses(monkeypatch, compiled_afresh):
     """Nobody generates code for the codegen that is not chosen."""
-    emitted, emit = [], codegen.emit
-    monkeypatch.setattr(codegen, "emit", lambda module, given: emitted.append(module) or emit(module, given))
+    emitted = spied(monkeypatch, codegen, "emit")
     blocks, x = Blocks(), torch.randn(2, 50, 16)
     out = torch.compile(blocks, backend="fusedseg")(x)
     out.square().mean().backward()
@@ -118,10 +118,19 @@ def test_an_estimate_has_the_choice_of_a_run():
 def test_without_a_compiler_pytorchs_kernels_run(monkeypatch, compiled_afresh):
     home = sys.modules["fusedseg.compiler.backend"]
     monkeypatch.setattr(home._torch, "inductor_problem", lambda: "there is no C++ compiler (Missing)")
-    home.say_once.cache_clear()
-    blocks = Blocks()
-    with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
-        torch.compile(blocks, backend="fusedseg")(torch.randn(2, 50, 16)).mean().backward()
+    blocks, x = Blocks(), torch.randn(2, 50, 16)
+    # The options of Inductor ask for it, and so does the choice of a graph where none is named.
+    for options in ({"inductor": {"epilogue_fusion": True}}, {}):
+        torch._dynamo.reset()
+        home.say_once.cache_clear()
+        with pytest.warns(UserWarning, match=r"codegen='aten'\), because Inductor cannot work here: there is no C\+\+"):
+            torch.compile(blocks, backend="fusedseg", options=options)(x).mean().backward()
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.compile(blocks, backend="fusedseg", options=options)(x).mean().backward()
+    with pytest.raises(Exception, match="codegen='inductor' cannot work here"):
+        compiled(blocks, "inductor")(x)
     with warnings.catch_warnings():
         # A graph whose choice it is anyway says nothing.
         warnings.simplefilter("error")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedseg.compiler import backend
 from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
+from tests.tools.marks import slow
 
 # Inductor draws other random numbers than eager mode by itself.
 OPTIONS = {"aten": {}, "inductor": {"inductor": {"fallback_random": True}}}
@@ -72,9 +73,8 @@ def test_break_of_the_graph(x, codegen):
 def test_autocast_with_a_scaler(x, dtype, codegen):
     """A step of an optimizer under autocast, with the scale of a GradScaler."""
     net = pair(mixed)[0].float()
-    twin, other = copy.deepcopy(net), copy.deepcopy(net)
-    steps = []
-    for model, run in ((net, through(net, codegen)), (twin, torch.compile(twin, backend="aot_eager")), (other, other)):
+    twin, steps = copy.deepcopy(net), []
+    for model, run in ((net, through(net, codegen)), (twin, twin)):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = torch.amp.GradScaler("cpu")
         for seed in range(2):
@@ -86,21 +86,21 @@ def test_autocast_with_a_scaler(x, dtype, codegen):
             scaler.update()
             optimizer.zero_grad()
         steps.append([p.detach().clone() for p in (*model.parameters(), *model.buffers())])
-    for ours, eager in zip(steps[0], steps[2], strict=True):
+    for ours, eager in zip(*steps, strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
 
 
-@BOTH
-def test_checkpoint_in_the_model(x, codegen):
-    """What a checkpoint has labelled stays as it is."""
+@pytest.mark.filterwarnings("ignore:.*inside of a checkpoint")
+@pytest.mark.parametrize("options", [{}, {"budget": 0.9}, {"bits": 8}], ids=str)
+def test_a_checkpoint_keeps_its_input_alone(options):
+    """What a checkpoint has labelled stays as it is, also with the options that decide what is kept."""
 
     class Checkpointed(Net):
         def forward(self, x):
-            return self.b(checkpoint(self.a, x, use_reentrant=False))
+            return self.b[-1](checkpoint(self.a, x, use_reentrant=False))
 
-    net, twin = pair(Checkpointed)
-    other = torch.compile(twin, backend="aot_eager")
-    assert alike(results(net, through(net, codegen), [x]), results(twin, other, [x]))
+    net, x = Checkpointed(), torch.randn(2, 3, 34, 34)
+    assert kept(net, compiled(net, **options), [x]) == 0
 
 
 @pytest.mark.parametrize(("inside", "codegen"), in_both([False, True], True))
@@ -190,7 +190,8 @@ def test_a_kept_value_that_changes_raises(x, codegen):
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("dynamic", "codegen"), in_both([True, None], True))
+# A compiler that finds out which sizes change makes a graph of one size first, and then those of all sizes.
+@pytest.mark.parametrize(("dynamic", "codegen"), slow(in_both([None, True], True), (True, "aten")))
 def test_dynamic_shapes(dynamic, codegen):
     """As many graphs serve all sizes as with PyTorch's own backend; no size is read as a number."""
     from torch._dynamo.backends.debugging import aot_eager

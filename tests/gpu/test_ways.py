@@ -27,6 +27,7 @@ from tests.gpu import test_compiler
 from tests.ops.test_at_size import Net, alike, step
 from tests.reference import relative_error
 from tests.resnet import ResNet18
+from tests.tools.marks import slow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]
 # The third step notes launches at the earliest.
@@ -133,7 +134,10 @@ class LittleMemory:
                 torch.cuda.set_per_process_memory_fraction(1.0, x.device)
 
 
-@pytest.mark.parametrize("around", [Late, Overwritten, OnTheHost, OddAddresses, LittleMemory])
+# ``-m gpu`` runs all of them.  Without a GPU these are plain steps.
+@pytest.mark.parametrize(
+    "around", slow([Late, Overwritten, OnTheHost, OddAddresses, LittleMemory], Late, Overwritten, LittleMemory)
+)
 def test_steps(device, around):
     net, run, twin = pair(device)
     way = around(device)
@@ -239,7 +243,7 @@ def volumes(device, given):
     return Volumes().to(device, memory_format=fmt), fmt, [torch.randn(2, 1, 8, 16, 24) for _ in range(2)]
 
 
-@pytest.mark.parametrize("given", ["planes", "rows"])
+@pytest.mark.parametrize("given", slow(["planes", "rows"], "planes"))
 def test_volumes_under_autocast(device, given):
     """Casts, biases that a concatenation adds, the view of an image of one channel, residuals, sums of gradients,
     kernels of volumes, and replays: beside float64 on the CPU, on two images in turn."""

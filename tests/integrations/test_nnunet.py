@@ -17,6 +17,7 @@ from torch import nn
 import fusedseg
 import fusedseg.compiler
 from fusedseg.__main__ import main
+from fusedseg.compiler import estimate
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import fused_loss, plans
 from tests.integrations import nnunet_ddp
@@ -265,7 +266,7 @@ def test_plans_that_name_relu_need_no_trainer_of_their_own():
         return net
 
     leaky, relu = (
-        fusedseg.profile(partial(network, act), (1, 1, 16, 16, 16), options={"codegen": "aten"}).ways["fusedseg"]
+        estimate(partial(network, act), (1, 1, 16, 16, 16), options={"codegen": "aten"}).steps()[1]
         for act in (nn.LeakyReLU(0.01, inplace=True), nn.ReLU(inplace=True))
     )
     assert relu.kept <= leaky.kept

@@ -49,12 +49,12 @@ def served() -> Iterator[None]:
         mock.patch.dict(_backend._reasons, reasons),
         mock.patch.object(_backend, "explain", return_value=("triton", "")),
     ):
-        forget_kernels()
+        _forget_kernels()
         yield
-        forget_kernels()
+        _forget_kernels()
 
 
-def forget_kernels() -> None:
+def _forget_kernels() -> None:
     for kernel in gc.get_objects():
         if type(kernel) is JITFunction:
             kernel.device_caches.clear()
@@ -74,10 +74,7 @@ def compiling_nothing() -> Iterator[Kinds]:
         yield kinds
 
 
-def step(net: nn.Module, x: torch.Tensor, training: bool, options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    net, x = net.train(training), x
-    run = torch.compile(net, backend="fusedseg", options={"codegen": "aten", **options})
+def step(run: Any, x: torch.Tensor, training: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = run(x)
     if training:
@@ -85,8 +82,10 @@ def step(net: nn.Module, x: torch.Tensor, training: bool, options: dict[str, Any
 
 
 def kinds_of_steps(make: Any, x: torch.Tensor, training: bool, options: dict[str, Any]) -> tuple[Kinds, Kinds, Kinds]:
-    """What is compiled ahead, what launches compile after it, and what they compile by themselves."""
-    at_launch: Kinds = set()
+    """What is compiled ahead, what launches compile after it, and what they compile by themselves in a later step."""
+    torch._dynamo.reset()
+    run = torch.compile(make().train(training), backend="fusedseg", options={"codegen": "aten", **options})
+    found: Kinds = set()
     with served(), compiling_nothing() as kinds:
         compile_ahead = ahead.compile_ahead
 
@@ -95,12 +94,11 @@ def kinds_of_steps(make: Any, x: torch.Tensor, training: bool, options: dict[str
             compile_ahead(wanted)
             found.update(kinds - before)
 
-        found: Kinds = set()
         with mock.patch.object(ahead, "compile_ahead", compiling):
-            step(make(), x, training, options)
+            step(run, x, training)
         at_launch = kinds - found
     with served(), compiling_nothing() as alone, mock.patch.object(ahead, "threads", return_value=1):
-        step(make(), x, training, options)
+        step(run, x, training)
     return found, at_launch, alone
 
 
@@ -195,18 +193,18 @@ def listed(count: int) -> list[Any]:
 def threads_compile_the_same_code() -> None:
     """The code of a kernel that a thread compiles is that of a launch, and the launch compiles nothing."""
     with dry_run.dry_run("sm_90") as launches:
-        forget_kernels()
+        _forget_kernels()
         join(sources(2))
         (alone,) = launches
     with dry_run.dry_run("sm_90") as launches, mock.patch.object(ahead, "threads", return_value=2):
-        forget_kernels()
+        _forget_kernels()
         ahead.compile_ahead(listed(2))
         launches.clear()
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled at the launch")):
             join(sources(2))
         (after,) = launches
     assert alone.compiled.asm["ptx"] == after.compiled.asm["ptx"]
-    forget_kernels()
+    _forget_kernels()
 
 
 def an_error_is_that_of_the_launch() -> None:
@@ -214,7 +212,7 @@ def an_error_is_that_of_the_launch() -> None:
     messages = []
     for early in (False, True):
         with dry_run.dry_run("sm_90") as launches, mock.patch.object(ahead, "threads", return_value=2):
-            forget_kernels()
+            _forget_kernels()
             with mock.patch("triton.compiler.compile", side_effect=ValueError("no such instruction")):
                 if early:
                     ahead.compile_ahead(listed(3))
@@ -224,7 +222,7 @@ def an_error_is_that_of_the_launch() -> None:
                     _ = launches[-1].compiled.asm
                 except ValueError as error:
                     messages.append(str(error))
-    forget_kernels()
+    _forget_kernels()
     assert messages == ["no such instruction"] * 2, messages
 
 

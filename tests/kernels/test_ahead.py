@@ -2,29 +2,16 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
 from tests.tools import warm
+from tests.tools.checks import checks_of
 
-CHECKS = (
-    "networks_in_channels_last",
-    "networks_in_planes",
-    "nnunets_network",
-    "a_loss_in_the_graph",
-    "bits_in_rows",
-    "bits_in_planes",
-    "self_tests",
-    "threads_compile_the_same_code",
-    "an_error_is_that_of_the_launch",
-    "threads_parse_one_after_the_other",
-    "two_threads_put_the_parser_back",
-    "an_interrupt_leaves_no_mode",
-    "a_function_that_fails_on_fake_tensors_is_called_as_before",
-    "the_random_numbers_of_a_step_stay",
-)
+CHECKS = checks_of(Path(__file__).with_name("ahead_checks.py"))
 
 
 @functools.cache

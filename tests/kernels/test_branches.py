@@ -15,6 +15,7 @@ from tests.tools.branches import every_branch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_branch_has_a_case_for_compute_sanitizer(tmp_path):
     """A second run of pytest notes the branches: here no test knows what other processes have run."""
     file = tmp_path / "branches.json"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,29 +11,9 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from tests.tools import warm
+from tests.tools.checks import checks_of
 
-CHECKS = (
-    "launches_what_triton_would",
-    "tells_apart_what_triton_does",
-    "sizes_and_constants_are_a_launchers_own",
-    "takes_the_current_device_and_stream",
-    "hooks_see_launches",
-    "options_take_the_public_way",
-    "no_launch_fuses",
-    "dry_run_lists_every_launch",
-    "a_dry_run_makes_its_own_plans",
-    "the_function_in_c_gets_what_triton_gives_it",
-    "a_step_of_18_norms_makes_few_device_ops",
-    "norms_of_a_network_share_kernels",
-    "unknown_versions_take_the_public_way",
-    "other_arguments_take_the_public_way",
-    "one_launch_proves_the_arguments",
-    "a_failed_launch_leaves_no_spy",
-    "a_spy_ignores_other_threads",
-    "spies_wait_for_each_other",
-    "a_dry_run_plans_for_its_gpu",
-    "kernels_stay_loaded",
-)
+CHECKS = checks_of(*(Path(__file__).with_name(f"launcher_{of}.py") for of in ("checks", "agreement")))
 LEAKY = ("leaky_relu", 0.01)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusedseg.ops import concat as op
+from tests.tools.spy import spied
 from tests.tools.tensors import channels_last
 
 ROWS = {
@@ -33,9 +34,7 @@ def launched(monkeypatch):
     """How often the kernel has been launched."""
     from fusedseg.ops import concat
 
-    seen, original = [], concat._launch
-    monkeypatch.setattr(concat, "_launch", lambda *args: seen.append(original(*args)))
-    return seen
+    return spied(monkeypatch, concat, "_launch")
 
 
 @pytest.mark.gpu

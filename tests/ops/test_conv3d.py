@@ -10,6 +10,7 @@ from fusedseg.ops.conv import choice, convolutions
 from fusedseg.ops.conv import conv3d as op
 from tests.ops import conv_abn_cases
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.tools.spy import spied
 from tests.tools.tensors import channels_last, empty
 
 REST = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
@@ -67,14 +68,7 @@ def timed(monkeypatch, triton):
 
 @pytest.fixture
 def launched(monkeypatch):
-    seen, original = [], op._launch
-
-    def launch(x, weight, bias, channels, backward):
-        seen.append("input gradient" if backward else "forward")
-        return original(x, weight, bias, channels, backward)
-
-    monkeypatch.setattr(op, "_launch", launch)
-    return seen
+    return spied(monkeypatch, op, "_launch", lambda y, *given, backward: "input gradient" if backward else "forward")
 
 
 REFUSED = {
@@ -122,35 +116,6 @@ def test_only_hopper_is_served(triton, monkeypatch):
 def test_nothing_is_served_by_aten(monkeypatch):
     monkeypatch.setattr(fusedseg, "backend", "aten")
     assert not op.PLAIN.served(*inputs()[:2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("channels", [(16, 32), (32, 64), (48, 48), (64, 16)], ids=str)
-def test_values(channels, device, backend):
-    if device.type == "cuda" and not op.runs_on(device):
-        pytest.skip("the kernel is made for sm_90")
-    x, weight, bias = inputs(*channels, device=device)
-    dy = channels_last(torch.randn(2, channels[1], 3, 5, 7, device=device).half())
-    if backend == "triton":
-        y, dx = op.forward(x, weight, bias), op.input_gradient(dy, weight)
-    else:
-        y, dx = op.reference_forward(x, weight, bias), op.reference_input_gradient(dy, weight)
-    assert_close(y, torch.nn.functional.conv3d(x.double(), weight.double(), bias.double(), padding=1))
-    assert_close(dx, torch.nn.grad.conv3d_input(x.shape, weight.double(), dy.double(), padding=1))
-    if backend == "triton" or device.type == "cuda":
-        # PyTorch's convolution chooses its format on a CPU, and not every CPU chooses the same.
-        assert y.is_contiguous(memory_format=torch.channels_last_3d)
-        assert dx.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-@pytest.mark.gpu
-def test_equal_calls_give_equal_bits(device, triton):
-    if device.type == "cuda" and not op.runs_on(device):
-        pytest.skip("the kernel is made for sm_90")
-    x, weight, bias = inputs(size=(5, 9, 33), device=device)
-    first = op.forward(x, weight, bias)
-    for _ in range(3 if device.type == "cuda" else 1):
-        assert torch.equal(op.forward(x, weight, bias), first)
 
 
 def test_the_faster_one_computes_and_is_measured_once(timed, launched):

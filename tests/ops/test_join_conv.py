@@ -8,6 +8,7 @@ from fusedseg.functional import Interpolated, conv_abn, join_conv
 from fusedseg.memory import SavedBytes
 from fusedseg.ops.conv import convolutions as module
 from tests.reference import GRADIENT_TOLERANCE, relative_error
+from tests.tools.spy import spied
 
 CONV = {2: F.conv2d, 3: F.conv3d}
 # (mode, align_corners) for each number of dimensions.
@@ -55,9 +56,7 @@ def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
 @pytest.fixture
 def formed(monkeypatch):
     """The shapes of the enlarged tensors that have been formed."""
-    shapes, real = [], Interpolated.formed
-    monkeypatch.setattr(Interpolated, "formed", lambda self: shapes.append(self.shape) or real(self))
-    return shapes
+    return spied(monkeypatch, Interpolated, "formed", lambda formed, self: self.shape)
 
 
 @pytest.mark.usefixtures("joined")

@@ -14,6 +14,7 @@ from fusedseg.ops import replay
 from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.self_test import first_use
 from tests.compiler.networks import compiled, make, results, same
+from tests.tools.marks import slow
 from tests.tools.stand_in import stand_in as stand_in
 
 # The first step compiles, the second one launches directly and is noted, and the others replay.
@@ -83,11 +84,11 @@ def direct(needs_interpreter, monkeypatch):
     launcher.forget_plans()
 
 
-# Each layout in two and in three dimensions.
+# Each layout in two and in three dimensions; the interpreter takes ten seconds for the first network.
 LAYOUTS = {"3D U-Net": "rows", "nnU-Net": "planes", "ResNet": "rows", "mixed": "planes"}
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS.items())
+@pytest.mark.parametrize(("name", "layout"), slow(LAYOUTS.items(), ("3D U-Net", "rows")))
 def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh, monkeypatch):
     """Outputs, gradients and buffers of steps whose ops are called, and of steps that launch without them."""
     net, inputs = make(name)

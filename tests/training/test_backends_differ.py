@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.tools.marks import slow
 from tests.tools.ranks import on_ranks
 from tests.training import backend_jobs
 
@@ -11,8 +12,20 @@ pytest.importorskip("triton")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("name", "affine"), [("InPlaceABN", True), ("BatchNormAct", True), ("BatchNormAct", False)])
+# Both modules gather the same statistics in each dtype.
+@pytest.mark.parametrize(
+    ("name", "affine", "dtype"),
+    slow(
+        [
+            (*norm, dtype)
+            for norm in (("InPlaceABN", True), ("BatchNormAct", True), ("BatchNormAct", False))
+            for dtype in TOLERANCE
+        ],
+        ("BatchNormAct", True, torch.float16),
+        ("BatchNormAct", False, torch.float16),
+    ),
+    ids=str,
+)
 def test_synchronised_norms(name, affine, dtype):
     """Both backends gather the same tensors, and compute the same step."""
     mixed, same = (

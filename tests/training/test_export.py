@@ -13,6 +13,7 @@ from torch import nn
 import fusedseg
 from fusedseg.unet import MultiEncoderUNet, UNet
 from tests.tools import warm
+from tests.tools.marks import slow
 
 MODULES = {
     "InPlaceABN": lambda: fusedseg.InPlaceABN(4, activation="elu", activation_param=1.2),
@@ -67,7 +68,7 @@ def exported(net, images, **options):
         return torch.export.export(net, images, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow(CASES, "3D, transposed", "instance", "group"))
 def test_export_holds_stock_ops_alone(name):
     net, images, expected = case(name)
     state = copy.deepcopy(net.state_dict())
@@ -148,7 +149,8 @@ def test_programs_run_without_the_package(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("name", CASES)
+# A trace of a network has what the traces of its modules have.
+@pytest.mark.parametrize("name", slow(CASES, "3D, transposed", "instance", "group"))
 def test_traced(name):
     net, images, expected = case(name)
     with torch.no_grad():

@@ -13,7 +13,9 @@ def exact_gradient():
     return jobs.gradient_of(net)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, id="DDP"), pytest.param(True, id="FSDP2", marks=pytest.mark.slow)]
+)
 def test_ranks_round_differently_and_get_one_gradient(sharded):
     """All ranks have the same images, so their own gradients would be equal without rounding."""
     results, expected = on_ranks(2, jobs.packed, sharded), exact_gradient()

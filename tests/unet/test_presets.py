@@ -8,6 +8,7 @@ import torch
 from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import measure
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
+from tests.tools.marks import slow
 
 VOLUME = [(2, 1, 320, 150, 26)]
 IMAGES = [(8, 5, 256, 256), (8, 3, 256, 256)]
@@ -19,8 +20,8 @@ FOOTPRINTS = {
     "two encoders, fp16": (lidar_optical_unet, IMAGES, torch.float16, (1146, 1270), (3212, 3468)),
     "two encoders, fp32": (lidar_optical_unet, IMAGES, torch.float32, (2290, 2540), (6184, 6696)),
 }
-# In fp32, every tensor has twice the bytes that it has in fp16.
-IMPLIED = ("two encoders, fp32",)
+# In fp32, every tensor has twice the bytes that it has in fp16; the large network is the small one with more channels.
+IMPLIED = ("two encoders, fp32", "3D large, fp16")
 
 
 def footprint(build, shapes, dtype):
@@ -42,9 +43,7 @@ def test_parameters(make, count):
         assert sum(p.numel() for p in make().parameters()) == count
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in IMPLIED else []) for name in FOOTPRINTS]
-)
+@pytest.mark.parametrize("name", slow(FOOTPRINTS, *IMPLIED))
 def test_footprint(name, record_property):
     make, shapes, dtype, bounds, eager = FOOTPRINTS[name]
     ours, plain = footprint(make, shapes, dtype), footprint(partial(make, plain=True), shapes, dtype)

@@ -7,6 +7,7 @@ from torch import nn
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.unet import DoubleConv, Down, MultiEncoderUNet, UNet, Up
+from tests.tools.marks import slow
 
 
 def twins(build):
@@ -72,7 +73,11 @@ def test_norm_and_activation_can_be_chosen():
     torch.testing.assert_close(ours(x), eager(x))
 
 
-@pytest.mark.parametrize(("norm", "dtype"), [("instance", torch.float32), ("group", torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    slow([("instance", torch.float32), ("group", torch.float16)], ("group", torch.float16)),
+    ids=str,
+)
 def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(norm, dtype, record_property):
     """The norms have parameters, as in nnU-Net; the bytes of a patch of 128 come from tensors without values."""
 

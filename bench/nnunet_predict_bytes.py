@@ -1,7 +1,7 @@
 """Time and bytes of a prediction with 118 classes, nnU-Net's predictor beside ours.
 
-python -m tests.integrations.nnunet_predict_bytes                 # 80 x 80 x 100 on this machine, a process each
-python -m tests.integrations.nnunet_predict_bytes count           # ours at 320 x 320 x 400, on tensors without values
+python -m bench.nnunet_predict_bytes                 # 80 x 80 x 100 on this machine, a process each
+python -m bench.nnunet_predict_bytes count           # ours at 320 x 320 x 400, on tensors without values
 """
 
 import contextlib
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
             for name in KINDS:
-                subprocess.run([sys.executable, "-m", "tests.integrations.nnunet_predict_bytes", name], check=True)
+                subprocess.run([sys.executable, "-m", "bench.nnunet_predict_bytes", name], check=True)
         case ["count"]:
             counted()
         case [name]:

@@ -1,4 +1,4 @@
-"""``python -m tests.integrations.nnunet_bytes``: the bytes of nnU-Net's default 3D networks, for ``docs/nnunet.md``.
+"""``python -m bench.nnunet_bytes``: the bytes of nnU-Net's default 3D networks, for ``docs/nnunet.md``.
 
 Counted on tensors without values at 2×1×128×128×128 under float16 autocast, with nnU-Net's loss and deep supervision:
 what the network keeps, and the peak of a training step and of a validation step beyond parameters and the batch.
