@@ -2,8 +2,9 @@
 
 A functional graph computes relu(x) into new memory while x is alive; eager mode writes over x.  Here an elementwise op
 becomes its in-place form if its first argument, or one term of a sum, is dead after it, is no argument of the graph,
-and has the dtype, shape and strides of the result.  The gradient of an activation is written over the gradient that it
-reads.  So are a softmax and its gradient, which would be the third tensor of its size at the peak of an attention.
+is known to lie in memory of its own, and has the dtype, shape and strides of the result.  The gradient of an activation
+is written over the gradient that it reads.  So are a softmax and its gradient, which would be the third tensor of its
+size at the peak of an attention.
 """
 
 import torch
