@@ -333,7 +333,7 @@ def kept_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeTensorMode, "cache_clear", lambda: None)
+        patch.setattr(FakeTensorMode, "cache_clear", lambda *given: None)
         yield
 
 
