@@ -385,6 +385,7 @@ _WRITTEN = (
     *_each(FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", cheap=False),
     *_each(FORM, "empty_like", "zeros_like", "ones_like", "full_like", cheap=False),
     *_each(EXACT, "_reshape_alias", "lift_fresh", "lift", cheap=False, aliases=True),
+    *_each(EXACT, "slice_backward", "select_backward", cheap=False),
     *_each(EXACT, "_low_memory_max_pool_offsets_to_indices", "full", "iota", cheap=False, inductor=INSIDE),
     *_each(EXACT, "_unsafe_index_put", "index_put", "amax", "amin", "scatter_add", cheap=False, inductor=READS),
 )  # fmt: skip

@@ -119,6 +119,8 @@ ARGUMENTS = {
     "repeat": given([1, 2, 1, 1]),
     "reshape": lambda: (tensor().transpose(1, 2), (-1,)),
     "roll": given(2, 1),
+    "select_backward": lambda: (tensor(2, 6, 6), [2, 8, 6, 6], 1, 3),
+    "slice_backward": lambda: (tensor(2, 8, 3, 6), [2, 8, 6, 6], 2, 1, 4, 1),
     "softplus": given(1, 2.0),
     "threshold_backward": lambda: (tensor(), tensor(), 0.2),
     "to": given(torch.float32),
