@@ -57,7 +57,7 @@ def backend(
 
         def compiled(module: fx.GraphModule, settings: Settings) -> Any:
             current().codegen = settings.codegen or "aten"
-            compiler = _inductor if settings.fused_code else _aten
+            compiler = _inductor if settings.by_inductor else _aten
             return compiler(module, inputs, settings, mode, progress)
 
         run = with_least_traffic(module, settings, compiled)
@@ -74,7 +74,7 @@ def _has_streams(module: fx.GraphModule) -> bool:
 
 
 def _as_pytorch_runs_it(module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings) -> Any:
-    if (settings if settings.codegen else _with_inductor(settings)).fused_code:
+    if (settings if settings.codegen else _with_inductor(settings)).by_inductor:
         return _torch.compiler_parts().compile_fx(module, example_inputs, config_patches=dict(settings.inductor))
     return module.forward
 

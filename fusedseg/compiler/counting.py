@@ -50,15 +50,15 @@ Peak = Mapping[str, int]
 KEPT, GRADIENTS, REST = "kept", "gradients of parameters", "in use there"
 
 
-def bytes_of(parts: Parts, outputs: int, fused: bool) -> tuple[StepBytes, Course, Peak]:
+def bytes_of(parts: Parts, outputs: int, by_inductor: bool) -> tuple[StepBytes, Course, Peak]:
     """The bytes of forward and backward, their course, and what is alive at the peak.
 
     Args:
         parts: the graph of forward, whose first ``outputs`` results are those of the model, and that of backward.
         outputs: the number of these results.
-        fused: whether Inductor generates the code.
+        by_inductor: whether Inductor generates the code.
     """
-    forward, backward = (peak.liveness_of(part.graph, fused, estimated_workspace) for part in parts)
+    forward, backward = (peak.liveness_of(part.graph, by_inductor, estimated_workspace) for part in parts)
     needs = StepBytes(
         kept=sum(kept_by_module(parts[0], outputs).values()),
         peak=max(forward.peak[0], backward.peak[0]),
@@ -79,11 +79,11 @@ def _course(alive: Liveness) -> list[int]:
     return [nbytes for step, nbytes in steps if step.node.op == "call_function"]
 
 
-def estimated_workspace(node: fx.Node, fused: bool) -> int:
+def estimated_workspace(node: fx.Node, by_inductor: bool) -> int:
     """The estimated bytes beside the arguments and the results of a node while it runs."""
     images = peak.images_of(node)
     tensors = (hinted(t) for image in images for t in tensors_of(image))
-    return copies_of(tensors) if images else peak.workspace(node, fused)
+    return copies_of(tensors) if images else peak.workspace(node, by_inductor)
 
 
 def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int]:

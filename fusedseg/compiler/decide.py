@@ -72,7 +72,7 @@ def _exact(graph: fx.Graph, outputs: Outputs, settings: Settings, known: choose.
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
     peak_target = None if settings.bits is None else schedule.LOWEST
-    choices = choose.Choices(Joint(graph, outputs), settings.fused_code, peak_target)
+    choices = choose.Choices(Joint(graph, outputs), settings.by_inductor, peak_target)
     if settings.bits is None and settings.limits is None:
         return Candidate(graph, choices, choices.first())
     (decision, cost, _), met = choose.nearest(choices, settings.limits, known=known)
@@ -85,13 +85,13 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
     assert exact.cost is not None
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
-    fused = settings.fused_code
-    choices = packing.RoundedChoices(Joint(graph, outputs), fused, settings.bits, exact.cost)
+    by_inductor = settings.by_inductor
+    choices = packing.RoundedChoices(Joint(graph, outputs), by_inductor, settings.bits, exact.cost)
     wanted, met = None, True
     if settings.limits is not None:
         (wanted, *_), met = choose.nearest(choices, settings.limits, exact.cost)
     of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
-    decision, cost, _ = packing.packed(of, decided, found, settings.seed, fused, exact.cost)
+    decision, cost, _ = packing.packed(of, decided, found, settings.seed, by_inductor, exact.cost)
     is_better = cost.is_within(exact.cost)
     if settings.limits is not None:
         # The lower peak, so that a smaller budget has no higher one.

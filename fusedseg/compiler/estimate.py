@@ -126,7 +126,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         def compiled(module: fx.GraphModule, asked: settings.Settings) -> Any:
             options: dict[str, Any] = {}
-            if asked.fused_code:
+            if asked.by_inductor:
                 options["decompositions"] = parts.decompositions() if asked.bits is None else whole_activations()
             compiler = parts.aot_autograd(
                 fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
@@ -197,11 +197,11 @@ class _Divisions:
         from .plan.choose import Known
 
         options["compiler"] = "inductor"
-        fused = codegen == "inductor"
-        if fused and self._stock:
+        by_inductor = codegen == "inductor"
+        if by_inductor and self._stock:
             # Without Inductor's decompositions the graph is not the one that ``torch.compile`` divides.
             stock, *_ = counting.bytes_of(
-                _by_budget(1.0, copy_of(joint), joint_inputs, **options), options["num_fwd_outputs"], fused
+                _by_budget(1.0, copy_of(joint), joint_inputs, **options), options["num_fwd_outputs"], by_inductor
             )
             for of in self._found:
                 of[-1][0].stock = stock
@@ -219,7 +219,7 @@ class _Divisions:
                     codegen = codegen or "aten"
                 else:
                     parts = _by_budget(way, given, joint_inputs, **options)
-                    note_bytes(None, parts, options["num_fwd_outputs"], fused)
+                    note_bytes(None, parts, options["num_fwd_outputs"], by_inductor)
         return parts
 
 

@@ -108,11 +108,11 @@ def current() -> Graph:
     return _open.get() or Graph(calls=0, trained=False)
 
 
-def note_bytes(decision: keep.Decision | None, parts: counting.Parts, outputs: int, fused: bool) -> None:
+def note_bytes(decision: keep.Decision | None, parts: counting.Parts, outputs: int, by_inductor: bool) -> None:
     """Notes what the partitioned graphs keep; without a decision the compiler has divided them itself."""
     graph = current()
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
-    graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, fused)
+    graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, by_inductor)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
     graph.returned = counting.returned_bytes(outputs_of(parts[0].graph)[:outputs])
     graph.gradients = counting.returned_bytes(outputs_of(parts[1].graph))

@@ -51,7 +51,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
             if passes.run(Stage.DIVIDED, on, part, self.settings, peak_target=decision.peak_target):
                 part.recompile()
-        note_bytes(decision, (forward, backward), num_fwd_outputs, self.settings.fused_code)
+        note_bytes(decision, (forward, backward), num_fwd_outputs, self.settings.by_inductor)
         return forward, backward
 
 

@@ -44,18 +44,18 @@ def _by_sources(settings: Settings, graph: fx.Graph) -> bool:
         return True
     if any(_backend.on_gpu(value_of(node)) for node in given):
         return limits is not None and limits.peak is not None
-    return settings.fused_code or limits is not None
+    return settings.by_inductor or limits is not None
 
 
 BY_SOURCES = "bits, Inductor or a budget; on a GPU bits or a budget of the peak"
 # When a pass runs, for a page and for a program.
 WHEN: dict[str, Callable[[Settings, fx.Graph], bool]] = {
     "": lambda settings, graph: True,
-    "aten": lambda settings, graph: not settings.fused_code,
-    "Inductor": lambda settings, graph: settings.fused_code,
+    "aten": lambda settings, graph: not settings.by_inductor,
+    "Inductor": lambda settings, graph: settings.by_inductor,
     "bits": lambda settings, graph: settings.bits is not None,
-    "bits and Inductor": lambda settings, graph: settings.bits is not None and settings.fused_code,
-    "aten and fused_convolutions": lambda settings, graph: settings.fused_convolutions and not settings.fused_code,
+    "bits and Inductor": lambda settings, graph: settings.bits is not None and settings.by_inductor,
+    "aten and fused_convolutions": lambda settings, graph: settings.fused_convolutions and not settings.by_inductor,
     "a norm was divided": lambda settings, graph: bool(graph.find_nodes(op="call_function", target=statistics)),
     BY_SOURCES: _by_sources,
 }
@@ -136,7 +136,7 @@ PASSES = (
     ),
     # It orders what backward computes again, which is another op where a convolution takes its norm.
     Pass(
-        "plan.schedule:reorder", Stage.DIVIDED, (BACKWARD,), ("module", "peak_target", "fused"),
+        "plan.schedule:reorder", Stage.DIVIDED, (BACKWARD,), ("module", "peak_target", "by_inductor"),
         after=("rewrite.fused_convolutions:fuse_norms",),
     ),
     Pass("codegen.divided_norms:divide", Stage.JOINED, WITHOUT_BACKWARD, where=TRITON),
@@ -209,7 +209,7 @@ def run(stage: Stage, on: str, of: fx.GraphModule | fx.Graph, settings: Settings
         graph = of if isinstance(of, fx.Graph) else of.graph
         is_wanted = row.stage is stage and on in row.on and row.without not in out
         if is_wanted and WHEN[row.when](asked, graph):
-            count = row({"module": of, "graph": graph, "settings": asked, "fused": asked.fused_code, **more})
+            count = row({"module": of, "graph": graph, "settings": asked, "by_inductor": asked.by_inductor, **more})
             if row.without:
                 written[row.without] += count
             ran = True

@@ -114,7 +114,7 @@ class Settings:
         return Budget.parse(OP, self.budget, self.extra_flops)
 
     @property
-    def fused_code(self) -> bool:
+    def by_inductor(self) -> bool:
         """Whether Inductor generates the code, whose kernels compute several ops of a graph each."""
         return self.codegen == "inductor"
 
@@ -129,7 +129,7 @@ class Settings:
         They may where Inductor generates code, and where the Triton kernels of this package serve the device.  So a
         rewrite that changes last bits runs on a GPU by default, and not in the code of "aten" for a CPU.
         """
-        return self.fused_code or _backend.takes_triton(device)
+        return self.by_inductor or _backend.takes_triton(device)
 
 
 NAMES = tuple(f.name for f in fields(Settings))

@@ -254,7 +254,7 @@ def test_peak_with_inductor(name, monkeypatch):
 
     def noted(joint, decided, storage=None):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.kept)
-        counted.append(ByteModel(joint, fused=True).needs(decided).peak)
+        counted.append(ByteModel(joint, by_inductor=True).needs(decided).peak)
         apply(joint, decided, storage)
 
     monkeypatch.setattr(keep, "apply", noted)

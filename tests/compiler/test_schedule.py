@@ -108,8 +108,10 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
     assert torch.equal(module(*inputs), expected)
 
 
-@pytest.mark.parametrize(("op", "fused", "times"), [("sigmoid", False, 2), ("sigmoid", True, 1), ("bmm", True, 2)])
-def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
+@pytest.mark.parametrize(
+    ("op", "by_inductor", "times"), [("sigmoid", False, 2), ("sigmoid", True, 1), ("bmm", True, 2)]
+)
+def test_inductor_would_fuse_two_runs_but_those_of_products(op, by_inductor, times):
     """A 1x1 convolution that runs again lay at the peak of UNETR with Inductor: 33.98 MiB, now 29.99."""
 
     def run(kept, primals, tangents):
@@ -120,7 +122,7 @@ def test_inductor_would_fuse_two_runs_but_those_of_products(op, fused, times):
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
     module = traced(run, *inputs)
     expected = module(*inputs)
-    schedule.reorder(module, fused=fused)
+    schedule.reorder(module, by_inductor=by_inductor)
     assert names(module.graph).count(op) == times
     assert torch.equal(module(*inputs), expected)
 
@@ -140,7 +142,7 @@ def test_a_sum_comes_after_the_product_that_reads_the_same_value(reads, moved):
     expected = module(*inputs)
     schedule.reorder(module)
     assert names(module.graph).index("sum") < names(module.graph).index("mm")
-    schedule.reorder(module, fused=True)
+    schedule.reorder(module, by_inductor=True)
     assert (names(module.graph).index("sum") > names(module.graph).index("mm")) == moved
     assert same(module(*inputs), expected)
 

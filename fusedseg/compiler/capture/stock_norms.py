@@ -54,7 +54,7 @@ def wanted_by(settings: Settings, for_gpu: bool) -> How:
     Without bits a compiler fuses PyTorch's norms with what is before and after them.
     """
     whole = settings.bits is None
-    return How(not whole or (for_gpu and not settings.fused_code), whole)
+    return How(not whole or (for_gpu and not settings.by_inductor), whole)
 
 
 def call_of(function: Any, given: dict[str, Any]) -> NormCall:

@@ -63,7 +63,7 @@ class Storage:
         return node
 
 
-def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: bool, exact: StepBytes) -> Choice:
+def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
@@ -77,7 +77,7 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, fused: 
     joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
     counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
     counted.peak_target = decided.peak_target
-    model = ByteModel(joint, fused)
+    model = ByteModel(joint, by_inductor)
     cost = model.needs(counted)
     if counted.peak_target is None and not cost.is_within(exact):
         counted.peak_target = LOWEST
@@ -94,8 +94,8 @@ class RoundedChoices(Choices):
     Each choice is counted on a copy of the graph with everything that packs, unpacks and answers predicates.
     """
 
-    def __init__(self, joint: Joint, fused: bool, bits: int, exact: StepBytes) -> None:
-        super().__init__(joint, fused)
+    def __init__(self, joint: Joint, by_inductor: bool, bits: int, exact: StepBytes) -> None:
+        super().__init__(joint, by_inductor)
         self._bits, self._exact = bits, exact
 
     def nbytes(self, node: fx.Node) -> int:
@@ -121,5 +121,5 @@ class RoundedChoices(Choices):
         of, decided, found = settled(
             graph, outputs, self._bits, keep.Decision(recomputed=recomputed, peak_target=decision.peak_target)
         )
-        twin, cost, _ = packed(of, decided, found, seed=0, fused=self.fused, exact=self._exact)
+        twin, cost, _ = packed(of, decided, found, seed=0, by_inductor=self.by_inductor, exact=self._exact)
         return Choice(replace(decision, peak_target=twin.peak_target), cost)

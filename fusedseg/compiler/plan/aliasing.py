@@ -112,7 +112,7 @@ def spent_input(node: fx.Node) -> fx.Node | None:
     return x if value_of(dy).numel() >= value_of(x).numel() else None
 
 
-def gives_memory(node: fx.Node, fused: bool) -> list[fx.Node]:
+def gives_memory(node: fx.Node, by_inductor: bool) -> list[fx.Node]:
     """The inputs in whose place a result may be, if nobody reads them later."""
-    x = None if fused else spent_input(node)
+    x = None if by_inductor else spent_input(node)
     return may_overwrite(node) if x is None else [x]

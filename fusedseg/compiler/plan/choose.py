@@ -53,13 +53,14 @@ class Choice(NamedTuple):
 class Choices:
     """The choices for one graph.
 
-    fused: whether Inductor generates the code.
+    by_inductor: whether Inductor generates the code.
     peak_target: that of the decision without a budget.
     """
 
-    def __init__(self, joint: Joint, fused: bool, peak_target: PeakTarget | None = None) -> None:
-        self.joint, self.eager, self.fused, self.peak_target = joint, joint.outputs.eager, fused, peak_target
-        self.model = ByteModel(joint, fused)
+    def __init__(self, joint: Joint, by_inductor: bool, peak_target: PeakTarget | None = None) -> None:
+        self.joint, self.eager = joint, joint.outputs.eager
+        self.by_inductor, self.peak_target = by_inductor, peak_target
+        self.model = ByteModel(joint, by_inductor)
         self.flops, self.total = self.model.flops, self.model.total
 
     def _price(self, call: fx.Node) -> int:
@@ -98,10 +99,10 @@ class Choices:
 
         The search goes on in a copy of its own, which nobody changes, and its choices are those of this graph.
         """
-        key = (str(self.joint.graph), self.eager, self.fused, self.peak_target, most_flops, falling)
+        key = (str(self.joint.graph), self.eager, self.by_inductor, self.peak_target, most_flops, falling)
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
-            search = Choices(twin, self.fused, self.peak_target).frontier(most_flops, falling)
+            search = Choices(twin, self.by_inductor, self.peak_target).frontier(most_flops, falling)
             known[key] = (list(twin.graph.nodes), search, [])
         twins, search, found = known[key]
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))

@@ -61,8 +61,8 @@ class Virtual:
 class PlannedBackward(schedule.BackwardGraph):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
-    def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], fused: bool) -> None:
-        self._decision, self._nbytes, self.fused = decision, nbytes, fused
+    def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], by_inductor: bool) -> None:
+        self._decision, self._nbytes, self.by_inductor = decision, nbytes, by_inductor
         self._made: dict[fx.Node, Virtual] = {}
         self._given: list[Virtual] = []
         calls: list[Virtual] = []
@@ -94,7 +94,7 @@ class PlannedBackward(schedule.BackwardGraph):
         return node.made
 
     def over(self, node: Any) -> Over:
-        sources = [(self._made.get(x), nbytes_of(x)) for x in schedule.gives_memory(node.node, self.fused)]
+        sources = [(self._made.get(x), nbytes_of(x)) for x in schedule.gives_memory(node.node, self.by_inductor)]
         inputs = node.all_input_nodes
         return [(inputs.index(one), nbytes) for one, nbytes in sources if one in inputs]
 
@@ -154,9 +154,9 @@ class ByteModel:
         flops: the arithmetic of each node of forward.  total: that of forward.
     """
 
-    def __init__(self, joint: Joint, fused: bool) -> None:
-        self._joint, self._fused = joint, fused
-        self._whole = schedule.BackwardGraph(joint.graph, fused)
+    def __init__(self, joint: Joint, by_inductor: bool) -> None:
+        self._joint, self._by_inductor = joint, by_inductor
+        self._whole = schedule.BackwardGraph(joint.graph, by_inductor)
         self._roots = self._whole.roots
         nodes = [node for node in joint.graph.nodes if node is not joint.end]
         self._nbytes = {node: 0 if writes(node) else nbytes_of(node) for node in nodes}
@@ -183,7 +183,7 @@ class ByteModel:
         held = [step for node, step in self._forward.items() if node in kept | returned]
         end = ScheduledNode(self._joint.end, held, self._joint.end, 0, 0, [])
         forward = self._whole.liveness([*self._forward.values(), end], workspace)
-        planned = PlannedBackward(self._joint, decision, self._nbytes, self._fused)
+        planned = PlannedBackward(self._joint, decision, self._nbytes, self._by_inductor)
         steps = planned.least_peak(decision.peak_target)
         backward = planned.liveness(steps, workspace)
         copied = {root for root in kept if root in self._joint.changeable}
@@ -203,7 +203,7 @@ def images_of(node: fx.Node) -> list[fx.Node]:
     return [*read, node] if read and is_tensor(node) else read
 
 
-def workspace(node: fx.Node, fused: bool) -> int:
+def workspace(node: fx.Node, by_inductor: bool) -> int:
     """The bytes beside its arguments and results that a node may need while it runs.
 
     Kernels of convolutions may copy images into another layout.  Which kernel runs is not known here.
@@ -214,7 +214,7 @@ def workspace(node: fx.Node, fused: bool) -> int:
     if not is_op(node) or op_of(node) not in PACKING:
         return 0
     given = arguments_of(node)
-    if fused and given.get("kink") is None:
+    if by_inductor and given.get("kink") is None:
         # Inductor computes it inside the kernels beside it.
         return 0
     value = node_at(node, 0) if op_of(node) in PACKS else node
@@ -224,8 +224,8 @@ def workspace(node: fx.Node, fused: bool) -> int:
 
 
 def liveness_of(
-    graph: fx.Graph, fused: bool = False, workspace: Callable[[fx.Node, bool], int] = workspace
+    graph: fx.Graph, by_inductor: bool = False, workspace: Callable[[fx.Node, bool], int] = workspace
 ) -> Liveness:
     """What is alive at each node of a graph as it stands."""
-    steps = schedule.BackwardGraph(graph, fused)
+    steps = schedule.BackwardGraph(graph, by_inductor)
     return steps.liveness([*steps.as_it_stands(graph.nodes).values()], workspace)

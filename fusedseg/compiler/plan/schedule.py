@@ -48,13 +48,13 @@ LOWEST = PeakTarget(-inf, inf)
 class BackwardGraph:
     """A graph of backward: which of its nodes recompute values of forward, and what each needs of memory.
 
-    fused: whether Inductor generates the code.  Elementwise ops have no memory of their own then where elementwise ops
-    and sums alone read them, and only compute-intensive ops are worth a second run: Inductor would fuse the runs of
-    other ops.
+    by_inductor: whether Inductor generates the code.  Elementwise ops have no memory of their own then where
+    elementwise ops and sums alone read them, and only compute-intensive ops are worth a second run: Inductor would fuse
+    the runs of other ops.
     """
 
-    def __init__(self, graph: fx.Graph, fused: bool = False) -> None:
-        self.fused = fused
+    def __init__(self, graph: fx.Graph, by_inductor: bool = False) -> None:
+        self.by_inductor = by_inductor
         calls = (node for node in graph.nodes if node.op == "call_function" and node.users and is_pure(node))
         self._prepare([*graph.nodes], roots_of(graph), {*calls} - following(graph))
 
@@ -122,7 +122,7 @@ class BackwardGraph:
 
     def over(self, node: fx.Node) -> Over:
         """The places of the inputs over which a result may be written, and their bytes."""
-        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node, self.fused)]
+        return [(node.all_input_nodes.index(x), nbytes_of(x)) for x in gives_memory(node, self.by_inductor)]
 
     def as_it_stands(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, ScheduledNode]:
         """The steps of nodes in this order."""
@@ -137,10 +137,10 @@ class BackwardGraph:
 
     def liveness(self, steps: list[ScheduledNode], workspace: Callable[[fx.Node, bool], int] | None = None) -> Liveness:
         """What is alive at each step; ``workspace`` says what a node needs besides, while it runs."""
-        inlined = self._inlined(steps) if self.fused else {}
+        inlined = self._inlined(steps) if self.by_inductor else {}
         if workspace is None:
             return Liveness(steps, inlined)
-        return Liveness(steps, inlined, lambda step: workspace(self.node_of(step.node), self.fused))
+        return Liveness(steps, inlined, lambda step: workspace(self.node_of(step.node), self.by_inductor))
 
     def _inlined(self, steps: list[ScheduledNode]) -> dict[ScheduledNode, list[ScheduledNode]]:
         """The steps whose result is computed where it is read, and the memory that is read there."""
@@ -233,7 +233,7 @@ class BackwardGraph:
             step
             for step in steps[:top]
             if step.node in self.recomputed and step.nbytes and now.last[step] > top and step not in read
-            if not self.fused or self.flops([step.call()])
+            if not self.by_inductor or self.flops([step.call()])
         ]
         for step in sorted(crossing, key=self._price if sharing else self._price_of_arithmetic):
             for shared in (True, False) if sharing else (False,):
@@ -319,11 +319,11 @@ def reads_inside(node: fx.Node) -> bool:
     return row_of(node).inductor == READS
 
 
-def reorder(module: fx.GraphModule, peak_target: PeakTarget | None = None, fused: bool = False) -> None:
+def reorder(module: fx.GraphModule, peak_target: PeakTarget | None = None, by_inductor: bool = False) -> None:
     """Puts the nodes of a graph of backward into this order."""
-    backward = BackwardGraph(module.graph, fused)
+    backward = BackwardGraph(module.graph, by_inductor)
     steps = backward.least_peak(peak_target)
-    if fused:
+    if by_inductor:
         steps = sums_after_compute_intensive_ops(steps)
     module.graph = _written(steps)
 

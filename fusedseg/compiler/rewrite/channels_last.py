@@ -59,7 +59,7 @@ def lay_out(graph: fx.Graph, settings: Settings) -> int:
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
     laid_out = chosen(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
     if laid_out:
-        _Writer(graph, images, laid_out, settings.fused_code).write()
+        _Writer(graph, images, laid_out, settings.by_inductor).write()
     return len(laid_out)
 
 
@@ -251,12 +251,12 @@ class _Writer:
     """
 
     def __init__(
-        self, graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], laid_out: set[fx.Node], fused_code: bool
+        self, graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], laid_out: set[fx.Node], by_inductor: bool
     ) -> None:
         self.graph = graph
         self.images = images
         self.laid_out = laid_out
-        self.fused_code = fused_code
+        self.by_inductor = by_inductor
         self.traced: dict[fx.Node, Any] = {node: value_of(node) for node in graph.nodes}
         self.backward = graphs.following(graph)
         end = graph.output_node()
@@ -356,7 +356,7 @@ class _Writer:
         key = source, strict
         if key not in self._in_rows:
             form = torch.empty_like(value_of(source), memory_format=FORMATS[value_of(source).dim()])
-            if not self.fused_code and is_cast(source):
+            if not self.by_inductor and is_cast(source):
                 # One call casts and lays out.
                 made = graphs.copied(self.graph, source, {}, before=reader)
                 made.kwargs = {**source.kwargs, "memory_format": FORMATS[form.dim()]}
@@ -369,7 +369,7 @@ class _Writer:
     def _copy(self, source: fx.Node, form: Tensor, before: fx.Node) -> fx.Node:
         """A copy with the strides of ``form``."""
         fmt = format_of(form)
-        if self.fused_code:
+        if self.by_inductor:
             # Inductor chooses the strides of a clone by itself.
             force = _torch.compiler_parts().force_stride_order
             made = graphs.call(self.graph, force, source, list(form.stride()), before=before)
