@@ -179,11 +179,11 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
         "max_pool_backward": [(pool.max_pool_backward_op, (dz, codes, [4, 5], False, *window))],
         "max_pool_pick": [(pool.max_pool_pick_op, (dx, codes, [4, 5], False, *window))],
         "segmentation_sums": [
-            (sums.sums_op, (x, None, None, labels, labels > 0, *sums.NO_FORM, *spec)),
+            (sums.sums_op, (x, None, None, labels, labels > 0, *sums.NO_CONV, *spec)),
             (sums.sums_op, (*(t.requires_grad_() for t in head), labels, None, *form, *spec)),
         ],
         "segmentation_sums_backward": [
-            (sums.sums_backward_op, (dsums, needs, rows.detach(), None, None, labels, None, *sums.NO_FORM, *spec)),
+            (sums.sums_backward_op, (dsums, needs, rows.detach(), None, None, labels, None, *sums.NO_CONV, *spec)),
             (sums.sums_backward_op, (dsums, needs, *(t.detach() for t in head), labels, None, *form, *spec)),
         ],
         "conv_argmax": [(positions.conv_argmax_op, (*(t.detach() for t in head), *form, torch.uint8))],

@@ -109,14 +109,13 @@ def _recompute(given, stats, norm, out=None):
     return torch.empty_like(given.x) if out is None else out
 
 
-def _backward(incoming, given, stats, norm, kept, needs):
+def _backward(call):
     """The kernels add a second gradient of z while they read it, and may write the gradient of the residual over it."""
-    dz, into, also, over_also = incoming
-    dx = torch.empty_like(dz) if into is None else into
-    vectors = [torch.empty(dz.shape[1], dtype=dz.dtype) for _ in range(2)]
-    if given.residual is None:
+    dx = torch.empty_like(call.dz) if call.into is None else call.into
+    vectors = [torch.empty(dx.shape[1], dtype=dx.dtype) for _ in range(2)]
+    if call.given.residual is None:
         return Gradients(dx, *vectors)
-    return Gradients(dx, *vectors, also if over_also else torch.empty_like(dz))
+    return Gradients(dx, *vectors, call.also if call.over_also else torch.empty_like(dx))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_keeps_nothing_but_logits_and_target(backend, device):
     x = torch.randn(2, 4, 8, 8, device=device).requires_grad_()
     labels = torch.randint(4, (2, 8, 8), device=device)
     with SavedBytes([x, labels]) as saved:
-        sums = op.SumsFunction.apply(x, None, None, labels, None, None, op.SumsSpec("softmax", "softmax"))
+        sums = op.SumsFunction.apply(x, None, None, labels, None, op.NO_CONV, op.SumsSpec("softmax", "softmax"))
     saved.add_attributes(sums)
     assert saved.nbytes == 0
     del sums

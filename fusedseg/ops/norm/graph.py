@@ -292,7 +292,7 @@ def _backward(call: GradientCall, over: bool = False, over_also: bool = False) -
     )
     given = Operands(x, call.weight, call.bias, call.residual, call.slope)
     stats = _found(x, call.mean, second, call.xhat, call.share)
-    of = BackwardCall(dz, given, stats, norm, _kept(call), needs, into, call.also, over_also)
+    of = BackwardCall(dz, given, stats, norm, _kept(call), needs, into=into, also=call.also, over_also=over_also)
     return passes.backward(of).wanted(needs)
 
 
