@@ -185,7 +185,7 @@ DRAWN = [name for name in PROGRAMS if name not in NETWORKS]
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("name", slow(DRAWN, *(name for n, name in enumerate(DRAWN) if n % 3)))
-def test_values(name, monkeypatch):
+def test_drawn_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 
 
