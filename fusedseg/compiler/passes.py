@@ -88,6 +88,8 @@ class Pass(NamedTuple):
 
 # Tensors that Triton's kernels serve, and those whose convolutions are faster in channels_last.
 TRITON, HALF_ON_CUDA = "Triton's kernels", "half precision on CUDA, or what memory_format says"
+# Those whose last bits may differ from eager mode's (``Settings.may_round``).
+ROUNDED = "Triton's kernels, or all with Inductor"
 LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
 OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
@@ -95,7 +97,7 @@ PASSES = (
     Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
     Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
     Pass(
-        "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE,
+        "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED,
         after=("capture.passes:unfold",),
     ),
     Pass(
