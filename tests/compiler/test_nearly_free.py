@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedseg.compiler import report
 from tests.compiler.networks import compiled, kept, results, same
 
 
@@ -85,3 +86,28 @@ def test_a_product_whose_input_would_have_to_be_kept_runs_once():
     twin = copy.deepcopy(net)
     assert same(results(net, compiled(net), [x], 1), results(twin, twin, [x], 1))
     assert kept(net, compiled(net), [x]) <= kept(twin, twin, [x])
+
+
+def test_what_reads_an_enlarged_value_runs_once():
+    """Backward would enlarge the value twice, which took a CPU 6 % of a U-Net's step for no byte of its peak."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow, self.last = nn.Conv2d(4, 16, 5), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 64, 5)
+            self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in (16, 8))
+
+        def forward(self, x):
+            x = F.relu(self.norms[0](self.wide(x)))
+            if self.enlarges:
+                x = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+            return self.last(F.relu(self.norms[1](self.narrow(x))))
+
+    for enlarges, repeated in ((True, False), (False, True)):
+        torch.manual_seed(0)
+        net, x = Net(), torch.randn(1, 4, 20, 20)
+        net.enlarges = enlarges
+        twin, ours = copy.deepcopy(net), compiled(net)
+        assert same(results(net, ours, [x]), results(twin, twin, [x]))
+        (graph,) = report(ours).graphs
+        assert (graph.repeated > 0) == repeated

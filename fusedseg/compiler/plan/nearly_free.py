@@ -3,12 +3,13 @@
 * The scores of attention: the product of two activations, which is much larger than both of them.  Kernels of
   attention do not keep it either.
 * The ops that save the most bytes for their arithmetic, such as a 1x1 convolution of an image or the transposed
-  convolution at the end of a decoder, until a fiftieth of forward's arithmetic runs again.
+  convolution at the end of a decoder, until a fiftieth of forward's arithmetic runs again.  None of them reads what
+  backward would have to enlarge again, such as an interpolation: on a CPU that takes as long as the convolution.
 """
 
 from torch import fx
 
-from ..graph import LARGER, Joint, flops_of, nbytes_of, row_of, size_of
+from ..graph import LARGER, Joint, calls_view, flops_of, nbytes_of, row_of, size_of
 
 # The share of forward's arithmetic that may be recomputed.
 SHARE = 0.02
@@ -24,7 +25,9 @@ def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     mine, found = kept - joint.held, scores(kept, joint)
     intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
     left = SHARE * sum(map(_flops_of, joint.forward))
-    others = [node for node, flops in intensive.items() if flops and node not in found]
+    others = [
+        node for node, flops in intensive.items() if flops and node not in found and not _is_of_larger(node, kept)
+    ]
     for node in sorted(others, key=lambda node: intensive[node] / max(1, nbytes_of(node))):
         left -= intensive[node]
         if left < 0:
@@ -40,3 +43,17 @@ def _flops_of(node: fx.Node) -> int:
 
 def _is_of_scores(node: fx.Node) -> bool:
     return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
+
+
+def _is_of_larger(node: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether something between the kept values and a node is larger than all that it is computed from."""
+    stack, seen = node.all_input_nodes, set(kept)
+    while stack:
+        source = stack.pop()
+        if source in seen or source.op != "call_function":
+            continue
+        seen.add(source)
+        if not calls_view(source) and size_of(source) > sum(map(size_of, source.all_input_nodes)):
+            return True
+        stack += source.all_input_nodes
+    return False

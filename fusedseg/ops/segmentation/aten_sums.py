@@ -72,16 +72,19 @@ def check_whole(labels: Tensor) -> None:
         )
 
 
-def _check_labels(labels: Tensor, ignore: int | None, K: int) -> None:
+def _check_labels(labels: Tensor, spec: SumsSpec, K: int) -> None:
     """Raises IndexError for a label of no class, and ValueError as ``check_whole``, where values are cheap to read."""
-    if not _has_cheap_values(labels) or not labels.numel():
+    if spec.dense or not labels.numel() or not _has_cheap_values(labels):
         return
     check_whole(labels)
+    low, high = (int(label) for label in labels.aminmax())
+    if low >= 0 and high < K:
+        return
     wrong = labels < 0
     if holds(labels.dtype, K):
         wrong |= labels >= K
-    if ignore is not None:
-        wrong &= differs(labels, ignore)
+    if spec.ignore is not None:
+        wrong &= differs(labels, spec.ignore)
     if wrong.any():
         label = int(labels[wrong][0].item())
         raise IndexError(
@@ -94,12 +97,10 @@ def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
     if labels.is_floating_point() and not _has_cheap_values(labels):
         # Where the host reads no value, the fraction is cut off, as by the Triton kernels and the stock losses.
         labels = labels.trunc()
-    K = like.shape[1]
-    # Numbers of classes in the dtype of small integers would wrap.
-    dtype = labels.dtype if holds(labels.dtype, K) else torch.int64
-    classes = torch.arange(K, dtype=dtype, device=labels.device).view(1, K, 1)
+    # Float numbers are compared in half of the time of int64.  No rounded label equals a class, which is below 2^24.
+    classes = torch.arange(like.shape[1], dtype=like.dtype, device=like.device).view(1, -1, 1)
     # The comparison writes numbers at once, so that no tensor of truth values has to be converted.
-    return torch.eq(labels, classes, out=torch.empty_like(like))
+    return torch.eq(labels.to(like.dtype), classes, out=torch.empty_like(like))
 
 
 def tile_of(x: Tensor, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
@@ -110,7 +111,6 @@ def tile_of(x: Tensor, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> T
         m = valid if m is None else valid * m
     if spec.dense:
         return Tile(x, target.to(x.dtype), m)
-    _check_labels(target, spec.ignore, x.shape[1])
     return Tile(x, _one_hot(target, x), m)
 
 
@@ -179,7 +179,12 @@ def _add_softmax_nll(tile: Tile, ym: Tensor, spec: SumsSpec, sums: Tensor) -> No
         log_p = log_p * _one_minus(log_p.exp()) ** spec.gamma
     if not spec.dense:
         # A class with a logit of -inf has no part in the sum of labels of other classes.
-        log_p = log_p.masked_fill_(ym == 0, 0)
+        if tile.m is None:
+            # The larger one of log(p) and 0 there, and of log(p) and -inf in the class of the label.
+            least = tile.y.mul(torch.finfo(log_p.dtype).min).mul_(2)
+            log_p = torch.maximum(log_p, least, out=log_p)
+        else:
+            log_p = log_p.masked_fill_(ym == 0, 0)
     sums[NLL] -= log_p.mul_(ym).sum(2)
 
 
@@ -247,10 +252,11 @@ def _on_grid(given: SumsInputs, spec: SumsSpec) -> tuple[Tensor, Tensor | None]:
     return given.target.reshape(N, K if spec.dense else 1, *grid), mask
 
 
-def _tile(of: LogitTile, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
+def _at(of: LogitTile, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Target and mask of a tile: (samples, channels, positions)."""
     n, *positions = of.where
     at, shape = (n, slice(None), *positions), (of.x.shape[0], -1, of.x.shape[2])
-    return tile_of(of.x, target[at].reshape(shape), None if mask is None else mask[at].reshape(shape), spec)
+    return target[at].reshape(shape), None if mask is None else mask[at].reshape(shape)
 
 
 def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
@@ -260,7 +266,9 @@ def forward(given: SumsInputs, spec: SumsSpec) -> Tensor:
     sums = torch.zeros(ROWS, N, K, dtype=torch.float64, device=x.device)
     on_grid = _on_grid(given, spec)
     for tile in tiles(given.logits):
-        add_sums(_tile(tile, *on_grid, spec), spec, sums[:, tile.where[0]])
+        target, mask = _at(tile, *on_grid)
+        _check_labels(target, spec, K)
+        add_sums(tile_of(tile.x, target, mask, spec), spec, sums[:, tile.where[0]])
     return sums.to(sums_dtype(x, spec))
 
 
@@ -270,7 +278,7 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, grads: Grads) -> 
     on_grid = _on_grid(given, spec)
     for tile in tiles(given.logits, grads):
         assert tile.into is not None
-        write_grad(_tile(tile, *on_grid, spec), spec, dsums[:, tile.where[0]], tile.into)
+        write_grad(tile_of(tile.x, *_at(tile, *on_grid), spec), spec, dsums[:, tile.where[0]], tile.into)
 
 
 def argmax(logits: Tensor | Conv, labels: Tensor) -> None:
