@@ -55,8 +55,8 @@ INSIDE = "inside"
 READS = "reads"
 
 # What an op does with images in channels_last (``layout`` of a row); elementwise ops need no row for it:
-# its result is in channels_last too;
-PASSES = "passes"
+# the result keeps the format;
+KEEPS = "keeps"
 # it has the same result for images in any format, which is no image of the same size.
 ANY = "any"
 
@@ -105,7 +105,7 @@ class OpRow:
     commutative: whether two tensors may be exchanged.
     dense: whether the first argument is a gradient that the op needs without gaps.
     inductor: INSIDE, READS, or "" for neither.
-    layout: PASSES, ANY, or "" for what is neither, or not known.
+    layout: KEEPS, ANY, or "" for neither, or where it is not known.
 
     Activations:
 
@@ -260,11 +260,11 @@ _LINEAR = (
         commutative=True,
     ),
     OpRow("sub", ADDS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
-    OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
+    OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=KEEPS),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", FOLLOWS, ("stack",), _alone(torch.stack)),
-    *_each(FOLLOWS, "constant_pad_nd", inductor=INSIDE, layout=PASSES),
+    *_each(FOLLOWS, "constant_pad_nd", inductor=INSIDE, layout=KEEPS),
     OpRow(
         "pad", FOLLOWS,
         (
@@ -287,7 +287,7 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(FIRST, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
+    *_each(FIRST, "avg_pool2d", "_adaptive_avg_pool2d", layout=KEEPS),
     OpRow(
         "avg_pool", FIRST, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
@@ -320,7 +320,7 @@ _LINEAR = (
     # Inductor's call that lays a tensor out in given strides.
     *_each(FOLLOWS, "inductor_force_stride_order"),
     *_each(FOLLOWS, "copy", cheap=False),
-    *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=PASSES),
+    *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=KEEPS),
     *_each(
         FIRST, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
         "max_pool3d_with_indices_backward", cheap=False,

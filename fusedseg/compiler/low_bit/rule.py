@@ -25,7 +25,7 @@ from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
 from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import SMALL, Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
-from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, LINEAR, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, KEEPS, LINEAR, NORM, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -97,7 +97,7 @@ def _keeps_planes(node: fx.Node, source: fx.Node) -> bool:
         forms = [(v.shape[:2], v.stride()[:2], v.numel()) for v in map(hinted, map(value_of, (node, source)))]
         return forms[0] == forms[1]
     row = row_of(node)
-    return size_of(source) <= size_of(node) and (row.layout == PASSES or row.reads == ADDS or name_of(node) in CASTS)
+    return size_of(source) <= size_of(node) and (row.layout == KEEPS or row.reads == ADDS or name_of(node) in CASTS)
 
 
 def _is_returned(node: fx.Node) -> bool:

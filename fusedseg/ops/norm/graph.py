@@ -398,7 +398,7 @@ norm_op = graph_op(
     _norm,
     _fake_norm,
     gradient=(_gradient, _setup_context),
-    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "passes"},
+    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "keeps"},
     flexible=True,
 )
 norm_backward_op = graph_op(
@@ -406,6 +406,6 @@ norm_backward_op = graph_op(
     _norm_backward,
     _fake_norm_backward,
     gradient=refused(lambda inputs: GradientCall.of_arguments(inputs).norm.name),
-    row={"reads": "norm", "cheap": False, "dense": True, "layout": "passes"},
+    row={"reads": "norm", "cheap": False, "dense": True, "layout": "keeps"},
     flexible=True,
 )
