@@ -103,13 +103,13 @@ def test_the_page_shows_the_tuple():
 @pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"bits": 8}], ids=str)
 def test_labels_are_written_once(options, monkeypatch):
     """Counting a decision with bits once took labels off the nodes, and put them back."""
-    seen, cutting = [], partition.cut
+    seen, dividing = [], partition.divide_along_labels
 
-    def cut(module, joint_inputs, outputs, labels, given):
+    def divide(module, joint_inputs, outputs, labels, given):
         seen.append((labels, [node for node in module.graph.nodes if LABEL in node.meta]))
-        return cutting(module, joint_inputs, outputs, labels, given)
+        return dividing(module, joint_inputs, outputs, labels, given)
 
-    monkeypatch.setattr(partition, "cut", cut)
+    monkeypatch.setattr(partition, "divide_along_labels", divide)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     estimate(net, (2, 3, 32, 32), options={"codegen": "aten", **options})
     ((labels, labelled),) = seen

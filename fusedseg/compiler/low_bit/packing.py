@@ -75,7 +75,7 @@ def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, by_indu
     passes.run(passes.Stage.PACKED, passes.JOINT, graph)
     labels = decided.labels
     joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
-    counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
+    counted = keep.decision_that_recomputes(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
     counted.peak_target = decided.peak_target
     model = ByteModel(joint, by_inductor)
     cost = model.needs(counted)
@@ -103,7 +103,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> keep.Decision:
-        return keep.decide(self.joint, nearly_free.scores)
+        return keep.by_rules(self.joint, nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

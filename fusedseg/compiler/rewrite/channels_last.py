@@ -9,7 +9,7 @@ that depends on how memory lies sees a difference: views, ops that draw random n
 caller.  The graph is a functional one, of forward and backward or of inference alone: nothing in it writes to an image.
 
 1. ``_images`` says for each op which images it would read in channels_last.
-2. ``chosen`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
+2. ``cheapest`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
    convolution that stays as it was costs the bytes of its images.
 3. ``_Writer`` writes the graph: copies stand where they are first read, and all later readers share them.
 
@@ -57,7 +57,7 @@ def lay_out(graph: fx.Graph, settings: Settings) -> int:
     if not seeds or any(graphs.has_symbols(*tensors_of(node)) for node in graph.nodes):
         return 0
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
-    laid_out = chosen(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
+    laid_out = cheapest(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
     if laid_out:
         _Writer(graph, images, laid_out, settings.by_inductor).write()
     return len(laid_out)
@@ -201,7 +201,7 @@ def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return target, args, kwargs
 
 
-def chosen(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[fx.Node, int]) -> set[fx.Node]:
+def cheapest(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[fx.Node, int]) -> set[fx.Node]:
     """The ops that are to compute in channels_last, of those that can: the choice that costs least.
 
     Vertex 0 of the network is channels_last, and vertex 1 is the format of the trace.
