@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler.capture import passes
+from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.codegen import concatenation, convolution_backward, replays, shorter
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
@@ -216,7 +216,7 @@ def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Gra
                 setattr(module, name, nn.Parameter(p.detach().to(dtype, memory_format=format_of)))
         x = torch.empty(case.shapes[tiny], dtype=dtype).contiguous(memory_format=fmt)
         torch.compiler.reset()
-        run = torch.compile(net, backend=lambda module, given: compiler(passes.prepare(module, settings), given))
+        run = torch.compile(net, backend=lambda module, given: compiler(prepare(module, settings), given))
         mean_of(run(x)).backward()
     torch.compiler.reset()
     return made

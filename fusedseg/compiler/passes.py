@@ -24,7 +24,7 @@ CAPTURED, JOINT, FORWARD, BACKWARD, INFERENCE = "captured", "joint", "forward", 
 class Stage(Enum):
     """A part of a compilation that runs a slice of the passes, and who runs it."""
 
-    CAPTURE = "capture/passes.py: prepare"
+    CAPTURE = "capture/prepare.py: prepare"
     TRACED = "partition.py: Partition, or before Inductor's own passes codegen/inductor.py: BeforeOthers"
     LAYOUT = "partition.py: Partition; on a graph without a backward backend.py: _laying_out, or BeforeOthers"
     CANDIDATE = "decide.py: decide, for each candidate"
@@ -95,10 +95,10 @@ OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
 PASSES = (
     Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
-    Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
+    Pass("capture.prepare:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
     Pass(
         "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED,
-        after=("capture.passes:unfold",),
+        after=("capture.prepare:unfold",),
     ),
     Pass(
         "capture.stock_norms:replace_norms", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),

@@ -10,7 +10,7 @@ from .._sizes import change_text, text_of
 from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes
 from .counting import MODEL, Module
-from .in_eager_mode import Captured
+from .eager_step import Captured
 from .settings import CODEGENS
 from .traffic import Moved
 

@@ -57,7 +57,8 @@ def lay_out(graph: fx.Graph, settings: Settings) -> int:
     if not seeds or any(graphs.has_symbols(*tensors_of(node)) for node in graph.nodes):
         return 0
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
-    laid_out = cheapest(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
+    prices = {node: ENDLESS if asked else _price(node) for node in seeds if node in images}
+    laid_out = cheapest(graph, images, prices)
     if laid_out:
         _Writer(graph, images, laid_out, settings.by_inductor).write()
     return len(laid_out)
