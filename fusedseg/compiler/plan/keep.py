@@ -46,7 +46,7 @@ from ..graph import (
     tensors_of,
 )
 from . import nearly_free, recompute
-from .schedule import PeakTarget
+from .schedule import PeakTarget, inputs_first
 
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.
@@ -194,41 +194,28 @@ def decision_that_recomputes(
 
 def _decided(joint: Joint, intensive: Collection[fx.Node]) -> Decision:
     """What backward reads by the rules if these compute-intensive ops run again."""
-    reading = readers_of_forward(joint)
-    found = Decision(reading=reading)
+    found = Decision(reading=readers_of_forward(joint))
+    # The calls that must run before a value is there; none for one that is kept.
     calls: dict[fx.Node, frozenset[str]] = {}
-    for reader, node in entries(joint, reading):
-        found.readers.setdefault(node, set()).add(reader)
-        _visit(node, joint, found, calls, intensive)
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        return [source for source in sources_of(node, joint, intensive) or () if not is_free(source)]
+
+    for reader, entry in entries(joint, found.reading):
+        found.readers.setdefault(entry, set()).add(reader)
+        for node in inputs_first(entry, inputs, calls):
+            sources = sources_of(node, joint, intensive)
+            before = frozenset[str]().union(*(calls.get(source, ()) for source in sources or ()))
+            needed = before | {call_of(call_node(node))}
+            if sources is None or _is_worth_keeping(node, sources, calls, needed):
+                found.kept.add(node)
+                calls[node] = frozenset()
+            else:
+                found.recomputed[node] = sources
+                calls[node] = before if is_view(node) else needed
+        # Only what the entry needs is read.
+        _read(entry, found)
     return found
-
-
-def _visit(
-    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], intensive: Collection[fx.Node]
-) -> None:
-    """Decides about a node, and about those from which it is recomputed."""
-    stack = [entry]
-    while stack:
-        node = stack[-1]
-        if node in calls:
-            stack.pop()
-            continue
-        allowed = sources_of(node, joint, intensive)
-        sources = allowed or []
-        open_ones = [source for source in sources if source not in calls and not is_free(source)]
-        if open_ones:
-            stack += open_ones
-            continue
-        stack.pop()
-        needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if allowed is None or _is_worth_keeping(node, sources, calls, needed):
-            calls[node] = frozenset()
-            found.kept.add(node)
-        else:
-            calls[node] = frozenset().union(*(calls.get(s, frozenset()) for s in sources)) if is_view(node) else needed
-            found.recomputed[node] = sources
-    # Only what the entry needs is read.
-    _read(entry, found)
 
 
 def _is_worth_keeping(
