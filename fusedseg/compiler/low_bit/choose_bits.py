@@ -8,7 +8,7 @@ packed if its readers allow it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -138,9 +138,15 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return source if value_of(source).is_floating_point() and value_of(node).is_floating_point() else node
 
 
-def settled(
-    graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
-) -> tuple[Joint, Decision, Rounded]:
+class Settled(NamedTuple):
+    """A graph, what backward reads of its forward, and in how many bits that is kept."""
+
+    joint: Joint
+    decision: Decision
+    rounded: Rounded
+
+
+def settled(graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None) -> Settled:
     """What is kept, and in how many bits; ops with branches become pointwise chains where they need exact values.
 
     chosen: what backward recomputes, where a budget has chosen it.
@@ -158,7 +164,7 @@ def settled(
         rule = attempt.settle()
         if not rule.branching and attempt.exact & nodes == exact & nodes:
             rule.found.peak_target = None if chosen is None else chosen.peak_target
-            return joint, rule.found, rule.rounded
+            return Settled(joint, rule.found, rule.rounded)
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         for node in [node for node in graph.nodes if node in rule.branching]:
             written = write_pointwise_chain(graph, node)
