@@ -99,4 +99,7 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
     if settings.limits is not None:
         # The lower peak, so that a smaller budget has no higher one.
         is_better |= (not met, packed.cost.peak) < (not exact.met, exact.cost.peak)
-    return Candidate(graph, choices, packed.decision, packed.cost, met) if is_better else None
+    if not is_better:
+        return None
+    current().packed = settled.rounded.counts()
+    return Candidate(graph, choices, packed.decision, packed.cost, met)
