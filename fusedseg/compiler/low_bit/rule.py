@@ -11,6 +11,15 @@ bound of each error, and its proof.
   sized copies, where all factors of the segment are *steady*: numbers, parameters, slopes, and 1 / sqrt(var + eps) of
   such norms.  Elsewhere they read exact values.  A norm reads 4 bits if its gradient follows from those of ends by
   functions that are linear beside kinks, and 8 bits otherwise.
+
+The words in the graph of conv -> norm -> relu -> conv, with the gradient dz of its result::
+
+    x = conv(image)              a root: forward packs it, and backward reads what it unpacks
+    n = norm(x), y = relu(n)     copies, of which x is the root; both are sized
+    dy, dw = conv'(dz, y)        an end: dw alone reads the copy y, so dy is exact; dy is plain
+    dn = relu'(dy, y)            bent: it asks for the sign of y, which packing keeps; dn is plain too
+    dx = norm'(dn, x)            dy, dn and dx are a segment without an unsteady factor, so it reads x, in 4 bits
+    dw = conv'(dx, image)        an end, where the segment ends
 """
 
 import operator
