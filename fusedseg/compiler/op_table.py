@@ -5,7 +5,10 @@ registered with them (``ops/registry.py``).  ``tests/compiler/test_op_table.py``
 with what the function does.
 
 A row without ``calls`` speaks of its ops alone: a compiler writes them, or they differ from others of their function.
-For an op that several rows have, such a row comes first.
+For an op that several rows have, such a row is taken first.
+
+Two other tables stand beside their reader: ``DIRECT`` of ``codegen/aten.py``, the functions that generated code calls
+in place of ops, and ``INSTEAD`` of ``rewrite/channels_last.py``, the ops that keep channels_last in place of others.
 """
 
 from collections.abc import Callable, Iterable

@@ -168,6 +168,7 @@ class ByteModel:
     def needs(self, decision: keep.Decision) -> StepBytes:
         """What a step needs with a decision.
 
+        Backward is counted in the order in which it will run, with the ops that run a third time (``schedule.py``).
         The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
