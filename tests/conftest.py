@@ -256,6 +256,12 @@ def only_in_the_interpreter(device):
 
 
 @pytest.fixture
+def only_on_a_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs --device cuda")
+
+
+@pytest.fixture
 def compiled_afresh():
     """For a test that compiles: no graph of an earlier test serves it, and none of it serves a later test."""
     import torch

@@ -282,3 +282,13 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     value, reference = value.detach().double().cpu(), reference.detach().double().cpu()
     norm = torch.linalg.vector_norm(reference).item()
     return torch.linalg.vector_norm(value - reference).item() / (norm or 1.0)
+
+
+def gradient_errors(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> dict[str, float]:
+    """The relative difference of each gradient.  A thousandth of the largest norm counts as the least norm.
+
+    So the gradient of a bias before a norm, which is nothing but rounding, has no large error.
+    """
+    assert gradients.keys() == stock.keys()
+    floor = 1e-3 * max(g.norm().item() for g in stock.values())
+    return {name: (gradients[name] - g).norm().item() / max(g.norm().item(), floor) for name, g in stock.items()}

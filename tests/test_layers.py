@@ -75,7 +75,7 @@ COMPILER = (
     ("plan",),
     ("rewrite",),
     ("codegen", "low_bit"),
-    ("counting", "in_eager_mode", "notes", "report", "traffic"),
+    ("counting", "eager_step", "notes", "report", "traffic"),
     ("decide",),
     ("partition",),
     ("backend", "estimate"),

@@ -28,12 +28,12 @@ from torch import Tensor, fx, nn
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler.capture import passes
+from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.codegen import concatenation, convolution_backward, replays, shorter
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.graph import calls_view, name_of, value_of
 from fusedseg.compiler.partition import Partition
-from fusedseg.compiler.settings import BITS, KEEP, Settings
+from fusedseg.compiler.settings import AS_IT_IS, BITS, Settings
 from fusedseg.compiler.traffic import norm_passes
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.conv import norm_conv
@@ -216,7 +216,7 @@ def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Gra
                 setattr(module, name, nn.Parameter(p.detach().to(dtype, memory_format=format_of)))
         x = torch.empty(case.shapes[tiny], dtype=dtype).contiguous(memory_format=fmt)
         torch.compiler.reset()
-        run = torch.compile(net, backend=lambda module, given: compiler(passes.prepare(module, settings), given))
+        run = torch.compile(net, backend=lambda module, given: compiler(prepare(module, settings), given))
         mean_of(run(x)).backward()
     torch.compiler.reset()
     return made
@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a network of few channels and positions")
     given = parser.parse_args(argv)
     case = next(case for case in CASES if str(case) == given.case)
-    fmt = KEEP if given.keep else case.option()
+    fmt = AS_IT_IS if given.keep else case.option()
     settings = Settings(codegen="aten", bits=given.bits, memory_format=fmt, fused_convolutions=given.fused)
     found = counted(graphs_of(case, settings, given.tiny))
     print(case)

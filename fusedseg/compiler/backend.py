@@ -14,12 +14,10 @@ from .. import _torch
 from .._backend import on_gpu
 from ..ops.conv import cudnn_graphs
 from ..progress import Progress
-from . import subclasses
-from .capture import passes
+from . import passes, subclasses
+from .capture.prepare import prepare
 from .graph import copy_of
 from .notes import current, noting, remember
-from .passes import INFERENCE, Stage
-from .passes import run as run_passes
 from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
 from .traffic import InductorMovesLess, check
 
@@ -143,7 +141,7 @@ def _laying_out(compiler: Callable[..., Any], settings: Settings) -> Callable[..
     """A compiler of graphs without a backward, which no partitioner sees: they are laid out here."""
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if run_passes(Stage.LAYOUT, INFERENCE, module, settings):
+        if passes.run(passes.Stage.LAYOUT, passes.INFERENCE, module, settings):
             module.recompile()
         if settings.codegen is None:
             current().moved = check([module.graph])
@@ -175,7 +173,7 @@ def _aten(
     divide = _showing(progress, "choosing what forward keeps", Partition(settings))
     compiler = parts.aot_autograd(**compilers, partition_fn=divide, keep_inference_input_mutations=True)
     progress.update("tracing forward and backward")
-    return compiler(passes.prepare(module, settings), example_inputs)
+    return compiler(prepare(module, settings), example_inputs)
 
 
 def _inductor(
@@ -196,9 +194,7 @@ def _inductor(
     patches["custom_partitioner_fn"] = Partition(settings)
     progress.update("Inductor traces and compiles forward and backward")
     table = None if settings.bits is None else whole_activations()
-    return parts.compile_fx(
-        passes.prepare(module, settings), example_inputs, config_patches=patches, decompositions=table
-    )
+    return parts.compile_fx(prepare(module, settings), example_inputs, config_patches=patches, decompositions=table)
 
 
 def _reset() -> None:

@@ -75,8 +75,8 @@ def _exact(graph: fx.Graph, outputs: Outputs, settings: Settings, known: choose.
     choices = choose.Choices(Joint(graph, outputs), settings.by_inductor, peak_target)
     if settings.bits is None and settings.limits is None:
         return Candidate(graph, choices, choices.first())
-    (decision, cost, _), met = choose.nearest(choices, settings.limits, known=known)
-    return Candidate(graph, choices, decision, cost, met)
+    choice, met = choose.nearest(choices, settings.limits, known=known)
+    return Candidate(graph, choices, choice.decision, choice.cost, met)
 
 
 def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candidate) -> Candidate | None:
@@ -85,16 +85,21 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
     assert exact.cost is not None
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
-    by_inductor = settings.by_inductor
-    choices = packing.RoundedChoices(Joint(graph, outputs), by_inductor, settings.bits, exact.cost)
-    wanted, met = None, True
+    choices = packing.RoundedChoices(Joint(graph, outputs), settings.by_inductor, settings.bits, exact.cost)
+    chosen, met = None, True
     if settings.limits is not None:
-        (wanted, *_), met = choose.nearest(choices, settings.limits, exact.cost)
-    of, decided, found = choose_bits.settled(graph, outputs, settings.bits, wanted)
-    decision, cost, _ = packing.packed(of, decided, found, settings.seed, by_inductor, exact.cost)
-    is_better = cost.is_within(exact.cost)
+        choice, met = choose.nearest(choices, settings.limits, exact.cost)
+        chosen = choice.decision
+    settled = choose_bits.settled(graph, outputs, settings.bits, chosen)
+    if not (settled.rounded.bits or settled.rounded.integers):
+        return None
+    # From here on the graph packs and unpacks; ``choices`` knows the one before.
+    packed = packing.packed(settled, settings.seed, settings.by_inductor, exact.cost)
+    is_better = packed.cost.is_within(exact.cost)
     if settings.limits is not None:
         # The lower peak, so that a smaller budget has no higher one.
-        is_better |= (not met, cost.peak) < (not exact.met, exact.cost.peak)
-    worth = is_better and bool(found.bits or found.integers)
-    return Candidate(graph, choices, decision, cost, met) if worth else None
+        is_better |= (not met, packed.cost.peak) < (not exact.met, exact.cost.peak)
+    if not is_better:
+        return None
+    current().packed = settled.rounded.counts()
+    return Candidate(graph, choices, packed.decision, packed.cost, met)

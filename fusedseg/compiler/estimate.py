@@ -17,8 +17,8 @@ from .._torch import compiler_parts, is_call_of_numpy, unset_fake_temporarily
 from ..memory.fake import Model, autocast_without_values, fake_inputs, fake_mode, fake_model
 from ..memory.meter import mean_of
 from . import counting, settings
+from .eager_step import Captured
 from .graph import copy_of
-from .in_eager_mode import Captured
 from .notes import current, note_bytes, noting, noting_on
 from .report import Graph, Report, counted_in_eager_mode
 
@@ -115,7 +115,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
     tensors, CUDA graphs and the options of a vendor make no difference to the bytes that are counted.
     """
     from .backend import with_least_traffic
-    from .capture import passes
+    from .capture.prepare import prepare
     from .rewrite.branches import whole_activations
 
     parts = compiler_parts()
@@ -132,7 +132,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
                 fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
                 keep_inference_input_mutations=True, **options,
             )  # fmt: skip
-            return compiler(passes.prepare(module, asked, for_gpu=True), example_inputs)
+            return compiler(prepare(module, asked, for_gpu=True), example_inputs)
 
         with noting_on(divisions.begin(module, example_inputs)):
             arrays = _arrays_of_numbers(module.graph)

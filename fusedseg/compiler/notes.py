@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from . import counting
+from .eager_step import Captured
 from .graph import outputs_of, value_of
-from .in_eager_mode import Captured
 from .plan import keep
 from .report import Graph, Report, counted_in_eager_mode
 

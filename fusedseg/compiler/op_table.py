@@ -5,7 +5,10 @@ registered with them (``ops/registry.py``).  ``tests/compiler/test_op_table.py``
 with what the function does.
 
 A row without ``calls`` speaks of its ops alone: a compiler writes them, or they differ from others of their function.
-For an op that several rows have, such a row comes first.
+For an op that several rows have, such a row is taken first.
+
+Two other tables stand beside their reader: ``DIRECT`` of ``codegen/aten.py``, the functions that generated code calls
+in place of ops, and ``INSTEAD`` of ``rewrite/channels_last.py``, the ops that keep channels_last in place of others.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,8 +58,8 @@ INSIDE = "inside"
 READS = "reads"
 
 # What an op does with images in channels_last (``layout`` of a row); elementwise ops need no row for it:
-# its result is in channels_last too;
-PASSES = "passes"
+# the result keeps the format;
+KEEPS = "keeps"
 # it has the same result for images in any format, which is no image of the same size.
 ANY = "any"
 
@@ -105,7 +108,7 @@ class OpRow:
     commutative: whether two tensors may be exchanged.
     dense: whether the first argument is a gradient that the op needs without gaps.
     inductor: INSIDE, READS, or "" for neither.
-    layout: PASSES, ANY, or "" for what is neither, or not known.
+    layout: KEEPS, ANY, or "" for neither, or where it is not known.
 
     Activations:
 
@@ -260,11 +263,11 @@ _LINEAR = (
         commutative=True,
     ),
     OpRow("sub", ADDS, ("sub",), {torch.sub: Tensor.sub_, Tensor.sub: Tensor.sub_}, in_place="Tensor"),
-    OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=PASSES),
+    OpRow("cat", FOLLOWS, ("cat",), _alone(torch.cat, torch.concat), inductor=READS, layout=KEEPS),
     # Not cheap in a graph: with a cheap roll SwinUNETR keeps 0.35 of eager mode's bytes, and else 0.11.
     OpRow("roll", FOLLOWS, ("roll",), _alone(torch.roll, Tensor.roll), cheap=False),
     OpRow("stack", FOLLOWS, ("stack",), _alone(torch.stack)),
-    *_each(FOLLOWS, "constant_pad_nd", inductor=INSIDE, layout=PASSES),
+    *_each(FOLLOWS, "constant_pad_nd", inductor=INSIDE, layout=KEEPS),
     OpRow(
         "pad", FOLLOWS,
         (
@@ -287,7 +290,7 @@ _LINEAR = (
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
     ),
-    *_each(FIRST, "avg_pool2d", "_adaptive_avg_pool2d", layout=PASSES),
+    *_each(FIRST, "avg_pool2d", "_adaptive_avg_pool2d", layout=KEEPS),
     OpRow(
         "avg_pool", FIRST, ("avg_pool2d", "avg_pool3d"), _alone(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
     ),
@@ -320,7 +323,7 @@ _LINEAR = (
     # Inductor's call that lays a tensor out in given strides.
     *_each(FOLLOWS, "inductor_force_stride_order"),
     *_each(FOLLOWS, "copy", cheap=False),
-    *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=PASSES),
+    *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=KEEPS),
     *_each(
         FIRST, "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max_pool2d_with_indices_backward",
         "max_pool3d_with_indices_backward", cheap=False,

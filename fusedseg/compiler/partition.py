@@ -45,7 +45,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         outputs = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         passes.run(Stage.LAYOUT, passes.JOINT, module, self.settings)
         decision = decide(module, outputs, self.settings, self._known)
-        forward, backward = cut(module, joint_inputs, num_fwd_outputs, decision.labels, options)
+        forward, backward = divide_along_labels(module, joint_inputs, num_fwd_outputs, decision.labels, options)
         if self.settings.codegen is None:
             current().moved = traffic.check([forward.graph, backward.graph])
         for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
@@ -55,7 +55,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         return forward, backward
 
 
-def cut(
+def divide_along_labels(
     module: fx.GraphModule,
     joint_inputs: Sequence[object],
     outputs: int,

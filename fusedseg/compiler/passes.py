@@ -24,7 +24,7 @@ CAPTURED, JOINT, FORWARD, BACKWARD, INFERENCE = "captured", "joint", "forward", 
 class Stage(Enum):
     """A part of a compilation that runs a slice of the passes, and who runs it."""
 
-    CAPTURE = "capture/passes.py: prepare"
+    CAPTURE = "capture/prepare.py: prepare"
     TRACED = "partition.py: Partition, or before Inductor's own passes codegen/inductor.py: BeforeOthers"
     LAYOUT = "partition.py: Partition; on a graph without a backward backend.py: _laying_out, or BeforeOthers"
     CANDIDATE = "decide.py: decide, for each candidate"
@@ -90,15 +90,16 @@ class Pass(NamedTuple):
 TRITON, HALF_ON_CUDA = "Triton's kernels", "half precision on CUDA, or what memory_format says"
 # Those whose last bits may differ from eager mode's (``Settings.may_round``).
 ROUNDED = "Triton's kernels, or all with Inductor"
+ROUNDED_OR_BITS = f"{ROUNDED} or bits"
 LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
 OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
 PASSES = (
-    Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE),
-    Pass("capture.passes:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
+    Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED_OR_BITS),
+    Pass("capture.prepare:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
     Pass(
         "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED,
-        after=("capture.passes:unfold",),
+        after=("capture.prepare:unfold",),
     ),
     Pass(
         "capture.stock_norms:replace_norms", Stage.CAPTURE, (CAPTURED,), ("graph", "norms"),

@@ -10,7 +10,7 @@ from .._sizes import change_text, text_of
 from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes
 from .counting import MODEL, Module
-from .in_eager_mode import Captured
+from .eager_step import Captured
 from .settings import CODEGENS
 from .traffic import Moved
 
@@ -39,6 +39,7 @@ class Graph:
         ends: why the graph ends where it does, and where that is; "" if it is the last one.
         codegen: who has generated its code.
         moved: the bytes that kernels of both codegens would move, if they have decided; None if the options have.
+        packed: the number of tensors that forward packs, by the bits of a value, and the op that needs more than asked.
         unpacked: whether the option bits changes nothing, because nothing may be packed, or because the step would keep
             more, or peak higher, with it.
     """
@@ -60,6 +61,7 @@ class Graph:
     ends: str = ""
     codegen: str = ""
     moved: Moved | None = None
+    packed: Mapping[str, int] = field(default_factory=dict)
     unpacked: bool = False
 
     @property
@@ -87,6 +89,9 @@ class Graph:
         if self.symbolic:
             yield "  several sizes      counted at those of the capture. It computes in the model's memory format, and"
             yield "                     calls each kernel by itself; dynamic=False makes a graph for each size instead."
+        if self.packed:
+            most = sorted(self.packed.items(), key=lambda row: (-row[1], row[0]))
+            yield f"  packed tensors     {', '.join(f'{count} in {bits}' for bits, count in most)}"
         if self.unpacked:
             yield "  bits               not used: nothing may be packed, or the step would keep more, or peak higher"
         if self.ends:

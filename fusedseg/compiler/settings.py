@@ -19,7 +19,7 @@ QUIET_SECONDS = 5.0
 OP = 'torch.compile(backend="fusedseg")'
 BITS = (8, 4)
 CODEGENS = ("inductor", "aten")
-KEEP = "keep"
+AS_IT_IS = "keep"
 WITHOUT = "FUSEDSEG_WITHOUT"
 # What WITHOUT can leave out: a pass (``passes.py``), or "ahead".  Results are the same without it, but for their last
 # bits.
@@ -96,10 +96,10 @@ class Settings:
         for name, flag in (("cudagraphs", self.cudagraphs), ("fused_convolutions", self.fused_convolutions)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{OP}: option {name} must be True or False, got {flag!r}")
-        if self.memory_format not in (None, KEEP, *FORMATS.values()):
+        if self.memory_format not in (None, AS_IT_IS, *FORMATS.values()):
             raise ValueError(
-                f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d, {KEEP!r} or None, "
-                f"got {self.memory_format!r}"
+                f"{OP}: option memory_format must be torch.channels_last, torch.channels_last_3d, {AS_IT_IS!r} or "
+                f"None, got {self.memory_format!r}"
             )
         if not isinstance(self.inductor, Mapping):
             raise TypeError(f"{OP}: option inductor must be a dict of Inductor's options, got {self.inductor!r}")

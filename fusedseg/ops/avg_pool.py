@@ -64,11 +64,11 @@ def _fake_backward(dy, x, *window):
 
 
 avg_pool3d_op = graph_op(
-    f"avg_pool3d(Tensor x, {_WINDOW}) -> Tensor", forward, _fake, row={"reads": "first", "layout": "passes"}
+    f"avg_pool3d(Tensor x, {_WINDOW}) -> Tensor", forward, _fake, row={"reads": "first", "layout": "keeps"}
 )
 avg_pool3d_backward_op = graph_op(
     f"avg_pool3d_backward(Tensor dy, Tensor x, {_WINDOW}) -> Tensor",
     backward,
     _fake_backward,
-    row={"reads": "first", "cheap": False, "layout": "passes"},
+    row={"reads": "first", "cheap": False, "layout": "keeps"},
 )

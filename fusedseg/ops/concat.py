@@ -55,7 +55,7 @@ concat_biased_op = graph_op(
     "concat_biased(Tensor[] tensors, Tensor?[] biases) -> Tensor",
     concat_biased,
     fake=lambda tensors, biases: torch.cat(tensors, 1),
-    row={"reads": "follows", "layout": "passes"},
+    row={"reads": "follows", "layout": "keeps"},
     served=True,
 )
 serve(torch.ops.aten.cat.default, concat)

@@ -319,7 +319,7 @@ interpolate_op = graph_op(
     forward,
     _fake,
     gradient=(_gradient, _setup_context),
-    row={"reads": "interpolates", "layout": "passes"},
+    row={"reads": "interpolates", "layout": "keeps"},
     served=True,
 )
 interpolate_backward_op = graph_op(
@@ -327,7 +327,7 @@ interpolate_backward_op = graph_op(
     " -> Tensor",
     backward,
     fake=lambda dy, size, small, factors, mode, corners: suggested(dy, small),
-    row={"reads": "interpolates", "cheap": False, "layout": "passes"},
+    row={"reads": "interpolates", "cheap": False, "layout": "keeps"},
     served=True,
 )
 

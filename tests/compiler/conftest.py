@@ -29,6 +29,14 @@ def codegen():
 
 
 @pytest.fixture
+def interpreted(monkeypatch, needs_interpreter):
+    """Triton's kernels run, in the interpreter."""
+    import fusedseg
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+
+
+@pytest.fixture
 def packed(monkeypatch):
     """What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without."""
     from fusedseg.compiler.plan import choose

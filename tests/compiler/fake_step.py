@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fusedseg import _torch
-from fusedseg.compiler.capture import passes
+from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.codegen.aten import emit
 from fusedseg.compiler.partition import Partition
 from fusedseg.compiler.settings import Settings
@@ -44,7 +44,7 @@ class _Graphs:
         )
         torch.compiler.reset()
         try:
-            run = torch.compile(net, backend=lambda module, given: compiler(passes.prepare(module, settings), given))
+            run = torch.compile(net, backend=lambda module, given: compiler(prepare(module, settings), given))
             mean_of(run(*inputs)).backward()
         finally:
             torch.compiler.reset()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedseg import _backend
 from fusedseg.memory.fake import fake_mode
-from fusedseg.ops.norm import passes
+from fusedseg.ops.norm import dispatch
 from fusedseg.ops.norm.call import Gradients, Statistics, stats_dtype
 from fusedseg.unet import UNet, lidar_optical_unet, unet3d_large, unet3d_small
 from tests.compiler.fake_step import fake_step
@@ -125,7 +125,7 @@ def on_gpu(monkeypatch):
     for name in ("on_gpu", "off_cpu"):
         monkeypatch.setattr(_backend, name, lambda t: True)
     for of in (_statistics, _forward, _recompute, _backward):
-        monkeypatch.setattr(passes, of.__name__[1:], of)
+        monkeypatch.setattr(dispatch, of.__name__[1:], of)
 
 
 @pytest.mark.parametrize(("name", "bits"), [*cases(FUSED, fast="two levels")])

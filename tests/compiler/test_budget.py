@@ -270,9 +270,9 @@ def test_arithmetic_is_used_up(monkeypatch):
     def filled(choices, wanted, known):
         cut, first, most = choices.cut(), choices.first(), 0.2 * choices.total
         steps = cut.steps()
-        search = choose.Search(choices, choices.counted(first), most, falling=False)
+        search = choose.Search(choices, choices.counted(first), most, falling_peak=False)
         search.recomputed, kept = next(iter(steps)), search.best.cost.kept
-        found.extend(choices._filled(search, cut, dict([list(steps.items())[-1]])))
+        found.extend(choices._use_up(search, cut, dict([list(steps.items())[-1]])))
         assert all(choice.cost.repeated * choices.total <= most for choice in found)
         assert all(more > less for more, less in pairwise([kept, *(choice.cost.kept for choice in found)]))
         return choosing(choices, wanted, known=known)

@@ -25,10 +25,7 @@ from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch, needs_interpreter):
-    monkeypatch.setattr(fusedseg, "backend", "triton")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def laid_out(name):

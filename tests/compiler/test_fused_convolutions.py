@@ -19,10 +19,7 @@ from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 from tests.tools.marks import slow
 
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch, needs_interpreter):
-    monkeypatch.setattr(fusedseg, "backend", "triton")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def chain(norm, act, dims=2):

@@ -21,9 +21,7 @@ aten = torch.ops.aten
 STOCK = ("norm", "relu", "elu", "silu", "hardtanh", "mish", "swish", "softplus", "threshold")
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch, needs_interpreter):
-    monkeypatch.setattr(fusedseg, "backend", "triton")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def batch():

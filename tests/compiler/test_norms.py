@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.compiler.capture import passes, pools_and_upsampling
+from fusedseg.compiler.capture import pools_and_upsampling
 from fusedseg.compiler.capture import stock_norms as norms
+from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.capture.stock_norms import How
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.call import Norm
@@ -235,7 +236,7 @@ def test_the_compilers_cache_takes_the_graph(needs_interpreter, monkeypatch):
     def as_for_inductor(module, inputs):
         """The graph is rewritten as for Inductor, and runs as it was."""
         forward = module.forward
-        passes.prepare(module, Settings(codegen="inductor"))
+        prepare(module, Settings(codegen="inductor"))
         for node in module.graph.nodes:
             check_node_safe(node)
             targets.append(node.target)

@@ -23,10 +23,10 @@ from fusedseg.compiler.op_table import (
     FLAG,
     FOLLOWS,
     FORM,
+    KEEPS,
     LINEAR,
     NORM,
     OF_OP,
-    PASSES,
     ROWS,
     SLOPE,
     SUM,
@@ -280,13 +280,13 @@ def laid_out(t):
 
 @each(lambda row: row.layout)
 def test_images_in_channels_last(row, name, function):
-    """A result has the same values, and it is in channels_last too (``PASSES``); a mean has no size of an image."""
+    """A result has the same values, and it is in channels_last too (``KEEPS``); a mean is no image."""
     whole, spec = tree_flatten(arguments(name))
     wanted = run(function, tree_unflatten(whole, spec))
     found = run(function, tree_unflatten([laid_out(t) for t in whole], spec))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
-        if row.layout == PASSES and one.dim() in (4, 5):
+        if row.layout == KEEPS and one.dim() in (4, 5):
             assert one.stride() == laid_out(one).stride()
         elif row.layout == ANY:
             assert one.numel() < whole[0].numel()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.compiler import report
+from fusedseg.compiler import estimate, report
 from fusedseg.unet import UNet
 from tests.compiler.networks import compiled, kept, make, peak_of
 from tests.compiler.test_training import Net
@@ -153,6 +153,17 @@ def test_what_the_peak_consists_of():
     large = report(run).graphs[-1]
     assert large.at_peak["gradients of parameters"] < 0.2 * large.ours.peak
     assert f"the peak is        {large.at_peak['kept'] / 2**20:.1f} MiB kept, " in str(report(run))
+
+
+def test_what_is_packed_and_what_needs_more_bits():
+    """Tensors with 8 bits where 4 were asked for had no reason in the report."""
+    layers = [nn.Conv2d(3, 16, 3)]
+    for act in (nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.GELU(), nn.GELU()):
+        layers += [nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), act]
+    net = nn.Sequential(*layers, nn.Conv2d(16, 8, 3))
+    found = estimate(net, (4, 3, 64, 64), options={"codegen": "aten", "bits": 4})
+    assert found.graphs[0].packed == {"4 bits": 4, "8 bits (gelu reads them)": 2}
+    assert "packed tensors     4 in 4 bits, 2 in 8 bits (gelu reads them)\n" in str(found)
 
 
 def test_a_model_that_was_not_compiled_raises():

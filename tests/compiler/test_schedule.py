@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fusedseg.compiler.plan import schedule
 from fusedseg.compiler.plan.schedule import PeakTarget
 from fusedseg.memory import allocator_peak
-from tests.compiler.networks import CODEGENS, compiled, results, same
+from tests.compiler.networks import CODEGENS, compiled, peak_of, results, same
 from tests.compiler.test_passes import names, traced
 from tests.tools.marks import slow
 from tests.tools.spy import spied
@@ -201,12 +201,7 @@ def test_a_lower_peak_than_eager_mode(blocks, dims, size):
     twin = copy.deepcopy(net)
     run = compiled(net)
     assert same(results(net, run, [x], 1), results(twin, twin, [x], 1))
-
-    def step(call, of):
-        of.zero_grad()
-        return lambda: call(x).square().mean().backward()
-
-    peaks = [allocator_peak(step(call, of)) for call, of in ((run, net), (twin, twin))]
+    peaks = [peak_of(of, call, x) for call, of in ((run, net), (twin, twin))]
     print(peaks[0] / peaks[1])
     assert peaks[0] < 0.9 * peaks[1]
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedseg.compiler import backend
 from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
 from tests.tools.marks import slow
+from tests.tools.threads import in_threads
 
 # Inductor draws other random numbers than eager mode by itself.
 OPTIONS = {"aten": {}, "inductor": {"inductor": {"fallback_random": True}}}
@@ -221,19 +221,13 @@ def test_dynamic_shapes(dynamic, codegen):
 def test_several_threads(x, codegen):
     """Two threads compile and train a network each."""
     nets = [pair() for _ in range(2)]
-    found = [None, None]
 
-    def work(i):
-        net, _ = nets[i]
-        found[i] = results(net, through(net, codegen), [x])
+    def train(net):
+        return results(net, through(net, codegen), [x])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, (_, twin) in enumerate(nets):
-        assert alike(found[i], results(twin, twin, [x]))
+    found = in_threads(*[functools.partial(train, net) for net, _ in nets])
+    for of_net, (_, twin) in zip(found, nets, strict=True):
+        assert alike(of_net, results(twin, twin, [x]))
 
 
 def test_export_is_untouched(x):

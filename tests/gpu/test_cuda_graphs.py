@@ -39,12 +39,6 @@ class Net(nn.Module):
         return self.last(torch.cat([skip, F.interpolate(self.down(skip), scale_factor=2.0)], 1))
 
 
-@pytest.fixture
-def only_on_a_gpu(device):
-    if device.type != "cuda":
-        pytest.skip("needs --device cuda")
-
-
 def train(net, run, device, accumulate=1, sizes=(24,)):
     """The losses, gradients and buffers of some steps, copied: a recording writes over what the last step returned."""
     torch.manual_seed(3)

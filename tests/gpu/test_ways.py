@@ -9,7 +9,7 @@ import copy
 import importlib
 import inspect
 import pkgutil
-import threading
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +28,7 @@ from tests.ops.test_at_size import Net, alike, step
 from tests.reference import relative_error
 from tests.resnet import ResNet18
 from tests.tools.marks import slow
+from tests.tools.threads import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]
 # The third step notes launches at the earliest.
@@ -148,27 +149,18 @@ def test_steps(device, around):
 
 def test_two_threads_and_streams(device):
     """Each thread trains a network of its own; the allocator gives both what the other one has freed."""
-    pairs, failed = [pair(device) for _ in range(2)], []
+    pairs = [pair(device) for _ in range(2)]
     for net, run, twin in pairs:
         alike(step(net, run, images(device)[0]), step(twin, twin, images(device)[0]))
 
     def train(net, run, twin):
-        try:
-            with on(new_stream(device)):
-                for x in images(device, 2 * STEPS):
-                    found = step(net, run, x)
-                    alike(found, step(twin, twin, x))
-        except BaseException as error:
-            failed.append(error)
+        with on(new_stream(device)):
+            for x in images(device, 2 * STEPS):
+                found = step(net, run, x)
+                alike(found, step(twin, twin, x))
 
     synchronize(device)
-    threads = [threading.Thread(target=train, args=of) for of in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    in_threads(*[partial(train, *of) for of in pairs])
 
 
 def test_infinite_gradients_of_a_scaled_loss(device):

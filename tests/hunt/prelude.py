@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401
 
 import fusedseg
 from fusedseg.compiler import backend
-from fusedseg.compiler.capture import passes
 from fusedseg.compiler.capture import stock_norms as norms
+from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.low_bit import choose_bits as compiled_bits
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.compiler.settings import Settings
@@ -540,7 +540,7 @@ def aot_eager(dynamic):
 
 def aot_eager_of_rewritten(graph, inputs):
     """The same, with interpolation and pools as this package computes them."""
-    return torch._dynamo.lookup_backend("aot_eager")(passes.prepare(graph, Settings(codegen="aten")), inputs)
+    return torch._dynamo.lookup_backend("aot_eager")(prepare(graph, Settings(codegen="aten")), inputs)
 
 
 def finish(found, log):

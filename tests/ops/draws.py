@@ -21,7 +21,7 @@ from fusedseg.functional import (
 )
 from fusedseg.ops import concat
 from fusedseg.ops.low_bit import graph as low_bit
-from fusedseg.ops.norm import triton as passes
+from fusedseg.ops.norm import triton
 from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
 from fusedseg.ops.norm.stock import KINDS
 from tests.reference import PARAMS
@@ -125,15 +125,15 @@ def run_passes(draw: Draw, given: Operands, act: Activation, kind: str, groups: 
     """What compiled graphs and several processes call: an output computed again, a second gradient, and sums."""
     given = Operands(*(t if t is None else t.detach() for t in given))
     x, of = given.x, Norm("input", act, 1e-5, 0.1, over=KINDS[kind].over(groups))
-    _, stats = passes.forward(given, of, None, None)
-    passes.recompute(given, stats, of, None)
-    passes.moments(x)
+    _, stats = triton.forward(given, of, None, None)
+    triton.recompute(given, stats, of, None)
+    triton.moments(x)
     needs = (True, True, True, given.residual is not None, False)
     also = torch.empty_like(x).copy_(draw.image(x.shape, x.dtype, rows=False))
-    passes.backward(BackwardCall(dz, given, stats, of, None, needs, None, also, draw.flip()))
+    triton.backward(BackwardCall(dz, given, stats, of, None, needs, None, also, draw.flip()))
     if kind == "batch":
         twice = Exchange(lambda s1, s2: (2 * s1, 2 * s2))
-        passes.backward(BackwardCall(dz, given, stats, of, None, needs, exchange=twice))
+        triton.backward(BackwardCall(dz, given, stats, of, None, needs, exchange=twice))
 
 
 def pool(draw: Draw) -> None:

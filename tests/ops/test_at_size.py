@@ -21,7 +21,7 @@ from fusedseg.ops import at_size, concat
 from fusedseg.ops.low_bit import graph as low_bit
 from fusedseg.ops.norm import sync
 from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
-from fusedseg.ops.norm.passes import implementation_of
+from fusedseg.ops.norm.dispatch import implementation_of
 from fusedseg.ops.segmentation import launches
 from tests.compiler.networks import compiled
 from tests.ops import draws

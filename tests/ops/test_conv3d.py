@@ -26,7 +26,7 @@ def inputs(C=32, K=32, size=(3, 5, 7), device="cpu", dtype=torch.float16, batch=
 
 
 def assert_close(found, expected, tolerance=TOLERANCE):
-    assert ((found.double() - expected).norm() / expected.norm()).item() <= tolerance
+    assert relative_error(found, expected) <= tolerance
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def timed(monkeypatch, triton):
             if of_volumes:
                 seconds["measured"].append(kind)
             found, expected = run("triton"), run("aten")
-            difference = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+            difference = relative_error(found, expected)
             agree = difference <= choice.AGREEMENT[x.dtype]
             ours = seconds["triton" if of_volumes else "with the norm"]
             choice._records[kind] = choice.Record(ours, seconds["aten"], difference, agree)
@@ -209,7 +209,7 @@ def test_a_gpu_measures_once_and_both_agree(device, hopper, dtype):
     expected = torch.ops.aten.convolution_backward(y, x, weight, [32], *REST, [True, True, True])
     tolerance = choice.AGREEMENT[dtype]
     for found, wanted in zip((y, dx), (op.reference_forward(x, weight, bias), expected[0]), strict=True):
-        assert ((found.double() - wanted.double()).norm() / wanted.double().norm()).item() <= tolerance
+        assert_close(found, wanted, tolerance)
         assert found.stride() == wanted.stride()
     assert dw.shape == weight.shape
     assert dbias.shape == bias.shape

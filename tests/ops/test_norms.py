@@ -16,7 +16,7 @@ from fusedseg import _backend
 from fusedseg.activation import TABLE, Activation
 from fusedseg.functional import norm_act
 from fusedseg.memory.meter import LiveBytes
-from fusedseg.ops.norm import aten_norms, graph, passes
+from fusedseg.ops.norm import aten_norms, dispatch, graph
 from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import Norm, Operands
 from fusedseg.ops.norm.stock import KINDS as OF_NAME
@@ -248,7 +248,7 @@ def test_without_values_two_tiles_stand_for_all(norm, monkeypatch):
 def test_both_implementations_have_one_signature(name):
     mine, other = (inspect.signature(getattr(of, name)) for of in (norm_triton, aten_norms))
     assert mine == other
-    of_protocol = inspect.signature(getattr(passes.Implementation, name)).parameters
+    of_protocol = inspect.signature(getattr(dispatch.Implementation, name)).parameters
     assert list(of_protocol)[1:] == list(mine.parameters)
 
 
@@ -261,5 +261,5 @@ def test_an_output_that_is_computed_again_has_the_same_bits(norm, own, needs_int
     running = (None, None) if own else (bias.clone(), bias + 1)
     spec = Norm("input", Activation("silu", 0.0), 1e-5, 0.1, own, OF_NAME[norm if own else "batch"].over(3))
     given = Operands(x, weight, bias, residual, None, *running)
-    z, stats = passes.forward(given, spec, None, None)
-    assert torch.equal(passes.recompute(given, stats, spec), z)
+    z, stats = dispatch.forward(given, spec, None, None)
+    assert torch.equal(dispatch.recompute(given, stats, spec), z)

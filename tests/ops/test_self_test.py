@@ -1,7 +1,6 @@
 """The self-test of the kernels at their first use: when it runs, and what a failure does."""
 
 import contextlib
-import threading
 import warnings
 
 import pytest
@@ -14,6 +13,7 @@ from fusedseg.ops.registry import FAMILIES, Result
 from fusedseg.ops.self_test import cases, first_use
 from tests.tools.stand_in import new_process
 from tests.tools.stand_in import stand_in as stand_in
+from tests.tools.threads import in_threads
 
 pytest.importorskip("triton")
 
@@ -237,11 +237,7 @@ def test_a_device_answers_in_a_fake_call():
 
 def test_threads_of_a_process_test_once(stand_in, tested):
     seen, _ = tested
-    threads = [threading.Thread(target=serves) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[serves] * 4)
     assert len(seen) == 1
 
 

@@ -11,7 +11,7 @@ import fusedseg
 from fusedseg import _torch, plan
 from fusedseg._sizes import parse_bytes
 from fusedseg.compiler import NotCompiled
-from fusedseg.compiler.capture import passes
+from fusedseg.compiler.capture import prepare
 from fusedseg.memory.step_bytes import StepBytes
 from fusedseg.planning.answer import Option, Plan
 from fusedseg.planning.ways import BACKEND, CONVERT, EAGER, Way
@@ -161,9 +161,9 @@ def test_a_codegen_is_chosen_once(monkeypatch):
             y = super().forward(x)
             return y.sigmoid() * y.tanh() * y.exp() * y.sin()
 
-    traced, rewrite = [], passes.prepare
+    traced, rewrite = [], prepare.prepare
     monkeypatch.setattr(
-        passes,
+        prepare,
         "prepare",
         lambda module, asked, **more: traced.append(asked.codegen) or rewrite(module, asked, **more),
     )

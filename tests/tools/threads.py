@@ -1,7 +1,10 @@
-"""Sets for a while how many threads torch computes with."""
+"""How many threads torch computes with, and functions in threads of their own."""
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -14,3 +17,15 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """The results of functions that run at once, each in a thread of its own; raises what one of them raises."""
+    barrier = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(run, functions))

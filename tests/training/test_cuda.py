@@ -15,10 +15,7 @@ from tests.training import jobs
 WARM_UP = 3
 
 
-@pytest.fixture(autouse=True)
-def gpu(device):
-    if device.type != "cuda":
-        pytest.skip("needs --device cuda")
+pytestmark = pytest.mark.usefixtures("only_on_a_gpu")
 
 
 def stock_layers():

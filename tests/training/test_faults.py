@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from functools import partial
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fusedseg
 from fusedseg.ops.conv import conv_abn as conv_abn_op
+from tests.tools.threads import in_threads
 
 SLOPE = 0.01
 
@@ -129,18 +129,12 @@ def test_threads():
     net = fusedseg.unet.UNet(1, 2, widths=(4, 8))
     x = torch.randn(4, 1, 8, 8)
     expected = copy.deepcopy(net)(x).detach(), net.eval()(x).detach()
-    results = {}
 
-    def run(i):
-        results[i] = copy.deepcopy(net).train()(x).detach(), net(x).detach()
+    def run():
+        return copy.deepcopy(net).train()(x).detach(), net(x).detach()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(4):
-        torch.testing.assert_close(results[i], expected)
+    for found in in_threads(*[run] * 4):
+        torch.testing.assert_close(found, expected)
 
 
 class Normalised(Dataset):

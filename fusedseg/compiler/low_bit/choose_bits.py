@@ -8,7 +8,7 @@ packed if its readers allow it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_tensor, name_of, node_at, nodes_from, row_of, size_of, value_of
 from ..op_table import FOLLOWS
 from ..plan import nearly_free
-from ..plan.keep import Decision, call_node, decide, decision_of, is_view, sources_of
+from ..plan.keep import Decision, by_rules, call_node, decision_that_recomputes, is_view, sources_of
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Facts, Rounded, Rule, bent, is_predicate
 
@@ -62,7 +62,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
     return (_positions(node) - 1).bit_length() if 1 < _positions(node) <= MOST_POSITIONS else 0
 
 
-class _Choice:
+class _Attempt:
     """What is recomputed, and what must be exact: ``recomputed`` and ``exact`` are changed until the rule is kept."""
 
     def __init__(self, joint: Joint, recomputed: set[fx.Node], bits: int, exact: set[fx.Node]) -> None:
@@ -74,7 +74,7 @@ class _Choice:
     def settle(self) -> Rule:
         """What is packed, and what the rule has noted of it."""
         while True:
-            found = decision_of(self.joint, self.recomputed, self.instead)
+            found = decision_that_recomputes(self.joint, self.recomputed, self.instead)
             rule = Rule(self.facts, found, self._packed(found.kept))
             broken = rule.broken()
             if not broken:
@@ -138,9 +138,15 @@ def _with_its_sign(node: fx.Node) -> fx.Node:
     return source if value_of(source).is_floating_point() and value_of(node).is_floating_point() else node
 
 
-def settled(
-    graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None
-) -> tuple[Joint, Decision, Rounded]:
+class Settled(NamedTuple):
+    """A graph, what backward reads of its forward, and in how many bits that is kept."""
+
+    joint: Joint
+    decision: Decision
+    rounded: Rounded
+
+
+def settled(graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None) -> Settled:
     """What is kept, and in how many bits; ops with branches become pointwise chains where they need exact values.
 
     chosen: what backward recomputes, where a budget has chosen it.
@@ -150,19 +156,19 @@ def settled(
         # A chain that is added to answer a question is another one in each round.
         nodes, joint = set(graph.nodes), Joint(graph, outputs)
         if chosen is None:
-            recomputed = set(decide(joint, nearly_free.scores).recomputed)
+            recomputed = set(by_rules(joint, nearly_free.scores).recomputed)
         else:
             chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
             recomputed = chains.union(chosen.recomputed)
-        choice = _Choice(joint, recomputed, bits, exact & nodes)
-        rule = choice.settle()
-        if not rule.branching and choice.exact & nodes == exact & nodes:
+        attempt = _Attempt(joint, recomputed, bits, exact & nodes)
+        rule = attempt.settle()
+        if not rule.branching and attempt.exact & nodes == exact & nodes:
             rule.found.peak_target = None if chosen is None else chosen.peak_target
-            return joint, rule.found, rule.rounded
+            return Settled(joint, rule.found, rule.rounded)
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         for node in [node for node in graph.nodes if node in rule.branching]:
             written = write_pointwise_chain(graph, node)
             assert written
         # Once more, without answers for values that are exact.
-        exact = exact if rule.branching else choice.exact & nodes
+        exact = exact if rule.branching else attempt.exact & nodes
         graph.eliminate_dead_code()

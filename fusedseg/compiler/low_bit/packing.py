@@ -18,7 +18,7 @@ from ..plan.keep import KEEP, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
 from ..plan.schedule import LOWEST
-from .choose_bits import bits_of, settled
+from .choose_bits import Settled, bits_of, settled
 from .rule import Rounded
 
 
@@ -63,19 +63,20 @@ class Storage:
         return node
 
 
-def packed(of: Joint, decided: keep.Decision, found: Rounded, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
+def packed(of: Settled, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
         peak is the lowest, whatever time it takes; the target of the peak of the decision that is returned says so.
     """
-    graph = of.graph
-    keep.apply(of, decided, Storage(graph, found, seed))
+    before, decided, rounded = of
+    graph = before.graph
+    keep.apply(before, decided, Storage(graph, rounded, seed))
     graph.eliminate_dead_code()
     passes.run(passes.Stage.PACKED, passes.JOINT, graph)
     labels = decided.labels
-    joint = Joint(graph, of.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
-    counted = keep.decision_of(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
+    joint = Joint(graph, before.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
+    counted = keep.decision_that_recomputes(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
     counted.peak_target = decided.peak_target
     model = ByteModel(joint, by_inductor)
     cost = model.needs(counted)
@@ -103,7 +104,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> keep.Decision:
-        return keep.decide(self.joint, nearly_free.scores)
+        return keep.by_rules(self.joint, nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:
@@ -118,8 +119,8 @@ class RoundedChoices(Choices):
         graph, twins = twin_of(self.joint.graph)
         recomputed: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.recomputed}
         outputs = self.joint.outputs
-        of, decided, found = settled(
+        of_twin = settled(
             graph, outputs, self._bits, keep.Decision(recomputed=recomputed, peak_target=decision.peak_target)
         )
-        twin, cost, _ = packed(of, decided, found, seed=0, by_inductor=self.by_inductor, exact=self._exact)
-        return Choice(replace(decision, peak_target=twin.peak_target), cost)
+        found = packed(of_twin, seed=0, by_inductor=self.by_inductor, exact=self._exact)
+        return Choice(replace(decision, peak_target=found.decision.peak_target), found.cost)

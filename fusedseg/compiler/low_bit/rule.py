@@ -11,9 +11,19 @@ bound of each error, and its proof.
   sized copies, where all factors of the segment are *steady*: numbers, parameters, slopes, and 1 / sqrt(var + eps) of
   such norms.  Elsewhere they read exact values.  A norm reads 4 bits if its gradient follows from those of ends by
   functions that are linear beside kinks, and 8 bits otherwise.
+
+The words in the graph of conv -> norm -> relu -> conv, with the gradient dz of its result::
+
+    x = conv(image)              a root: forward packs it, and backward reads what it unpacks
+    n = norm(x), y = relu(n)     copies, of which x is the root; both are sized
+    dy, dw = conv'(dz, y)        an end: dw alone reads the copy y, so dy is exact; dy is plain
+    dn = relu'(dy, y)            bent: it asks for the sign of y, which packing keeps; dn is plain too
+    dx = norm'(dn, x)            dy, dn and dx are a segment without an unsteady factor, so it reads x, in 4 bits
+    dw = conv'(dx, image)        an end, where the segment ends
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +35,7 @@ from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
 from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import SMALL, Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
-from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, LINEAR, NORM, PASSES, ROWS, SLOPE, SUM
+from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, KEEPS, LINEAR, NORM, ROWS, SLOPE, SUM
 from ..plan import recompute
 from ..plan.keep import Decision, call_node, is_view
 
@@ -97,7 +107,7 @@ def _keeps_planes(node: fx.Node, source: fx.Node) -> bool:
         forms = [(v.shape[:2], v.stride()[:2], v.numel()) for v in map(hinted, map(value_of, (node, source)))]
         return forms[0] == forms[1]
     row = row_of(node)
-    return size_of(source) <= size_of(node) and (row.layout == PASSES or row.reads == ADDS or name_of(node) in CASTS)
+    return size_of(source) <= size_of(node) and (row.layout == KEEPS or row.reads == ADDS or name_of(node) in CASTS)
 
 
 def _is_returned(node: fx.Node) -> bool:
@@ -114,12 +124,20 @@ class Rounded:
         units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
         kinks: for some of these nodes the norm that reads them and whose sign is exact; None if their own sign is.
         integers: the kept nodes with masks or small integers, and the bits of a value.
+        needed_by: for the nodes of ``bits`` that have more bits than was asked for, the op that reads so many.
     """
 
     bits: dict[fx.Node, int] = field(default_factory=dict)
     units: dict[fx.Node, str] = field(default_factory=dict)
     kinks: dict[fx.Node, recompute.NormActForm | None] = field(default_factory=dict)
     integers: dict[fx.Node, int] = field(default_factory=dict)
+    needed_by: dict[fx.Node, str] = field(default_factory=dict)
+
+    def counts(self) -> Counter[str]:
+        """The number of packed tensors by their bits, with the op that needs more bits than was asked for."""
+        every = {**self.bits, **self.integers}
+        why = {node: f" ({name} reads them)" for node, name in self.needed_by.items()}
+        return Counter(f"{bits} bit{'s' if bits > 1 else ''}{why.get(node, '')}" for node, bits in every.items())
 
 
 class Facts:
@@ -268,7 +286,7 @@ class Rule:
         if is_tensor(node) and not value_of(node).is_floating_point():
             return {node}
         if row.reads == SLOPE and self._reads_sized(node):
-            self._give_more_bits(copied)
+            self._give_more_bits(copied, node)
             return set()
         is_linear = _is_linear(made) and not self._may_be_small(node)
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
@@ -311,8 +329,11 @@ class Rule:
             self.rounded.units[one] = max("plane" if of_samples else "batch", self.rounded.units.get(one, ""))
         return set()
 
-    def _give_more_bits(self, roots: set[fx.Node]) -> None:
-        self.rounded.bits.update({root: max(SMOOTH_BITS, self.rounded.bits[root]) for root in roots})
+    def _give_more_bits(self, roots: set[fx.Node], reader: fx.Node) -> None:
+        for root in roots:
+            if self.rounded.bits[root] < SMOOTH_BITS:
+                self.rounded.bits[root] = SMOOTH_BITS
+                self.rounded.needed_by[root] = name_of(reader)
 
     def _gradient(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient from copies."""
@@ -324,10 +345,10 @@ class Rule:
         if node not in self.facts.unsteady:
             if row.reads == NORM:
                 if not self.facts.follows_ends(node):
-                    self._give_more_bits(copied)
+                    self._give_more_bits(copied, node)
                 return self._norm(node, node_at(node, 1))
             if row.reads == SLOPE and self._reads_sized(node):
-                self._give_more_bits(copied)
+                self._give_more_bits(copied, node)
                 return set()
             if name_of(node) == "mul" and _is_returned(node):
                 return set()

@@ -72,7 +72,7 @@ class Choices:
 
     def first(self) -> keep.Decision:
         """The decision without a budget."""
-        decided = keep.decide(self.joint)
+        decided = keep.by_rules(self.joint)
         decided.peak_target = self.peak_target
         return decided
 
@@ -94,15 +94,15 @@ class Choices:
         """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
         return self._flops_of(set(decision.recomputed))
 
-    def in_copy(self, known: "Known", most_flops: float, falling: bool) -> Iterator[Choice]:
+    def in_copy(self, known: "Known", most_flops: float, falling_peak: bool) -> Iterator[Choice]:
         """``frontier`` for a graph that is divided in several ways: it is found once for all equal copies of it.
 
         The search goes on in a copy of its own, which nobody changes, and its choices are those of this graph.
         """
-        key = (str(self.joint.graph), self.eager, self.by_inductor, self.peak_target, most_flops, falling)
+        key = (str(self.joint.graph), self.eager, self.by_inductor, self.peak_target, most_flops, falling_peak)
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
-            search = Choices(twin, self.by_inductor, self.peak_target).frontier(most_flops, falling)
+            search = Choices(twin, self.by_inductor, self.peak_target).frontier(most_flops, falling_peak)
             known[key] = (list(twin.graph.nodes), search, [])
         twins, search, found = known[key]
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))
@@ -115,16 +115,16 @@ class Choices:
             if recomputed is None:
                 yield Choice(self.first(), cost)
             else:
-                of_own = keep.decision_of(self.joint, {own[node] for node in recomputed})
+                of_own = keep.decision_that_recomputes(self.joint, {own[node] for node in recomputed})
                 of_own.peak_target = decision.peak_target
                 yield Choice(of_own, cost)
 
-    def frontier(self, most_flops: float, falling: bool = True) -> Iterator[Choice]:
+    def frontier(self, most_flops: float, falling_peak: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
 
-        With ``falling`` none peaks higher than one before it, otherwise none peaks higher than the first one.
+        With ``falling_peak`` none peaks higher than one before it, otherwise none peaks higher than the first one.
         """
-        search = Search(self, self.counted(self.first()), most_flops, falling)
+        search = Search(self, self.counted(self.first()), most_flops, falling_peak)
         yield search.best
         cut = self.cut()
         steps = cut.steps()
@@ -136,7 +136,7 @@ class Choices:
             small: frozenset[fx.Node] = frozenset()
             for part in sorted(cut.parts(wanted - search.recomputed), key=self._flops_of) or [set()]:
                 tried = search.recomputed | small | part
-                verdict = search.recompute(tried)
+                verdict = search.try_with(tried)
                 if verdict is TrialResult.OVER_FLOPS and len(over_flops) < NEAREST:
                     over_flops.setdefault(tried, price)
                 if verdict is TrialResult.OVER_FLOPS or search.is_over:
@@ -148,19 +148,19 @@ class Choices:
                 return
         if over_flops:
             search.refused.clear()
-            yield from self._filled(search, cut, over_flops)
+            yield from self._use_up(search, cut, over_flops)
 
-    def _filled(self, search: "Search", cut: Cut, over_flops: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
+    def _use_up(self, search: "Search", cut: Cut, over_flops: dict[frozenset[fx.Node], float]) -> Iterator[Choice]:
         """Choices that use up the arithmetic: those of ``over_flops`` with one op less, and then with one op more."""
         price = next(iter(over_flops.values()))
         for more in over_flops:
             intensive = cut.compute_intensive & {
-                keep.call_node(node) for node in keep.decision_of(self.joint, more).recomputed
+                keep.call_node(node) for node in keep.decision_that_recomputes(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
                 if self._flops_of(intensive - {call}) > search.most_flops:
                     continue
-                if search.recompute(cut.with_intensive(intensive - {call}, over_flops[more])) is TrialResult.TAKEN:
+                if search.try_with(cut.with_intensive(intensive - {call}, over_flops[more])) is TrialResult.TAKEN:
                     yield search.best
                     break
                 if search.is_over:
@@ -169,7 +169,7 @@ class Choices:
             intensive = cut.compute_intensive & {keep.call_node(node) for node in search.best.decision.recomputed}
             if call in intensive or self._flops_of(intensive | {call}) > search.most_flops:
                 continue
-            if search.recompute(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
+            if search.try_with(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield search.best
             if search.is_over:
                 return
@@ -193,8 +193,8 @@ class Search:
         refused: the values that were tried since then, and with which the peak was too high.
     """
 
-    def __init__(self, choices: Choices, best: Choice, most_flops: float, falling: bool) -> None:
-        self._choices, self.best, self.most_flops, self._falling = choices, best, most_flops, falling
+    def __init__(self, choices: Choices, best: Choice, most_flops: float, falling_peak: bool) -> None:
+        self._choices, self.best, self.most_flops, self._falling_peak = choices, best, most_flops, falling_peak
         self.recomputed: frozenset[fx.Node] = frozenset()
         self.refused: set[frozenset[fx.Node]] = set()
         self._most = best.cost.peak
@@ -204,10 +204,10 @@ class Search:
         """Whether too many choices in a row peaked too high."""
         return len(self.refused) == TRIES
 
-    def recompute(self, tried: frozenset[fx.Node]) -> TrialResult:
+    def try_with(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
-        decision = keep.decision_of(of.joint, tried)
+        decision = keep.decision_that_recomputes(of.joint, tried)
         enough = best.cost.kept - LEAST_SAVED * of.eager
         kept, flops = of.kept(decision), of.flops_of(decision)
         if kept > enough or tried in self.refused:
@@ -223,7 +223,7 @@ class Search:
             self.refused.add(tried)
             return TrialResult.OVER_PEAK
         self.best, self.recomputed = found, tried
-        if self._falling:
+        if self._falling_peak:
             self._most = min(self._most, cost.peak)
         self.refused.clear()
         return TrialResult.TAKEN
@@ -246,9 +246,9 @@ def nearest(
         return next(frontier(0.0, True)), True
     nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops before.
-    falling = nbytes is not None or budget.peak is not None
+    falling_peak = nbytes is not None or budget.peak is not None
     last = None
-    for found in frontier(budget.most_flops * choices.total, falling):
+    for found in frontier(budget.most_flops * choices.total, falling_peak):
         if most is not None and not found.cost.is_within(most):
             continue
         last = found

@@ -1,6 +1,7 @@
 """What eager mode keeps for backward, as the joint graph that was traced says.
 
 Its backward reads just what eager mode keeps, but for the ops of this package that stand for stock functions.
+``eager_step.py`` counts a step for the report.
 """
 
 from collections.abc import Iterator

@@ -9,9 +9,9 @@ another form, the norm from its statistics, whatever the column ``cheap`` says o
 A result of the graph that eager mode does not keep may be changed in place before backward.  It counts as any other
 value, and where it must be kept, a copy of it is.
 
-``decide`` reads the graph and decides.  ``apply`` writes the decision into the graph: it gives backward copies of what
-follows from such a form.  It notes the labels of nodes, which are those of a checkpoint, and ``partition.cut`` writes
-them, so that the compiler's own partitioner cuts along them.
+``by_rules`` reads the graph and decides.  ``apply`` writes the decision into the graph: it gives backward copies of
+what it recomputes.  It notes the labels of nodes, which are those of a checkpoint, and
+``partition.divide_along_labels`` writes them, so that PyTorch's own partitioner divides the graph along them.
 """
 
 import functools
@@ -46,7 +46,7 @@ from ..graph import (
     tensors_of,
 )
 from . import nearly_free, recompute
-from .schedule import PeakTarget
+from .schedule import PeakTarget, inputs_first
 
 LABEL = "recompute"
 # The largest number of calls in a chain, of which backward runs each once.
@@ -96,10 +96,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _may_run_again(node: fx.Node) -> bool:
-    call = call_node(node)
-    if is_cheap(call) or recompute.form_of(node) is not None:
+    made = call_node(node)
+    if is_cheap(made) or recompute.form_of(node) is not None:
         return True
-    return is_op(call) and not call.all_input_nodes and not is_random(call)
+    return is_op(made) and not made.all_input_nodes and not is_random(made)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -113,8 +113,8 @@ def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | Non
 
     intensive: those that may be recomputed; None for all that are not random.
     """
-    call = call_node(node)
-    repeats = node in intensive if intensive is not None else is_compute_intensive(call) and not is_random(call)
+    made = call_node(node)
+    repeats = node in intensive if intensive is not None else is_compute_intensive(made) and not is_random(made)
     if node in joint.held or not (repeats or _may_run_again(node)):
         return None
     sources = _sources(node)
@@ -157,19 +157,19 @@ def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> li
     return list(found)
 
 
-def decide(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
+def by_rules(joint: Joint, repeats: Repeats = nearly_free.repeated) -> Decision:
     """Decides by the rules; ``repeats`` names kept compute-intensive ops that run again."""
-    first = _by_rules(joint, set())
+    first = _decided(joint, set())
     twice_run = repeats(first.kept, joint)
     # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
-    choices = [_by_rules(joint, twice_run), first] if twice_run else [first]
+    choices = [_decided(joint, twice_run), first] if twice_run else [first]
     for choice in choices:
         _keep_later(choice, joint)
         _take_along(choice)
     return min(choices, key=lambda choice: sum(map(nbytes_of, choice.kept)))
 
 
-def decision_of(
+def decision_that_recomputes(
     joint: Joint, recomputed: Collection[fx.Node], instead: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 ) -> Decision:
     """What backward reads if just these values are recomputed, and others are read in place of some nodes."""
@@ -192,43 +192,30 @@ def decision_of(
     return found
 
 
-def _by_rules(joint: Joint, intensive: Collection[fx.Node]) -> Decision:
+def _decided(joint: Joint, intensive: Collection[fx.Node]) -> Decision:
     """What backward reads by the rules if these compute-intensive ops run again."""
-    reading = readers_of_forward(joint)
-    found = Decision(reading=reading)
+    found = Decision(reading=readers_of_forward(joint))
+    # The calls that must run before a value is there; none for one that is kept.
     calls: dict[fx.Node, frozenset[str]] = {}
-    for reader, node in entries(joint, reading):
-        found.readers.setdefault(node, set()).add(reader)
-        _decide(node, joint, found, calls, intensive)
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        return [source for source in sources_of(node, joint, intensive) or () if not is_free(source)]
+
+    for reader, entry in entries(joint, found.reading):
+        found.readers.setdefault(entry, set()).add(reader)
+        for node in inputs_first(entry, inputs, calls):
+            sources = sources_of(node, joint, intensive)
+            before = frozenset[str]().union(*(calls.get(source, ()) for source in sources or ()))
+            needed = before | {call_of(call_node(node))}
+            if sources is None or _is_worth_keeping(node, sources, calls, needed):
+                found.kept.add(node)
+                calls[node] = frozenset()
+            else:
+                found.recomputed[node] = sources
+                calls[node] = before if is_view(node) else needed
+        # Only what the entry needs is read.
+        _read(entry, found)
     return found
-
-
-def _decide(
-    entry: fx.Node, joint: Joint, found: Decision, calls: dict[fx.Node, frozenset[str]], intensive: Collection[fx.Node]
-) -> None:
-    """Decides about a node, and about those from which it is recomputed."""
-    stack = [entry]
-    while stack:
-        node = stack[-1]
-        if node in calls:
-            stack.pop()
-            continue
-        allowed = sources_of(node, joint, intensive)
-        sources = allowed or []
-        open_ones = [source for source in sources if source not in calls and not is_free(source)]
-        if open_ones:
-            stack += open_ones
-            continue
-        stack.pop()
-        needed = frozenset({call_of(call_node(node))}).union(*(calls.get(s, frozenset()) for s in sources))
-        if allowed is None or _is_worth_keeping(node, sources, calls, needed):
-            calls[node] = frozenset()
-            found.kept.add(node)
-        else:
-            calls[node] = frozenset().union(*(calls.get(s, frozenset()) for s in sources)) if is_view(node) else needed
-            found.recomputed[node] = sources
-    # Only what the entry needs is read.
-    _read(entry, found)
 
 
 def _is_worth_keeping(
@@ -379,15 +366,15 @@ class _Writer:
             for new in nodes_from(last.next, before):
                 self._labelled(new)
             return made
-        call = call_node(node)
-        swapped = {source: self.read(source, before) for source in call.all_input_nodes}
+        whole = call_node(node)
+        swapped = {source: self.read(source, before) for source in whole.all_input_nodes}
         if node not in self.changeable and all(source is other for source, other in swapped.items()):
-            return self._labelled(node, call)
-        if node is call:
+            return self._labelled(node, whole)
+        if node is whole:
             return self._labelled(copied(self.graph, node, swapped, before))
-        if call not in self.made:
-            self.made[call] = self._labelled(copied(self.graph, call, swapped, before))
-        return self._labelled(copied(self.graph, node, {call: self.made[call]}, before))
+        if whole not in self.made:
+            self.made[whole] = self._labelled(copied(self.graph, whole, swapped, before))
+        return self._labelled(copied(self.graph, node, {whole: self.made[whole]}, before))
 
     def _labelled(self, node: fx.Node, *others: fx.Node) -> fx.Node:
         self.labels.update(dict.fromkeys((node, *others), RECOMPUTE))

@@ -108,19 +108,10 @@ class PlannedBackward(schedule.BackwardGraph):
 
     def _value(self, node: fx.Node, calls: list[Virtual]) -> Virtual:
         """What backward reads in place of a node."""
-        stack = [node]
-        while stack:
-            one = stack[-1]
-            sources = self._decision.recomputed.get(one, [])
-            waiting = [source for source in sources if source not in self._made]
-            if one not in self._made and waiting:
-                stack += waiting
-                continue
-            stack.pop()
-            if one in self._made:
-                continue
-            if one in self._decision.recomputed:
-                self._made[one] = self._rebuilt(one, [self._made[source] for source in sources], calls)
+        recomputed = self._decision.recomputed
+        for one in schedule.inputs_first(node, lambda one: recomputed.get(one, ()), self._made):
+            if one in recomputed:
+                self._made[one] = self._rebuilt(one, [self._made[source] for source in recomputed[one]], calls)
             else:
                 self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
         return self._made[node]
@@ -177,6 +168,7 @@ class ByteModel:
     def needs(self, decision: keep.Decision) -> StepBytes:
         """What a step needs with a decision.
 
+        Backward is counted in the order in which it will run, with the ops that run a third time (``schedule.py``).
         The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}

@@ -7,7 +7,7 @@ readers, if that lowers the peak, and is worth its arithmetic.
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from math import inf
 from typing import Any, NamedTuple
 
@@ -43,6 +43,24 @@ class PeakTarget(NamedTuple):
 
 # The least peak, whatever is repeated for it.
 LOWEST = PeakTarget(-inf, inf)
+
+
+def inputs_first(
+    end: fx.Node, inputs: Callable[[fx.Node], Iterable[fx.Node]], done: Container[fx.Node]
+) -> Iterator[fx.Node]:
+    """A node behind all that it follows from, each behind its own inputs; nodes that are ``done`` are left out.
+
+    The caller adds each node to ``done`` before it asks for the next one.
+    """
+    stack = [end]
+    while stack:
+        node = stack[-1]
+        waiting = [] if node in done else [source for source in inputs(node) if source not in done]
+        stack += waiting
+        if not waiting:
+            stack.pop()
+            if node not in done:
+                yield node
 
 
 class BackwardGraph:
@@ -92,28 +110,15 @@ class BackwardGraph:
     def in_turn(self) -> list[ScheduledNode]:
         """The nodes, each value of forward right before its first reader."""
         done: dict[fx.Node, ScheduledNode] = {}
-        steps: list[ScheduledNode] = []
-        for node in self.nodes:
-            if node not in self.recomputed:
-                self.compute(node, done, steps)
-        return steps
-
-    def compute(self, node: fx.Node, done: dict[fx.Node, ScheduledNode], steps: list[ScheduledNode]) -> None:
-        """Appends a step for a node, after steps for those of its inputs that are not done."""
-        stack = [node]
-        while stack:
-            now = stack[-1]
-            missing = next((source for source in self.inputs(now) if source not in done), None)
-            if now not in done and missing is not None:
-                stack.append(missing)
+        for reader in self.nodes:
+            if reader in self.recomputed:
                 continue
-            stack.pop()
-            # All results of a call follow it at once, so that those that nobody reads are let go.
-            items = [user for user in now.users if now in self.recomputed and user.target is operator.getitem]
-            for one in (now, *items):
-                if one not in done:
+            for node in inputs_first(reader, lambda node: reversed(self.inputs(node)), done):
+                # All results of a call follow it at once, so that those that nobody reads are let go.
+                items = [user for user in node.users if node in self.recomputed and user.target is operator.getitem]
+                for one in (node, *items):
                     done[one] = self.step(one, [done[source] for source in one.all_input_nodes])
-                    steps.append(done[one])
+        return [*done.values()]
 
     def step(self, node: fx.Node, reads: list[ScheduledNode]) -> ScheduledNode:
         if node not in self._over:

@@ -9,7 +9,7 @@ that depends on how memory lies sees a difference: views, ops that draw random n
 caller.  The graph is a functional one, of forward and backward or of inference alone: nothing in it writes to an image.
 
 1. ``_images`` says for each op which images it would read in channels_last.
-2. ``chosen`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
+2. ``cheapest`` picks the ops that do, by a minimum cut: each copy costs the bytes that it reads and writes, and each
    convolution that stays as it was costs the bytes of its images.
 3. ``_Writer`` writes the graph: copies stand where they are first read, and all later readers share them.
 
@@ -32,9 +32,9 @@ from ...ops.max_pool import pool as pools
 from ...ops.norm import graph as norms
 from .. import graph as graphs
 from ..graph import arguments_of, computed, is_cast, is_op, is_tensor, name_of, nbytes_of, row_of, tensors_of, value_of
-from ..op_table import ANY, PASSES
+from ..op_table import ANY, KEEPS
 from ..plan.min_cut import ENDLESS, Flow
-from ..settings import KEEP, Settings
+from ..settings import AS_IT_IS, Settings
 from .simplify import LABELS
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ NEED_DENSE = (norms.norm_op, pools.max_pool_op, *INSTEAD.values())
 
 def lay_out(graph: fx.Graph, settings: Settings) -> int:
     """Lays a graph out as the settings say, and returns the number of ops that compute in channels_last."""
-    if settings.memory_format == KEEP:
+    if settings.memory_format == AS_IT_IS:
         return 0
     dims = [dims for dims, fmt in FORMATS.items() if settings.memory_format in (None, fmt)]
     asked = settings.memory_format is not None
@@ -57,7 +57,8 @@ def lay_out(graph: fx.Graph, settings: Settings) -> int:
     if not seeds or any(graphs.has_symbols(*tensors_of(node)) for node in graph.nodes):
         return 0
     images = {node: found for node in graph.nodes if (found := _images(node, dims))}
-    laid_out = chosen(graph, images, {node: ENDLESS if asked else _price(node) for node in seeds if node in images})
+    prices = {node: ENDLESS if asked else _price(node) for node in seeds if node in images}
+    laid_out = cheapest(graph, images, prices)
     if laid_out:
         _Writer(graph, images, laid_out, settings.by_inductor).write()
     return len(laid_out)
@@ -124,7 +125,7 @@ def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
     row = row_of(node)
     if row.images:
         found = [source for source in found if source in map(node.args.__getitem__, row.images)]
-    elif row.layout != PASSES and graphs.op_of(node) not in (*VIEWS, *INSTEAD):
+    elif row.layout != KEEPS and graphs.op_of(node) not in (*VIEWS, *INSTEAD):
         # Of an elementwise op, an image that is repeated along a dimension is read as it is.
         shapes = {t.shape for t in results}
         found = [x for x in found if value_of(x).shape in shapes and not _is_repeated(value_of(x))]
@@ -157,7 +158,7 @@ def _may_pass_on(node: fx.Node) -> bool:
         return is_tensor(node) and graphs.has_same_form(value_of(graphs.node_at(node, 0)), value_of(node))
     if op in VIEWS or name_of(node) in COPIES:
         return True
-    return row.layout == PASSES or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
+    return row.layout == KEEPS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
 
 
 def _window(node: fx.Node) -> tuple[Any, ...]:
@@ -201,7 +202,7 @@ def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return target, args, kwargs
 
 
-def chosen(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[fx.Node, int]) -> set[fx.Node]:
+def cheapest(graph: fx.Graph, images: dict[fx.Node, list[fx.Node]], prices: dict[fx.Node, int]) -> set[fx.Node]:
     """The ops that are to compute in channels_last, of those that can: the choice that costs least.
 
     Vertex 0 of the network is channels_last, and vertex 1 is the format of the trace.

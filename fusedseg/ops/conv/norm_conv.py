@@ -33,7 +33,7 @@ from ..._torch import is_listed
 from ...activation import TABLE, Activation
 from ..check import HALF
 from ..layout import FORMATS, dense, is_rows
-from ..norm import passes, triton
+from ..norm import dispatch, triton
 from ..norm.call import BackwardCall, Norm, Operands, Statistics, move_running, stats_dtype
 from ..norm.statistic import BATCH, INSTANCE
 from ..registry import graph_op, serve, whole
@@ -122,7 +122,7 @@ class NormConv(NamedTuple):
         if self.mean is None:
             return self.x
         given, statistics = Operands(self.x, self.weight, self.bias), Statistics(self.mean, self.rstd)
-        return passes.recompute(given, statistics, self.norm)
+        return dispatch.recompute(given, statistics, self.norm)
 
 
 def norm_of(name: str, param: float, of_samples: bool, eps: float = 0.0, momentum: float = 0.0) -> Norm:
@@ -211,8 +211,8 @@ def statistics_of_sums(
 def _statistics(y: Tensor, norm: Norm, running: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
     """The mean and rstd of y in a pass over y; it moves the running statistics."""
     if not norm.over.of_samples:
-        return passes.statistics(y, norm, *running)
-    found = [passes.statistics(sample, norm, None, None) for sample in y.split(1)]
+        return dispatch.statistics(y, norm, *running)
+    found = [dispatch.statistics(sample, norm, None, None) for sample in y.split(1)]
     return torch.cat([mean for mean, _ in found]), torch.cat([rstd for _, rstd in found])
 
 
@@ -240,12 +240,12 @@ def _backward(call: NormConv, kernels: Kernels | None) -> tuple[Tensor | None, .
     needs = (True, affine and weight is not None, affine and bias is not None, False, False)
     if kernels is None:
         dz = _input_gradient(call)
-        found = passes.backward(BackwardCall(dz, *of_norm, needs, dz if passes.fits(dz, x, norm) else None))
+        found = dispatch.backward(BackwardCall(dz, *of_norm, needs, dz if dispatch.fits(dz, x, norm) else None))
     else:
         g, sums = kernels(call)
         assert sums is not None
         sums = torch.stack([sums[0], sums[1] * rstd])
-        found = passes.backward_of_sums(BackwardCall(g, *of_norm, needs), sums)
+        found = dispatch.backward_of_sums(BackwardCall(g, *of_norm, needs), sums)
     dx, dweight, dbias, *_ = found.wanted(needs)
     return dx, dweight, dbias, *of_parameters
 

@@ -213,7 +213,7 @@ max_pool_op = graph_op(
     f"max_pool(Tensor x, {WINDOW}, bool coded) -> (Tensor, Tensor)",
     functional,
     gradient=(_op_backward, _setup_context),
-    row={"reads": "exact", "positions": True, "eager_keeps_input": True, "layout": "passes"},
+    row={"reads": "exact", "positions": True, "eager_keeps_input": True, "layout": "keeps"},
     served=True,
 )
 # Both ops are linear in their first argument, and each is the transpose of the other.
@@ -222,7 +222,7 @@ max_pool_backward_op = graph_op(
     f"max_pool_backward{LINEAR}",
     backward,
     gradient=(lambda ctx, t: _transposed(max_pool_pick_op, ctx, t), _linear_setup_context),
-    row={"reads": "interpolates", "cheap": False, "dense": True, "layout": "passes"},
+    row={"reads": "interpolates", "cheap": False, "dense": True, "layout": "keeps"},
     served=True,
 )
 max_pool_pick_op: Any = graph_op(

@@ -11,7 +11,7 @@ of several processes (``sync.py``).  ``Norm.keep`` says which tensors are kept f
 
 Eager calls go through ``NormFunction``.  Autograd cannot be registered on an op that overwrites its input.  So under
 ``torch.compile`` there is the functional op ``fusedseg::norm`` (``graph.py``), which does not change x.  Both call
-``forward`` and ``backward`` of ``passes.py``.  A norm that keeps its input is stock functions under ``torch.compile``
+``forward`` and ``backward`` of ``dispatch.py``.  A norm that keeps its input is stock functions under ``torch.compile``
 (``stock.py``), unless its statistics are those of all processes.
 """
 
@@ -24,9 +24,9 @@ from ..double_backward import differentiated_once
 from ..layout import dense, laid_out, like
 from . import stock
 from .call import BackwardCall, Norm, Operands, Statistics
+from .dispatch import backward, fits, forward
 from .graph import RUNNING_MEAN, flat, norm_op
 from .kept import Kept
-from .passes import backward, fits, forward
 
 
 class NormFunction(torch.autograd.Function):

@@ -24,7 +24,7 @@ from ...activation import TABLE, Activation
 from ..double_backward import refused
 from ..layout import dense, like
 from ..registry import graph_op, whole
-from . import passes
+from . import dispatch
 from .call import BackwardCall, Norm, Operands, Statistics, cast, stats_dtype
 from .kept import Kept
 from .statistic import SCHEMA, Statistic
@@ -257,7 +257,7 @@ def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[
     out = x if over else None
     if call.mean is not None and call.rstd is not None:
         operands = Operands(x, call.weight, call.bias, residual)
-        return passes.recompute(operands, _found(x, call.mean, call.rstd), norm, out), *(None,) * 6
+        return dispatch.recompute(operands, _found(x, call.mean, call.rstd), norm, out), *(None,) * 6
     mean, var, keeps_input = call.running_mean, call.running_var, norm.keep == "input"
     if norm.own and not moving and mean is not None and var is not None:
         mean, var = mean.clone(), var.clone()
@@ -268,7 +268,7 @@ def _forward(call: NormCall, over: bool = False, moving: bool = False) -> tuple[
         # An op that keeps its input would copy the running mean for autograd, and nobody reads the copy here.
         norm = norm._replace(keep="output")
     operands = Operands(x, call.weight, call.bias, residual, call.slope, *running)
-    z, stats = passes.forward(operands, norm, _kept(call), out)
+    z, stats = dispatch.forward(operands, norm, _kept(call), out)
     if out is None and z._is_view():
         # A program may change what a graph returns in place, and PyTorch refuses that for a view.
         z = z.data
@@ -293,7 +293,7 @@ def _backward(call: GradientCall, over: bool = False, over_also: bool = False) -
     given = Operands(x, call.weight, call.bias, call.residual, call.slope)
     stats = _found(x, call.mean, second, call.xhat, call.share)
     of = BackwardCall(dz, given, stats, norm, _kept(call), needs, into=into, also=call.also, over_also=over_also)
-    return passes.backward(of).wanted(needs)
+    return dispatch.backward(of).wanted(needs)
 
 
 def statistics(
@@ -302,7 +302,7 @@ def statistics(
     """The results of ``Forward`` of a batch norm but z, in whose place there is None."""
     source, _ = dense(x)
     running = [v if v is None or moving else v.clone() for v in (running_mean, running_var)]
-    mean, rstd = passes.statistics(source, norm_of(*flat_norm), *running)
+    mean, rstd = dispatch.statistics(source, norm_of(*flat_norm), *running)
     return None, mean, rstd, *(None if moving else v for v in running)
 
 
@@ -398,7 +398,7 @@ norm_op = graph_op(
     _norm,
     _fake_norm,
     gradient=(_gradient, _setup_context),
-    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "passes"},
+    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "keeps"},
     flexible=True,
 )
 norm_backward_op = graph_op(
@@ -406,6 +406,6 @@ norm_backward_op = graph_op(
     _norm_backward,
     _fake_norm_backward,
     gradient=refused(lambda inputs: GradientCall.of_arguments(inputs).norm.name),
-    row={"reads": "norm", "cheap": False, "dense": True, "layout": "passes"},
+    row={"reads": "norm", "cheap": False, "dense": True, "layout": "keeps"},
     flexible=True,
 )

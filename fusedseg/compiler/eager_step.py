@@ -1,4 +1,8 @@
-"""What eager mode keeps of a graph that Dynamo has captured: a step on tensors without values, under the meter."""
+"""What eager mode keeps of a graph that Dynamo has captured: a step on tensors without values, under the meter.
+
+The report shows these bytes.  A budget is a share of those that ``plan/eager_mode.py`` reads from the joint graph
+without a step, where the positions of a pool are bytes in place of 64-bit integers.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

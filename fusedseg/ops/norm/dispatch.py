@@ -1,4 +1,4 @@
-"""The two passes of the norm op, and the choice of who computes them: ``triton.py`` or ``aten_norms.py``.
+"""Forward and backward of the norm op, and the choice of who computes them: ``triton.py`` or ``aten_norms.py``.
 
 The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``eager.py``).
 """
