@@ -79,7 +79,6 @@ def row(name: str, ways: Iterable[str] = tuple(WAYS)) -> dict[str, Any]:
         found[way] = [round(ours / eager, 3), round(peaks[1] / peaks[0], 3), round(max(g.repeated for g in graphs), 3)]
         found["graphs"] = len(report.graphs)
     found["exports"] = exports(network)
-    found["moved"] = moved(network)
     return found
 
 
@@ -214,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"unknown models {', '.join(unknown)}; choose among {', '.join(MODELS)}")
     if not args.page:
         for name in args.names or [name for name, network in MODELS.items() if network.is_here()]:
-            found = {**row(name), "losses": loss_errors(name)}
+            found = {**row(name), "moved": moved(MODELS[name]), "losses": loss_errors(name)}
             print(name, found, flush=True)
             have = json.loads(FILE.read_text()) if FILE.exists() else {}
             rows = {**have, name: found}

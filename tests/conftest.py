@@ -271,14 +271,29 @@ def compiled_afresh():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def seeds(request):
+    """Without a GPU, ``torch.manual_seed`` seeds the CPU alone.
+
+    It would also note the seed and the stack of this call for each kind of GPU, which takes a millisecond.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--device") == "cpu":
+            for module in (torch.cuda, torch.mtia, torch.xpu):
+                patch.setattr(module, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def seed(request):
+def seed(request, seeds):
     import torch
 
     if request.config.getoption("--device") == "cuda":
         torch.manual_seed(0)
     else:
-        # ``torch.manual_seed`` would also note the seed and the stack of this call for each kind of GPU: a millisecond.
+        # ``torch.manual_seed`` would import the compiler.
         torch.default_generator.manual_seed(0)
 
 

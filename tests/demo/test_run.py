@@ -61,22 +61,13 @@ def test_a_run_prints_and_writes(tiny, name, tmp_path, capsys):
         assert len(found["losses"]) == 2
 
 
-SMALL = """
-import dataclasses, sys
-from examples.demo.__main__ import main
-from examples.demo import slices
-slices.SIZES["cpu"] = dataclasses.replace(slices.SIZES["cpu"], resolution=4, widths=(2, 4), batch=2)
-sys.exit(main(["slices", "--steps", "1"]))
-"""
-
-
 @pytest.mark.slow
 def test_a_run_into_a_file_logs_nothing(extras, tmp_path):
     """PyTorch's profiler logged lines of SyncActivityProfilerHandler, and tqdm drew its bar into files.
 
     `.ci/run` looks at the errors of a demo too.
     """
-    command = [sys.executable, "-c", SMALL]
+    command = [sys.executable, "-m", "tests.demo.small", "slices", "--steps", "1"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "fusedseg_demo" / "slices.png").exists()

@@ -1,6 +1,5 @@
 """nnU-Net v2: its losses as ours, and a real run with its own commands beside the stock trainer."""
 
-import itertools
 import json
 import os
 import re
@@ -276,48 +275,21 @@ def test_plans_that_name_relu_need_no_trainer_of_their_own():
 # From here on the tests need nnunetv2, whose packages take gigabytes, so that they run only where it is installed.
 
 
-def gradients(loss, outputs, targets):
-    value = loss(outputs, targets)
-    tensors = outputs if isinstance(outputs, list) else [outputs]
-    return value.detach(), torch.autograd.grad(value, tensors, allow_unused=True)
-
-
-# nnU-Net's TopKLoss passes arguments of older versions of PyTorch.
-@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning")
-@pytest.mark.parametrize("dice", ["MemoryEfficientSoftDiceLoss", "SoftDiceLoss"])
-def test_losses_equal_those_of_nnunet(dice):
+def test_deep_supervision_of_nnunet():
+    """``losses/test_values.py`` compares the losses that are supervised."""
     pytest.importorskip("nnunetv2", reason="needs nnU-Net: pip install nnunetv2")
-    from nnunetv2.training.loss import compound_losses, deep_supervision, robust_ce_loss
-    from nnunetv2.training.loss import dice as dices
+    from nnunetv2.training.loss import compound_losses, deep_supervision
 
-    torch.manual_seed(0)
-    kind = getattr(dices, dice)
-    sizes = (8, 4, 2)
-    outputs = [torch.randn(2, 3, size, size, size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    for batch_dice, ignore in itertools.product((False, True), (None, 3)):
-        options = {"batch_dice": batch_dice, "smooth": 1e-5, "do_bg": False, "ddp": False}
-        one = compound_losses.DC_and_CE_loss(options, {}, ignore_label=ignore, dice_class=kind)
-        stock = deep_supervision.DeepSupervisionWrapper(one, [0.6, 0.4, 0.0])
-        targets = [torch.randint(0, 3 if ignore is None else 4, (2, 1, size, size, size)) for size in sizes]
-        # nnU-Net forms its sums and its one-hot tensors in fp32, also for float64 logits.
-        compare(stock, outputs, targets, 1e-6)
-    options = {"batch_dice": True, "smooth": 1e-5, "do_bg": False, "ddp": False}
-    labels = torch.randint(0, 3, (2, 1, 8, 8, 8))
-    compare(robust_ce_loss.TopKLoss(k=20), outputs[0], labels, 1e-6)
-    compare(compound_losses.DC_and_topk_loss(options, {"k": 20}, ignore_label=2), outputs[0], labels, 1e-6)
-    for ignored in (False, True):
-        options = {"batch_dice": True, "smooth": 1e-5, "do_bg": True, "ddp": False}
-        stock = compound_losses.DC_and_BCE_loss({}, options, use_ignore_label=ignored, dice_class=kind)
-        compare(stock, outputs[0], torch.rand(2, 3 + ignored, 8, 8, 8) > 0.6, 1e-6)
-
-
-def compare(stock, outputs, targets, tolerance):
-    (value, grads), (expected, of_stock) = (gradients(one, outputs, targets) for one in (fused_loss(stock), stock))
-    torch.testing.assert_close(value, expected.to(value), rtol=tolerance, atol=tolerance)
-    for grad, other in zip(grads, of_stock, strict=True):
-        assert (grad is None) == (other is None)
-        if grad is not None:
-            torch.testing.assert_close(grad, other, rtol=tolerance, atol=tolerance)
+    one = compound_losses.DC_and_CE_loss({"batch_dice": True, "smooth": 1e-5, "do_bg": False, "ddp": False}, {})
+    stock = deep_supervision.DeepSupervisionWrapper(one, [0.6, 0.4, 0.0])
+    outputs = [torch.randn(2, 3, size, size, dtype=torch.float64, requires_grad=True) for size in (8, 4, 2)]
+    targets = [torch.randint(3, (2, 1, size, size)) for size in (8, 4, 2)]
+    value, expected = (loss(outputs, targets) for loss in (fused_loss(stock), stock))
+    # nnU-Net forms its sums and its one-hot tensors in fp32, also for float64 logits.
+    torch.testing.assert_close(value, expected.to(value), rtol=1e-6, atol=1e-6)
+    (*grads, last), (*others, of_last) = (torch.autograd.grad(v, outputs, allow_unused=True) for v in (value, expected))
+    torch.testing.assert_close(grads, others, rtol=1e-6, atol=1e-6)
+    assert last is of_last is None
 
 
 # nnU-Net looks for a trainer in all of its modules, and this one imports timm.

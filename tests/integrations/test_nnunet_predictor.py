@@ -39,7 +39,7 @@ def both(plans, described, configuration, given, **options):
 @pytest.mark.parametrize(
     ("described", "planned_for", "given", "configuration", "options"),
     [
-        pytest.param(FIVE, CUBE, SMALL, "3d_fullres", {"folds": 2, "mirror": (0, 2)}, id="folds, mirrors"),
+        pytest.param(FIVE, CUBE, SMALL, "3d_fullres", {"folds": 2, "mirror": (2,)}, id="folds, mirrors"),
         pytest.param(FIVE, CUBE, ((45, 20, 60), (0.7, 1.6, 0.9)), "3d_fullres", {}, id="finer and coarser"),
         pytest.param(FIVE, THICK, ((37, 40, 11), (1.3, 1.3, 7.0)), "3d_fullres", {"mirror": (1,)}, id="separate z"),
         pytest.param(FIVE, THICK, ((50, 40, 14), (0.8, 1.3, 5.0)), "3d_fullres", {"folds": 3}, id="separate z, same z"),

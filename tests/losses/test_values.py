@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fusedseg import losses
+from fusedseg.integrations.nnunet import fused_loss
 from fusedseg.ops.segmentation import tiles
 from tests.losses.cases import FAMILIES, drawn
 from tests.losses.compare import check_same
@@ -75,7 +76,9 @@ def test_originals(name, monkeypatch):
         options = case.options | (more if more and number % 2 and "clip_tp" not in case.arguments[0] else {})
         # The constructors may change their arguments.
         ours, stock = (of(*copy.deepcopy(case.arguments), **options) for of in (getattr(losses, case.loss), kind))
-        check_same((ours, case.target), (stock, case.target), case.x, case.tolerance)
+        of_nnunet = [fused_loss(stock)] if kind.__module__.startswith("nnunetv2") else []
+        for one in (ours, *of_nnunet):
+            check_same((one, case.target), (stock, case.target), case.x, case.tolerance)
 
 
 def test_refused_by_smp():
