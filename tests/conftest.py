@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import os
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,47 @@ def kept_shapes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeTensorMode, "cache_clear", lambda *given: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unmeasured_capture():
+    """Coverage looks away while the compiler captures a graph, until it calls the backend.
+
+    What runs there is PyTorch's.  Python before 3.12 runs all functions more slowly while lines are measured, so that
+    tests of the compiler took half as long again.
+    """
+    if sys.gettrace() is None:
+        yield
+        return
+    from torch._dynamo import convert_frame
+    from torch._dynamo.output_graph import OutputGraph
+
+    # What measures lines, outside of the capture that is under way in this thread.
+    outside = ContextVar("outside", default=None)
+    capture, call_backend = convert_frame.compile_frame, OutputGraph.call_user_compiler
+
+    def unseen(*given, **named):
+        trace = sys.gettrace()
+        token = outside.set(trace)
+        sys.settrace(None)
+        try:
+            return capture(*given, **named)
+        finally:
+            sys.settrace(trace)
+            outside.reset(token)
+
+    def seen(*given, **named):
+        trace = sys.gettrace()
+        sys.settrace(outside.get() or trace)
+        try:
+            return call_backend(*given, **named)
+        finally:
+            sys.settrace(trace)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert_frame, "compile_frame", unseen)
+        patch.setattr(OutputGraph, "call_user_compiler", seen)
         yield
 
 
