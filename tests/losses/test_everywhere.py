@@ -124,7 +124,7 @@ def test_labels_with_a_fraction(name):
     wide, head = torch.randn(2, 20, 3, 5), ConvLogits(torch.randn(2, 3, 3, 5), torch.randn(2, 3))
     for logits in (x, wide, head):
         assert loss(logits, target.half()).isfinite()
-        for wrong in (0.5, 1 + 2**-10, float("nan")):
+        for wrong in (0.5, 1 + 2**-10, float("nan"), float("inf")):
             labels = torch.where(target, wrong, target.half())
             with pytest.raises(ValueError, match="target must have whole numbers where it has one label for each pos"):
                 loss(logits, labels)

@@ -64,7 +64,8 @@ def check_whole(labels: Tensor) -> None:
     """Raises ValueError for a label with a fraction, if Python reads values without waiting for a device."""
     if not labels.is_floating_point() or not _has_cheap_values(labels):
         return
-    wrong = labels != labels.trunc()
+    # Infinity has no fraction that is 0.
+    wrong = labels.frac() != 0
     if wrong.any():
         raise ValueError(
             f"{OP}: target must have whole numbers where it has one label for each position, "
@@ -77,7 +78,7 @@ def _check_labels(labels: Tensor, spec: SumsSpec, K: int) -> None:
     if spec.dense or not labels.numel() or not _has_cheap_values(labels):
         return
     check_whole(labels)
-    low, high = (int(label) for label in labels.aminmax())
+    low, high = (bound.item() for bound in labels.aminmax())
     if low >= 0 and high < K:
         return
     wrong = labels < 0
