@@ -4,6 +4,7 @@ Without options the rules decide (``plan/keep.py``), with a budget a search (``p
 kept is packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
         choice, met = choose.nearest(choices, settings.limits, exact.cost)
         chosen = choice.decision
     settled = choose_bits.settled(graph, outputs, settings.bits, chosen)
-    if not (settled.rounded.bits or settled.rounded.integers):
+    if not settled.packed:
         return None
     # From here on the graph packs and unpacks; ``choices`` knows the one before.
     packed = packing.packed(settled, settings.seed, settings.by_inductor, exact.cost)
@@ -101,5 +102,5 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
         is_better |= (not met, packed.cost.peak) < (not exact.met, exact.cost.peak)
     if not is_better:
         return None
-    current().packed = settled.rounded.counts()
+    current().packed = Counter(map(str, settled.packed.values()))
     return Candidate(graph, choices, packed.decision, packed.cost, met)

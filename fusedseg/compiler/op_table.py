@@ -93,7 +93,9 @@ class OpRow:
     keeps_sign: the function is linear on both sides of 0, and its result is above 0 where its argument is.
     pieces: the first one of ``ops`` as predicates (x <= 0), choices and ops without kinks.  With None, the compiler's
         own decomposition is taken.
-    sign_of: the place of the argument whose sign the op asks for.
+    sign_of: the place of the argument whose sign the op asks for, and that of the number which it is compared with.
+    copies: the result has the values of the argument, perhaps in another dtype.
+    bounded: no value of the input makes the result large.
     poles: whether some results may be infinite, or far larger than others, so that no result is packed.
     statistics: the place of the first result that is a mean or 1 / sqrt(var + eps), which gradients have as a power.
         It is never packed.
@@ -129,7 +131,9 @@ class OpRow:
     kinks: tuple[float, ...] = ()
     keeps_sign: bool = False
     pieces: Function | None = None
-    sign_of: int | None = None
+    sign_of: tuple[int, ...] = ()
+    copies: bool = False
+    bounded: bool = False
     poles: bool = False
     statistics: int | None = None
     positions: bool = False
@@ -171,14 +175,14 @@ _ACTIVATIONS = (
     OpRow(
         "relu", FOLLOWS, ("relu",),
         {F.relu: FLAG, torch.relu: torch.relu_, Tensor.relu: Tensor.relu_},
-        kinks=(0.0,), keeps_sign=True, sign_of=0, in_place="default",
+        kinks=(0.0,), keeps_sign=True, sign_of=(0,), in_place="default",
         # The gradient has the same predicate, which is evaluated once.
         pieces=lambda x: torch.where(x <= 0, 0.0, x),
         backward="threshold_backward", fixed=(("threshold", 0),),
     ),
     OpRow(
         "leaky_relu", FOLLOWS, ("leaky_relu",), _flagged(F.leaky_relu), arguments=("negative_slope",), kinks=(0.0,),
-        keeps_sign=True, sign_of=0, in_place="default",
+        keeps_sign=True, sign_of=(0,), in_place="default",
         pieces=lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
         backward="leaky_relu_backward", parameter="negative_slope",
     ),
@@ -224,7 +228,7 @@ _ACTIVATIONS = (
     ),
     *(
         OpRow(
-            name, EXACT, (name,), {call: over, method: overwriting, function: None}, in_place="default",
+            name, EXACT, (name,), {call: over, method: overwriting, function: None}, bounded=True, in_place="default",
             backward=f"{name}_backward"
         )
         for name, function, call, over, method, overwriting in (
@@ -278,14 +282,14 @@ _LINEAR = (
     ),
     *_each(FOLLOWS, "_unsafe_view", aliases=True),
     *_each(FOLLOWS, "alias", "detach", "view", returns_input=True),
+    OpRow("clone", FOLLOWS, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous), copies=True),
     OpRow(
         "reshape", FOLLOWS, ("clone", "_unsafe_view"),
         _alone(torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape),
     ),
-    OpRow("clone", FOLLOWS, ("clone",), _alone(torch.clone, Tensor.clone, Tensor.contiguous)),
     OpRow(
         "to", FOLLOWS, ("_to_copy", "convert_element_type"),
-        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), inductor=INSIDE,
+        _alone(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double), copies=True, inductor=INSIDE,
     ),
     OpRow(
         "pixel_shuffle", FOLLOWS, ("pixel_shuffle", "pixel_unshuffle"), _alone(F.pixel_shuffle, F.pixel_unshuffle),
@@ -337,14 +341,16 @@ _EXACT = (
             "native_batch_norm", "_batch_norm_with_update_functional", "_native_batch_norm_legit",
             "_native_batch_norm_legit_functional", "cudnn_batch_norm", "miopen_batch_norm",
         ),
-        _alone(F.batch_norm), statistics=1,
+        _alone(F.batch_norm), statistics=1, bounded=True,
     ),
     # In eval mode the statistics are constants.
     *_each(FOLLOWS, "_native_batch_norm_legit_no_training", statistics=1),
-    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1),
-    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1),
+    OpRow("instance_norm", EXACT, ("native_batch_norm",), _alone(F.instance_norm), statistics=1, bounded=True),
+    OpRow("group_norm", EXACT, ("native_group_norm",), _alone(F.group_norm), statistics=1, bounded=True),
     # Where PyTorch has no kernel for an RMS norm, as on a CPU, graphs have it as powers and means.
-    OpRow("layer_norm", EXACT, ("native_layer_norm", "_fused_rms_norm"), _alone(F.layer_norm), statistics=1),
+    OpRow(
+        "layer_norm", EXACT, ("native_layer_norm", "_fused_rms_norm"), _alone(F.layer_norm), statistics=1, bounded=True,
+    ),
     *_each(EXACT, "_low_memory_max_pool_with_offsets", positions=True),
     OpRow(
         "max_pool2d", EXACT, ("max_pool2d_with_indices", "_low_memory_max_pool_with_offsets"),
@@ -356,7 +362,7 @@ _EXACT = (
     *_each(EXACT, "var", inductor=READS, layout=ANY),
     *_each(EXACT, "var_mean", statistics=0, inductor=READS, layout=ANY),
     *_each(EXACT, "rsqrt", "reciprocal", "pow", "exp", "expm1", "log1p", poles=True),
-    *_each(EXACT, "le", "gt", sign_of=0),
+    *_each(EXACT, "le", "gt", sign_of=(0, 1)),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
@@ -374,11 +380,11 @@ _WRITTEN = (
     OpRow("maximum", EXACT, ("maximum",), pieces=lambda a, b: torch.where(a >= b, a, b)),
     OpRow("minimum", EXACT, ("minimum",), pieces=lambda a, b: torch.where(a <= b, a, b)),
     OpRow(
-        "threshold_backward", EXACT, ("threshold_backward",), cheap=False, sign_of=1,
+        "threshold_backward", EXACT, ("threshold_backward",), cheap=False, sign_of=(1, 2),
         pieces=lambda g, y, t: torch.where(y <= t, 0.0, g),
     ),
     OpRow(
-        "leaky_relu_backward", EXACT, ("leaky_relu_backward",), cheap=False, sign_of=1,
+        "leaky_relu_backward", EXACT, ("leaky_relu_backward",), cheap=False, sign_of=(1,),
         pieces=lambda g, x, slope, of_result: torch.where(x > 0, g, g * slope),
     ),
     OpRow(

@@ -298,6 +298,20 @@ def test_signs_are_kept(row, name, function):
     assert torch.equal(function(x) > 0, x > 0)
 
 
+@each(lambda row: row.copies)
+def test_copies_have_the_values_of_the_argument(row, name, function):
+    x, *others = arguments(name)
+    torch.testing.assert_close(function(x, *others).double(), x.double(), rtol=2**-7, atol=0)
+
+
+@each(lambda row: row.bounded)
+def test_results_are_bounded_for_any_input(row, name, function):
+    """The largest of n values that a norm has scaled is the root of n, which is at most 288 here."""
+    x, *others = arguments(name)
+    for size in (1e-3, 1.0, 1e6):
+        assert run(function, [x * size, *others])[0].abs().max() < 17
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.backward], ids=lambda row: row.name)
 def test_backward_calls_the_op_of_the_gradient(row):
     """``fixed`` and ``parameter`` are arguments of both ops."""

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedseg.compiler.codegen import divided_norms as norms
 from fusedseg.compiler.codegen import in_place, shorter
 from fusedseg.compiler.codegen.aten import emit
-from fusedseg.compiler.graph import name_of
+from fusedseg.compiler.graph import Joint, Outputs, name_of
 from fusedseg.compiler.low_bit import rule
 from fusedseg.compiler.rewrite import simplify, split_convolutions
 from tests.compiler.networks import compiled, same
@@ -369,5 +369,6 @@ def test_a_factor_is_looked_through_once(monkeypatch):
     seen = spied(monkeypatch, rule, "row_of")
     nodes = [*traced(run, torch.randn(8, 8), torch.randn(1)).graph.nodes]
     (product,) = nodes[0].users
-    assert rule._is_steady(product.args[1], product)
-    assert len(seen) < 2 * len(nodes)
+    facts = rule.Facts(Joint(product.graph, Outputs(1)))
+    assert facts._is_steady_factor(product.args[1], product)
+    assert len(seen) < 5 * len(nodes)

@@ -1,6 +1,7 @@
 """What is packed, written into the graph: the nodes that pack and unpack, and what a step costs with them."""
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,40 +18,37 @@ from ..plan.choose import Choice, Choices
 from ..plan.keep import KEEP, RECOMPUTE, call_node
 from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
+from ..plan.recompute import NormActForm
 from ..plan.schedule import LOWEST
-from .choose_bits import Settled, bits_of, settled
-from .rule import Rounded
+from .choose_bits import bits_of, settled
+from .rule import Packed, Rule
 
 
 class Storage:
     """The nodes that pack, right after a value is computed, and those that unpack, before its first reader."""
 
-    def __init__(self, graph: fx.Graph, rounded: Rounded, seed: int) -> None:
+    def __init__(self, graph: fx.Graph, packed: dict[fx.Node, Packed], seed: int) -> None:
         self.graph = graph
         self.packed: dict[fx.Node, tuple[Any, ...]] = {}
         self.packing: list[fx.Node] = []
         self.made: dict[fx.Node, fx.Node] = {}
         first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        order = [node for node in graph.nodes if node in rounded.bits or node in rounded.integers]
-        key = call(graph, ops.rounding_key, seed, before=first) if rounded.bits else None
-        for place, node in enumerate(order):
-            after = behind(node)
-            size, stride = form_in(graph, node, after)
-            if node in rounded.integers:
-                bits = rounded.integers[node]
-                packed = self._pack(call(graph, ops.bits_pack, node, bits, stride, before=after))
-                unpack = ops.bits_unpack
-                self.packed[node] = (unpack, packed, bits, value_of(node).dtype, size, stride)
+        is_rounded = any(value_of(node).is_floating_point() for node in packed)
+        key = call(graph, ops.rounding_key, seed, before=first) if is_rounded else None
+        for place, node in enumerate([node for node in graph.nodes if node in packed]):
+            how, after, kink = packed[node], behind(node), None
+            form = form_in(graph, node, after)
+            if not value_of(node).is_floating_point():
+                codes = self._pack(ops.bits_pack, node, how.bits, form[1], before=after)
+                self.packed[node] = (ops.bits_unpack, codes, how.bits, value_of(node).dtype, *form)
                 continue
-            bits, unit, kink = rounded.bits[node], rounded.units.get(node, ""), None
-            if (norm := rounded.kinks.get(node)) is not None:
+            if isinstance(norm := how.sign, NormActForm):
                 after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
-                kink = self._pack(call(graph, ops.norm_kink, *of_norm, before=after))
-            given = (node, bits, key, place, kink, unit, stride)
-            codes = self._pack(call(graph, ops.round_op, *given, before=after))
-            results = [self._pack(call(graph, operator.getitem, codes, k, before=after)) for k in range(3)]
-            self.packed[node] = (unpack_op, *results, kink, bits, unit, size, stride)
+                kink = self._pack(ops.norm_kink, *of_norm, before=after)
+            codes = self._pack(ops.round_op, node, how.bits, key, place, kink, how.unit, form[1], before=after)
+            results = [self._pack(operator.getitem, codes, k, before=after) for k in range(3)]
+            self.packed[node] = (unpack_op, *results, kink, how.bits, how.unit, *form)
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """The unpacked value of a node, for a reader in backward."""
@@ -58,20 +56,20 @@ class Storage:
             self.made[node] = call(self.graph, *self.packed[node], before=before)
         return self.made[node]
 
-    def _pack(self, node: fx.Node) -> fx.Node:
-        self.packing.append(node)
-        return node
+    def _pack(self, target: Callable[..., object], *given: Any, before: fx.Node) -> fx.Node:
+        self.packing.append(call(self.graph, target, *given, before=before))
+        return self.packing[-1]
 
 
-def packed(of: Settled, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
+def packed(rule: Rule, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
     """Writes a decision into its graph, with everything that packs and unpacks, and counts it there.
 
     exact: what the step costs without bits.  Where the packed one peaks higher, values are computed once more until the
         peak is the lowest, whatever time it takes; the target of the peak of the decision that is returned says so.
     """
-    before, decided, rounded = of
+    before, decided = rule.facts.joint, rule.found
     graph = before.graph
-    keep.apply(before, decided, Storage(graph, rounded, seed))
+    keep.apply(before, decided, Storage(graph, rule.packed, seed))
     graph.eliminate_dead_code()
     passes.run(passes.Stage.PACKED, passes.JOINT, graph)
     labels = decided.labels
@@ -108,7 +106,7 @@ class RoundedChoices(Choices):
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:
-            return self.nbytes(node) < super(RoundedChoices, self).nbytes(node)
+            return self.nbytes(node) < Choices.nbytes(self, node)
 
         return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < SMOOTH_BITS else None)
 
@@ -117,10 +115,7 @@ class RoundedChoices(Choices):
 
     def counted(self, decision: keep.Decision) -> Choice:
         graph, twins = twin_of(self.joint.graph)
-        recomputed: dict[fx.Node, list[fx.Node]] = {twins[node]: [] for node in decision.recomputed}
-        outputs = self.joint.outputs
-        of_twin = settled(
-            graph, outputs, self._bits, keep.Decision(recomputed=recomputed, peak_target=decision.peak_target)
-        )
-        found = packed(of_twin, seed=0, by_inductor=self.by_inductor, exact=self._exact)
+        chosen = replace(decision, recomputed={twins[node]: [] for node in decision.recomputed})
+        rule = settled(graph, self.joint.outputs, self._bits, chosen)
+        found = packed(rule, seed=0, by_inductor=self.by_inductor, exact=self._exact)
         return Choice(replace(decision, peak_target=found.decision.peak_target), found.cost)

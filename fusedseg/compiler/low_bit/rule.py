@@ -23,9 +23,8 @@ The words in the graph of conv -> norm -> relu -> conv, with the gradient dz of 
 """
 
 import operator
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,8 +42,6 @@ from ..plan.keep import Decision, call_node, is_view
 BENT = {row.backward for row in ROWS if row.backward and row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
 BOUNDED = {row.backward for row in ROWS if row.backward}
-CASTS = ("clone", "_to_copy", "convert_element_type")
-COMPARISONS = ("le", "gt", "threshold_backward")
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -52,47 +49,10 @@ def is_predicate(node: fx.Node) -> bool:
     return is_tensor(node) and value_of(node).dtype == torch.bool
 
 
-def _is_of_arguments(value: fx.Node) -> bool:
-    """Whether a value follows from arguments of the graph without a convolution or a matrix product: a parameter."""
-    stack, seen = [value], set[fx.Node]()
-    while stack:
-        one = stack.pop()
-        if one.op == "call_function" and (row_of(one).compute_intensive or not is_op(one)):
-            return False
-        seen.add(one)
-        stack += [source for source in one.all_input_nodes if source not in seen]
-    return True
-
-
-def _is_constant(value: fx.Node) -> bool:
-    """Whether a value reads nothing, or is an integer or a predicate."""
-    is_whole = is_tensor(value) and not value_of(value).is_floating_point()
-    return is_whole or (value.op == "call_function" and not value.all_input_nodes)
-
-
-def _is_linear(node: fx.Node) -> bool:
-    """Whether a node is linear in what it reads, but for sizes, positions, and steady factors."""
+def is_bent(node: fx.Node) -> bool:
+    """Whether a node is linear between kinks, or the gradient of an activation that is."""
     row = row_of(node)
-    if row.reads != FACTOR:
-        return calls_view(node) or not is_op(node) or (row.reads in LINEAR and not row.kinks)
-    factors = node.args[:2] if name_of(node) == "mul" else node.args[1:2]
-    return "rounding_mode" not in node.kwargs and any(_is_steady(factor, node) for factor in factors)
-
-
-def _is_steady(factor: Any, product: fx.Node) -> bool:
-    """Whether a factor is a number, or a vector of parameters that is much smaller than the product.
-
-    What follows from the network's input follows from arguments too, and differs from position to position.
-    """
-    if not is_tensor(factor):
-        return True
-    is_vector = size_of(factor) == max(hinted(value_of(factor)).shape, default=1)
-    return is_vector and size_of(factor) * SMALL <= size_of(product) and _is_of_arguments(factor)
-
-
-def _is_bent(node: fx.Node) -> bool:
-    """Whether a node is the gradient of an activation that is linear between kinks."""
-    return row_of(node).pieces is not None or name_of(node) in BENT
+    return row.pieces is not None or (bool(row.kinks) and row.reads == FOLLOWS) or name_of(node) in BENT
 
 
 def _covers(window: tuple[Any, ...]) -> bool:
@@ -107,44 +67,36 @@ def _keeps_planes(node: fx.Node, source: fx.Node) -> bool:
         forms = [(v.shape[:2], v.stride()[:2], v.numel()) for v in map(hinted, map(value_of, (node, source)))]
         return forms[0] == forms[1]
     row = row_of(node)
-    return size_of(source) <= size_of(node) and (row.layout == KEEPS or row.reads == ADDS or name_of(node) in CASTS)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    """Whether linear ops alone read a node, and nothing reads the last ones."""
-    return all(user.op == "output" or (_is_linear(user) and _is_returned(user)) for user in node.users)
+    return size_of(source) <= size_of(node) and (row.layout == KEEPS or row.reads == ADDS or row.copies)
 
 
 @dataclass
-class Rounded:
-    """What is not kept as it is.
+class Packed:
+    """How a kept tensor is packed.  Masks and small integers have bits alone.
 
     Attributes:
-        bits: for each kept node the bits of a value.
-        units: for some of these nodes the unit of their groups (``ops/low_bit/spec.py``).
-        kinks: for some of these nodes the norm that reads them and whose sign is exact; None if their own sign is.
-        integers: the kept nodes with masks or small integers, and the bits of a value.
-        needed_by: for the nodes of ``bits`` that have more bits than was asked for, the op that reads so many.
+        bits: the bits of a value.
+        unit: the unit of its groups (``ops/low_bit/spec.py``).
+        sign: what has an exact sign: a norm that reads the tensor, or the tensor itself; None if nothing asks for it.
+        needed_by: the op that reads more bits than were asked for; "" without one.
     """
 
-    bits: dict[fx.Node, int] = field(default_factory=dict)
-    units: dict[fx.Node, str] = field(default_factory=dict)
-    kinks: dict[fx.Node, recompute.NormActForm | None] = field(default_factory=dict)
-    integers: dict[fx.Node, int] = field(default_factory=dict)
-    needed_by: dict[fx.Node, str] = field(default_factory=dict)
+    bits: int
+    unit: str = ""
+    sign: "recompute.NormActForm | fx.Node | None" = None
+    needed_by: str = ""
 
-    def counts(self) -> Counter[str]:
-        """The number of packed tensors by their bits, with the op that needs more bits than was asked for."""
-        every = {**self.bits, **self.integers}
-        why = {node: f" ({name} reads them)" for node, name in self.needed_by.items()}
-        return Counter(f"{bits} bit{'s' if bits > 1 else ''}{why.get(node, '')}" for node, bits in every.items())
+    def __str__(self) -> str:
+        why = f" ({self.needed_by} reads them)" if self.needed_by else ""
+        return f"{self.bits} bit{'s' if self.bits > 1 else ''}{why}"
 
 
 class Facts:
     """What is known of a graph before anything is packed.
 
     Attributes:
-        layers: for each value of forward the last layers with weights, and arguments, that it follows.
+        layers: for each value the last layers with weights, and arguments, that it follows.
+        of_arguments: the values that follow arguments alone, without such a layer: parameters, and the network's input.
         sized: the values of forward of which norms have set the size.
         plain: the gradients that ends have made, and what follows from these by functions that are linear beside kinks.
         unsteady: the gradients of segments with an unsteady factor.
@@ -153,30 +105,38 @@ class Facts:
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
         self.layers: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.sized, self.plain = set[fx.Node](), set[fx.Node]()
-        self.note(joint.graph.nodes)
+        self.of_arguments, self.sized, self.plain = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+        self.note(list(joint.graph.nodes))
         self.unsteady = self._of_unsteady_segments()
 
-    def note(self, nodes: Iterable[fx.Node]) -> None:
+    def note(self, nodes: list[fx.Node]) -> None:
         """Notes nodes, each of which stands behind its sources; those that are new belong to forward."""
         for node in nodes:
+            is_argument = node.op != "call_function"
+            is_layer = is_argument or row_of(node).compute_intensive
+            before = [self.layers[source] for source in node.all_input_nodes]
+            self.layers[node] = frozenset({node}) if is_layer else frozenset[fx.Node]().union(*before)
+            if is_argument or (is_op(node) and not is_layer and self.of_arguments.issuperset(node.all_input_nodes)):
+                self.of_arguments.add(node)
+        for node in nodes:
             if node not in self.joint.backward:
-                is_layer = row_of(node).compute_intensive or not node.all_input_nodes
-                before = [self.layers.get(source, frozenset()) for source in node.all_input_nodes]
-                self.layers[node] = frozenset({node}) if is_layer else frozenset[fx.Node]().union(*before)
                 if self._is_sized(node):
                     self.sized.add(node)
-            elif self._is_end(node) or ((_is_linear(node) or _is_bent(node)) and self.follows_ends(node)):
+            elif self._is_end(node) or ((self.is_linear(node) or is_bent(node)) and self.follows_ends(node)):
                 self.plain.add(node)
+
+    def _is_constant(self, value: fx.Node) -> bool:
+        """Whether a value follows nothing, or is an integer or a predicate."""
+        return not self.layers[value] or (is_tensor(value) and not value_of(value).is_floating_point())
 
     def _is_sized(self, node: fx.Node) -> bool:
         """Whether a norm or a bounded function has set the size of a value: no input of the graph makes it large."""
         row, norm = row_of(node), NormCall.of(node)
-        if (row.statistics == 1 and row.reads != FOLLOWS) or name_of(node) in ("sigmoid", "tanh"):
+        if row.bounded:
             return norm is None or bool(norm.norm.own)
-        sources = [source for source in node.all_input_nodes if not _is_constant(source)]
+        sources = [source for source in node.all_input_nodes if not self._is_constant(source)]
         if row.reads == SUM:
-            sources = [source for source in sources if source in self.sized or not _is_of_arguments(source)]
+            sources = [source for source in sources if source in self.sized or source not in self.of_arguments]
         follows = calls_view(node) or not is_op(node) or row.reads in (*LINEAR, SLOPE, SUM)
         is_product = row.reads == FACTOR and sources == [node.args[0]]
         is_known = follows or is_product or row.positions
@@ -193,22 +153,44 @@ class Facts:
             return None
         if name_of(node) == "convolution_backward":
             # The second result is the gradient of the weight.  The first one reads the weight.
-            is_last = all(_is_returned(user) for user in node.users if user.args[1] == 1)
+            is_last = all(self.is_returned(user) for user in node.users if user.args[1] == 1)
             weight = node_at(node, 2)
-            return None if not _is_of_arguments(weight) else [weight] if is_last else of_forward
-        if _is_returned(node):
+            return None if weight not in self.of_arguments else [weight] if is_last else of_forward
+        if self.is_returned(node):
             return []
-        return of_forward if any(map(_is_of_arguments, of_forward)) else None
+        return of_forward if self.of_arguments.intersection(of_forward) else None
 
     def follows_ends(self, node: fx.Node) -> bool:
         """Whether all gradients that a node reads are plain."""
         gradients = self.joint.backward.intersection(node.all_input_nodes)
         return bool(gradients) and self.plain.issuperset(gradients)
 
+    def is_linear(self, node: fx.Node) -> bool:
+        """Whether a node is linear in what it reads, but for sizes, positions, and steady factors."""
+        row = row_of(node)
+        if row.reads != FACTOR:
+            return calls_view(node) or not is_op(node) or (row.reads in LINEAR and not row.kinks)
+        factors = node.args[:2] if row.commutative else node.args[1:2]
+        return "rounding_mode" not in node.kwargs and any(self._is_steady_factor(factor, node) for factor in factors)
+
+    def _is_steady_factor(self, factor: Any, product: fx.Node) -> bool:
+        """Whether a factor is a number, or a vector of parameters that is much smaller than the product.
+
+        What follows from the network's input follows from arguments too, and differs from position to position.
+        """
+        if not is_tensor(factor):
+            return True
+        is_vector = size_of(factor) == max(hinted(value_of(factor)).shape, default=1)
+        return is_vector and size_of(factor) * SMALL <= size_of(product) and factor in self.of_arguments
+
+    def is_returned(self, node: fx.Node) -> bool:
+        """Whether linear ops alone read a node, and nothing reads the last ones."""
+        return all(user.op == "output" or (self.is_linear(user) and self.is_returned(user)) for user in node.users)
+
     def _is_steady(self, node: fx.Node) -> bool:
         """Whether a gradient is linear in those it reads, with steady factors, or the gradient of a parameter."""
-        is_known = _is_linear(node) or _is_bent(node) or row_of(node).reads == NORM or name_of(node) in BOUNDED
-        return is_known or (name_of(node) == "mul" and _is_returned(node))
+        is_known = self.is_linear(node) or is_bent(node) or row_of(node).reads == NORM or name_of(node) in BOUNDED
+        return is_known or (name_of(node) == "mul" and self.is_returned(node))
 
     def _of_unsteady_segments(self) -> set[fx.Node]:
         """The gradients that are joined to an unsteady one without an end between them."""
@@ -224,15 +206,17 @@ class Facts:
 
 
 class Rule:
-    """One pass over a graph.  ``found`` is what is recomputed, and ``rounded`` what is packed; needs are noted there.
+    """One pass over a graph.
 
     Attributes:
+        found: what is recomputed.
+        packed: how kept nodes are packed; what their readers need is noted there.
         branching: ops of backward that must be written as pointwise chains before anything can be decided.
         roots: for each copy its roots.
     """
 
-    def __init__(self, facts: Facts, found: Decision, rounded: Rounded) -> None:
-        self.facts, self.found, self.rounded = facts, found, rounded
+    def __init__(self, facts: Facts, found: Decision, packed: dict[fx.Node, Packed]) -> None:
+        self.facts, self.found, self.packed = facts, found, packed
         self.branching: set[fx.Node] = set()
         self.own = set(found.reading)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
@@ -242,7 +226,7 @@ class Rule:
         return next(filter(None, map(self._visit, self.facts.joint.graph.nodes)), set())
 
     def _visit(self, node: fx.Node) -> set[fx.Node]:
-        if node in self.rounded.bits:
+        if node in self.packed and value_of(node).is_floating_point():
             self.roots[node] = {node}
             return set()
         copied = self._of(self._sources(node))
@@ -276,10 +260,8 @@ class Rule:
     def _copy(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that a value may follow copies."""
         made, form = call_node(node), recompute.form_of(node) if node in self.found.recomputed else None
-        if isinstance(form, recompute.NormActForm) and form.rstd is not None:
-            return self._norm(made, form.x)
-        if isinstance(form, recompute.NormActForm) and not form.norm.own:
-            return set()
+        if isinstance(form, recompute.NormActForm) and (form.rstd is not None or not form.norm.own):
+            return set() if form.rstd is None else self._norm(made, form.x)
         if isinstance(form, recompute.MaxPool) and (_covers(form.window) or self._reads_sized(node)):
             return set()
         row = row_of(made)
@@ -288,7 +270,7 @@ class Rule:
         if row.reads == SLOPE and self._reads_sized(node):
             self._give_more_bits(copied, node)
             return set()
-        is_linear = _is_linear(made) and not self._may_be_small(node)
+        is_linear = self.facts.is_linear(made) and not self._may_be_small(node)
         return set() if is_linear or (row.reads == FOLLOWS and self._has_exact_sign(node)) else {node}
 
     def _reads_sized(self, node: fx.Node) -> bool:
@@ -316,24 +298,24 @@ class Rule:
             one = stack.pop()
             if one not in self.roots:
                 continue
-            sources = self._sources(one)
-            if one not in self.rounded.bits and all(_keeps_planes(one, source) for source in sources):
+            if one not in self.packed:
+                sources = self._sources(one)
+                if not all(_keeps_planes(one, source) for source in sources):
+                    return {one} if one in self.found.recomputed else self.roots[one]
                 stack += sources
                 continue
-            if one not in self.rounded.bits:
-                return {one} if one in self.found.recomputed else self.roots[one]
             value, made = hinted(value_of(one)), NormCall.of(norm) or GradientCall.of(norm)
             if value.dim() < 3 or value.shape[0] != hinted(value_of(x)).shape[0] or layout_of(value) is None:
                 return self.roots[one]
             of_samples = "group" in name_of(norm) if made is None else made.norm.over.of_samples
-            self.rounded.units[one] = max("plane" if of_samples else "batch", self.rounded.units.get(one, ""))
+            self.packed[one].unit = max("plane" if of_samples else "batch", self.packed[one].unit)
         return set()
 
     def _give_more_bits(self, roots: set[fx.Node], reader: fx.Node) -> None:
-        for root in roots:
-            if self.rounded.bits[root] < SMOOTH_BITS:
-                self.rounded.bits[root] = SMOOTH_BITS
-                self.rounded.needed_by[root] = name_of(reader)
+        for packed in map(self.packed.__getitem__, roots):
+            if packed.bits < SMOOTH_BITS:
+                packed.bits = SMOOTH_BITS
+                packed.needed_by = name_of(reader)
 
     def _gradient(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that backward may compute a gradient from copies."""
@@ -350,9 +332,9 @@ class Rule:
             if row.reads == SLOPE and self._reads_sized(node):
                 self._give_more_bits(copied, node)
                 return set()
-            if name_of(node) == "mul" and _is_returned(node):
+            if name_of(node) == "mul" and self.facts.is_returned(node):
                 return set()
-        if _is_bent(node):
+        if is_bent(node):
             self.branching.add(node)
             return set()
         return copied
@@ -362,40 +344,45 @@ class Rule:
         source = asked_for_its_sign(node)
         if source is None:
             return False
-        if name_of(source) == "relu" and source in self.rounded.bits:
-            return self.rounded.kinks.setdefault(source, None) is None
+        if name_of(source) == "relu" and source in self.packed:
+            own = self.packed[source]
+            own.sign = own.sign or source
+            return own.sign is source
         source = bent(source)
         norm = recompute.form_of(source) if source in self.found.recomputed else None
-        if not isinstance(norm, recompute.NormActForm) or norm.mean is None or norm.rstd is None:
+        if not isinstance(norm, recompute.NormActForm) or norm.rstd is None:
             return False
         x = norm.x
-        while x not in self.rounded.bits and is_view(x):
+        while x not in self.packed and is_view(x):
             x = node_at(x, 0)
-        if x not in self.rounded.bits or self.rounded.kinks.get(x, norm) != norm:
+        if x not in self.packed or self.packed[x].sign not in (None, norm):
             return False
-        value, unit = hinted(value_of(x)), "plane" if norm.of_samples else "batch"
-        unit = max(unit, self.rounded.units.get(x, ""))
+        value, unit = hinted(value_of(x)), max("plane" if norm.of_samples else "batch", self.packed[x].unit)
         kinks = value.shape[1] * (value.shape[0] if norm.of_samples else 1)
         if value.dim() < 3 or lines_of(value, unit).S * kinks > value.numel():
             return False
-        self.rounded.kinks[x] = norm
-        self.rounded.units[x] = unit
+        self.packed[x].sign = norm
+        self.packed[x].unit = unit
         return True
 
 
 def asked_for_its_sign(node: fx.Node) -> fx.Node | None:
     """The argument whose sign a node asks for; None if there is none, or if it compares with another number than 0."""
-    place = row_of(node).sign_of
-    if place is None or (name_of(node) in COMPARISONS and node.args[place + 1] != 0):
+    places = row_of(node).sign_of
+    if not places or any(node.args[place] != 0 for place in places[1:]):
         return None
-    return node_at(node, place)
+    return node_at(node, places[0])
 
 
 def bent(node: fx.Node) -> fx.Node:
-    """The argument of an activation that does not change signs, or the node itself."""
-    while row_of(node).keeps_sign:
-        slope = node.args[1] if len(node.args) > 1 else 1
-        if not isinstance(slope, (int, float)) or slope <= 0:
+    """The argument of activations and casts that do not change signs, or the node itself.
+
+    A value that a cast rounds to 0 counts with its own sign.
+    """
+    while (row := row_of(node)).copies or row.keeps_sign:
+        source, slope = node_at(node, 0), node.args[1] if row.keeps_sign and len(node.args) > 1 else 1
+        are_real = all(value_of(one).is_floating_point() for one in (node, source))
+        if not are_real or not isinstance(slope, (int, float)) or slope <= 0:
             break
-        node = node_at(node, 0)
+        node = source
     return node

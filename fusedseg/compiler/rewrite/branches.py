@@ -12,31 +12,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ... import _torch
 from ..graph import calls_view, is_op, is_tensor, items_of, op_of, row_of, splice, value_of
-from ..op_table import OF_OP, SLOPE, UNKNOWN
+from ..op_table import OF_OP, SLOPE
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    if not is_op(node):
-        return False
-    return torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes
+    return is_op(node) and (torch.Tag.pointwise in op_of(node).tags or calls_view(node) or not node.all_input_nodes)
 
 
 def whole_activations() -> dict[Any, Any]:
     """Inductor's table of decompositions without those of activations that may read packed values."""
-    table = _torch.compiler_parts().decompositions()
-    return {op: function for op, function in table.items() if not _may_read_packed_values(op)}
-
-
-def _may_read_packed_values(op: object) -> bool:
-    name = op._schema.name.removeprefix("aten::") if isinstance(op, _torch.OpOverload) else ""
-    return OF_OP.get(name, UNKNOWN).reads == SLOPE
+    whole = {f"aten.{name}.default" for name, row in OF_OP.items() if row.reads == SLOPE}
+    return {op: function for op, function in _torch.compiler_parts().decompositions().items() if str(op) not in whole}
 
 
 def write_activations(graph: fx.Graph) -> None:
     """Writes such activations as Inductor would have."""
-    table = _torch.compiler_parts().decompositions()
     for node in [node for node in graph.nodes if row_of(node).reads == SLOPE]:
-        write_pointwise_chain(graph, node, table.get(node.target))
+        write_pointwise_chain(graph, node, _torch.compiler_parts().decompositions().get(node.target))
 
 
 def pointwise_chain_of(graph: fx.Graph, node: fx.Node, function: Any = None) -> list[fx.Node] | None:
@@ -47,10 +39,9 @@ def pointwise_chain_of(graph: fx.Graph, node: fx.Node, function: Any = None) -> 
     mode = next((v.fake_mode for v in values if isinstance(v, _torch.FakeTensor)), None)
     if function is None or mode is None or not all(isinstance(v, Tensor) for v in values):
         return None
-    places = dict(zip(sources, range(len(sources)), strict=True))
 
     def run(*tensors: Tensor) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[places[source]])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(sources, tensors, strict=True)).__getitem__)
         return function(*args, **kwargs)
 
     # Inductor has no code for what it decomposes.

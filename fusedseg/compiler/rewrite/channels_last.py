@@ -138,8 +138,6 @@ def _is_repeated(t: Tensor) -> bool:
 
 # Parts of an image in channels_last are so too, with gaps.
 VIEWS = (aten.slice.Tensor,)
-# Copies are written in the format that they are to have.
-COPIES = ("clone", "_to_copy", "convert_element_type")
 
 
 def _may_pass_on(node: fx.Node) -> bool:
@@ -156,7 +154,8 @@ def _may_pass_on(node: fx.Node) -> bool:
         return avg_pool.is_simple(*_window(node))
     if row.returns_input:
         return is_tensor(node) and graphs.has_same_form(value_of(graphs.node_at(node, 0)), value_of(node))
-    if op in VIEWS or name_of(node) in COPIES:
+    # Copies are written in the format that they are to have.
+    if op in VIEWS or row.copies:
         return True
     return row.layout == KEEPS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
 

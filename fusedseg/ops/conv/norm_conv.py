@@ -320,7 +320,7 @@ norm_conv_op = graph_op(
     f"norm_conv({ARGUMENTS}) -> {RESULTS}",
     lambda *arguments: whole(norm_conv(*arguments), arguments[0]),
     _fake,
-    row={"reads": "exact", "cheap": False, "statistics": 1, "images": (0,)},
+    row={"reads": "exact", "cheap": False, "statistics": 1, "bounded": True, "images": (0,)},
     flexible=True,
 )
 norm_conv_backward_op = graph_op(

@@ -398,7 +398,7 @@ norm_op = graph_op(
     _norm,
     _fake_norm,
     gradient=(_gradient, _setup_context),
-    row={"reads": "exact", "cheap": False, "statistics": 1, "layout": "keeps"},
+    row={"reads": "exact", "cheap": False, "statistics": 1, "bounded": True, "layout": "keeps"},
     flexible=True,
 )
 norm_backward_op = graph_op(
