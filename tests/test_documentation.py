@@ -105,12 +105,12 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", WITH_FRAMEWORK, ids=[block.where for block in WITH_FRAMEWORK])
-def test_a_block_with_a_framework_runs(block, tmp_path, monkeypatch):
+def test_a_block_with_a_framework_runs(block, tmp_path):
     """It runs in a process in which nothing has imported the framework, only PyTorch."""
-    monkeypatch.chdir(tmp_path)
     for name in frameworks_of(block):
         framework(name)
-    head = f"import sys, warnings; sys.path[:] = {sys.path!r}; warnings.simplefilter('ignore')\n"
+    head = f"import os, sys, warnings; os.chdir({str(tmp_path)!r}); sys.path[:] = {sys.path!r}\n"
+    head += "warnings.simplefilter('ignore')\n"
     code = head + ("" if torch.version.cuda else LIBRARY) + block.text
     done = run_bare(code)
     assert done.returncode == 0, f"{block.where}: {done.stderr}"
