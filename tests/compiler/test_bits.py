@@ -118,10 +118,11 @@ def attention_and_block():
 def test_a_gradient_passes_an_op_that_reads_exact_values(build, most):
     """The op is linear in the gradient, so that values behind it need not be exact; a pool reads the size alone."""
     torch.manual_seed(0)
-    net, x = build(), torch.randn(2, 3, 24, 24)
+    net, x = build(), torch.randn(2, 3, 40, 40)
     assert kept(net, compiled(net, bits=4), [x]) < most * kept(net, net, [x])
     torch._dynamo.reset()
-    found = error_of(net, [x], 4, 32)
+    # The error needs fewer values than the bytes.
+    found = error_of(net, [x[..., :24, :24].clone()], 4, 32)
     assert 0 < found.size < 0.1
     assert found.bias < MOST
 
