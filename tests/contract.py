@@ -102,6 +102,7 @@ OPS = {
         (IMAGE, (2, 2, 3, 2), (4, 5, 3, 3)), "fusedseg.join_conv", "input", True,
     ),
     "max_pool": Op(lambda x: max_pool(x, 3, 2, 1) * 1.5, lambda x: F.max_pool2d(x, 3, 2, 1) * 1.5, (IMAGE,)),
+    "max_pool of volumes": Op(lambda x: max_pool(x, 3, 2, 1), lambda x: F.max_pool3d(x, 3, 2, 1), ((2, 2, 3, 4, 3),)),
     "upsample": Op(
         lambda x: upsample(x, scale_factor=2), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGE,)
     ),
@@ -181,6 +182,7 @@ def samples() -> dict[str, list[tuple[Any, tuple]]]:
         "segmentation_sums": [
             (sums.sums_op, (x, None, None, labels, labels > 0, *sums.NO_CONV, *spec)),
             (sums.sums_op, (*(t.requires_grad_() for t in head), labels, None, *form, *spec)),
+            (sums.sums_op, (rows.detach(), None, None, rows.detach() > 0, None, *sums.NO_CONV, *spec[:-1], True)),
         ],
         "segmentation_sums_backward": [
             (sums.sums_backward_op, (dsums, needs, rows.detach(), None, None, labels, None, *sums.NO_CONV, *spec)),

@@ -105,12 +105,12 @@ def test_a_python_block_runs(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", WITH_FRAMEWORK, ids=[block.where for block in WITH_FRAMEWORK])
-def test_a_block_with_a_framework_runs(block, tmp_path, monkeypatch):
+def test_a_block_with_a_framework_runs(block, tmp_path):
     """It runs in a process in which nothing has imported the framework, only PyTorch."""
-    monkeypatch.chdir(tmp_path)
     for name in frameworks_of(block):
         framework(name)
-    head = f"import sys, warnings; sys.path[:] = {sys.path!r}; warnings.simplefilter('ignore')\n"
+    head = f"import os, sys, warnings; os.chdir({str(tmp_path)!r}); sys.path[:] = {sys.path!r}\n"
+    head += "warnings.simplefilter('ignore')\n"
     code = head + ("" if torch.version.cuda else LIBRARY) + block.text
     done = run_bare(code)
     assert done.returncode == 0, f"{block.where}: {done.stderr}"
@@ -246,32 +246,11 @@ def test_what_ci_leaves_out_exists():
         assert not name or len(re.findall(rf"def {name}", (ROOT / path).read_text())) == 1, line
 
 
-def test_a_call_of_a_script_is_found():
-    text = "FUSEDSEG_BACKEND=aten user/bin/fusedseg doctor \\\n  --gpu 2> errors.txt || exit 1\n"
-    assert calls(CALL, text + "# fusedseg none\n") == [["fusedseg", "doctor", "--gpu"]]
-
-
 def test_commands_write_different_files():
     """The second command of docs/memory.md failed: "memory.png exists"."""
     written = [name for command, _ in COMMANDS for name in re.findall(r"--(?:plot|curve|json) (\S+)", command)]
     assert "memory.png" in written
     assert len(set(written)) == len(written)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "python -m fusedseg profil unet3d_small",
-        "python -m fusedseg profile unet3d_small --input 2,x",
-        "pip install -e '.[nothing]'",
-        "pytest tests/no_such_file.py",
-        "pytest -m no_such_marker",
-        "rm -r docs",
-    ],
-)
-def test_a_wrong_command_is_found(wrong, monkeypatch, capsys):
-    with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
-        check_command(shlex.split(wrong), monkeypatch)
 
 
 def test_the_pages_have_blocks_of_known_languages():

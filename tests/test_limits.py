@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedseg"
 PARAMETERS, POSITIONAL = 8, 8
@@ -64,8 +62,3 @@ def test_calls_pass_few_arguments_by_position():
         if isinstance(node, ast.Call) and len(node.args) > POSITIONAL
     ]
     assert not found
-
-
-@pytest.mark.parametrize(("text", "parameters"), [("lambda self, a, *b: 0", 2), ("lambda a, /, b, *, c, **d: 0", 4)])
-def test_what_counts_as_a_parameter(text, parameters):
-    assert count(ast.parse(text, mode="eval").body) == parameters

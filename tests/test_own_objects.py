@@ -62,7 +62,3 @@ def test_only_objects_of_others_are_asked():
     paths = [*(ROOT / "fusedseg").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix(): asked(path.read_text()) for path in paths}
     assert {name: of for name, of in found.items() if of} == {name: set(of) for name, of in ALLOWED.items()}
-
-
-def test_what_counts():
-    assert asked("getattr(a.b, 'c', None)\nif hasattr(d, e):\n    f.getattr(g)") == {"a.b", "d"}

@@ -1,7 +1,5 @@
 """What the processes of the distributed tests run; a forked process can import it."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,10 +46,11 @@ def batch(world):
     return torch.randn(2 * world, 2, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def wrapped_and_compiled(bucket_mb, compiled):
+def wrapped_and_compiled(compiled):
+    """Small buckets make the optimizer of DistributedDataParallel split the graph."""
     # The first bucket must not be larger than the others.
-    dist._DEFAULT_FIRST_BUCKET_BYTES = min(dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_mb * 2**20))
-    return compiled(DistributedDataParallel(net(), bucket_cap_mb=bucket_mb))
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 2**11
+    return compiled(DistributedDataParallel(net(), bucket_cap_mb=0.002))
 
 
 def compiled_and_wrapped(compiled):
@@ -63,20 +62,11 @@ def sharded(compiled):
     return fully_shard(compiled(net()))
 
 
-def sharded_by_block(compiled):
-    model = net()
-    model.first, model.second = (fully_shard(compiled(block)) for block in (model.first, model.second))
-    return fully_shard(model)
-
-
 # How a model is spread over processes and compiled, by a name; each function gets what compiles a module.
 WAYS = {
-    "DDP": partial(wrapped_and_compiled, 25),
-    # Small buckets make the optimizer of DistributedDataParallel split the graph.
-    "DDP, split": partial(wrapped_and_compiled, 0.002),
+    "DDP, split": wrapped_and_compiled,
     "DDP of the compiled model": compiled_and_wrapped,
     "FSDP2": sharded,
-    "FSDP2 by block": sharded_by_block,
 }
 
 

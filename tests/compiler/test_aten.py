@@ -60,8 +60,11 @@ MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("
          ("trilinear", 3), ("area", 2)]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "p"),
+    [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float16, 0.3), (torch.float32, 0.3), (torch.bfloat16, 1.0)],
+    ids=str,
+)
 def test_dropout_of_half_precision_has_the_bits_of_forward(dtype, p):
     """The bug: backward multiplied by 1 / (1 - p), which PyTorch's op on a CPU rounds to the dtype.
 
@@ -83,7 +86,7 @@ SIZES = ({"scale_factor": 2}, {"scale_factor": 1.7, "recompute_scale_factor": Tr
 # All sizes for one mode, and the others in turn.
 @pytest.mark.parametrize(
     ("mode", "dims", "sizes"),
-    [*((*of, SIZES[k % 3]) for k, of in enumerate(MODES)), *(("bilinear", 2, sizes) for sizes in SIZES)],
+    [*((*of, SIZES[k % 3]) for k, of in enumerate(MODES)), *(("bilinear", 2, SIZES[k]) for k in (0, 2))],
 )
 def test_interpolation_has_eager_bits(mode, dims, sizes):
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
@@ -103,9 +106,16 @@ def test_interpolation_has_eager_modes_dtype_under_autocast(dtype):
 
 
 @pytest.mark.parametrize(
-    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(3, 1, 1, 2)]
+    ("pool", "layout"),
+    [
+        (nn.MaxPool2d(2), torch.contiguous_format),
+        (nn.MaxPool2d(3, 2, 1), torch.contiguous_format),
+        (nn.MaxPool2d(3, 2, 1), torch.channels_last),
+        (nn.MaxPool2d(2, ceil_mode=True), torch.channels_last),
+        (nn.MaxPool2d(3, 1, 1, 2), torch.contiguous_format),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_pools_keep_a_byte(pool, layout):
     """ReLU makes ties in the windows; the gradient goes to the same position as in aot_eager."""
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), pool, nn.Conv2d(3, 2, 1)).to(memory_format=layout)
@@ -114,30 +124,6 @@ def test_pools_keep_a_byte(pool, layout):
     # In channels_last, aot_eager's convolutions have other bits than eager mode's.
     assert same(results(net, compiled(net), x), results(twin, torch.compile(twin, backend="aot_eager"), x))
     assert kept(net, compiled(net), x) < kept(other, other, x)
-
-
-@pytest.mark.parametrize("act", [nn.ReLU(True), nn.LeakyReLU(0.1, True), nn.SiLU(True), nn.ELU(), nn.PReLU()], ids=repr)
-def test_norms_and_activations(act):
-    """``test_norms.py`` has the other norms."""
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), act, nn.Conv2d(4, 2, 3))
-    x = [torch.randn(3, 2, 8, 8)]
-    twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
-    assert kept(net, compiled(net), x) < kept(twin, twin, x)
-
-
-@pytest.mark.parametrize(
-    ("shape", "groups"), [((3, 2, 9), 4), ((1, 2, 1, 1), 4), ((2, 2, 33, 17), 1), ((2, 2, 5, 3, 4), 2)], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_group_norms_of_many_shapes(shape, groups, dtype):
-    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(shape) - 3]
-    net = nn.Sequential(conv(2, 8, 1), nn.GroupNorm(groups, 8), nn.SiLU(), conv(8, 2, 1)).to(dtype)
-    nn.init.normal_(net[1].weight)
-    nn.init.normal_(net[1].bias)
-    x = [torch.randn(shape, dtype=dtype)]
-    twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
 
 
 def test_views_of_channels_last_and_of_strange_strides():

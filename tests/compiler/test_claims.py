@@ -58,10 +58,9 @@ RANDOM = {
 
 
 # They draw by the op of another one.
-ALIKE = [
-    (name, PAIRS[i % 2]) for i, name in enumerate(RANDOM)
-    if name in ("alpha dropout of channels", "rand", "bernoulli_", "exponential_", "dropout of channels")
-]  # fmt: skip
+ALIKE = ("alpha dropout of channels", "rand", "bernoulli_", "exponential_", "dropout of channels")
+# Those with every budget and bits: an op of its own in the graph, and noise that is drawn in place.
+SLOW = "dropout", "alpha dropout", "drop path of timm", "gumbel softmax"
 
 
 class Random(nn.Module):
@@ -114,7 +113,7 @@ def check_random(name, codegen, ways, **network):
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize(("name", "way"), slow([(name, PAIRS[i % 2]) for i, name in enumerate(RANDOM)], *ALIKE))
+@pytest.mark.parametrize(("name", "way"), [(name, PAIRS[i % 2]) for i, name in enumerate(RANDOM) if name not in ALIKE])
 def test_random_numbers_are_those_of_forward(name, way):
     """A public report on the compiler's own budget: random ops were computed again with new numbers."""
     check_random(name, "aten", [way], depth=2)
@@ -122,7 +121,7 @@ def test_random_numbers_are_those_of_forward(name, way):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", SLOW[:2])
 def test_random_numbers_with_every_budget_and_bits(name):
     check_random(name, "aten", EVERY)
 
@@ -154,9 +153,9 @@ def test_inductor_reads_noise_after_it_is_drawn():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("packed", "drawing_as_eager_mode")
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", SLOW)
 def test_random_numbers_with_inductor(name):
-    check_random(name, "inductor", EVERY)
+    check_random(name, "inductor", [(None, None), (None, 4), *PAIRS])
 
 
 class PreActivation(nn.Module):

@@ -5,16 +5,14 @@ import torch
 
 from tests.compiler import jobs
 from tests.compiler.networks import BOTH
-from tests.tools.marks import slow
 from tests.tools.ranks import on_ranks
 
 # The most that a step keeps of eager mode's bytes.
-MOST = {"DDP": 0.6, "DDP, split": 0.9, "DDP of the compiled model": 0.6, "FSDP2": 0.6, "FSDP2 by block": 0.8}
+MOST = {"DDP, split": 0.9, "DDP of the compiled model": 0.6, "FSDP2": 0.6}
 
 
 @BOTH
-# The graph of DDP is one of those that its buckets split, and a block's is that of a network.
-@pytest.mark.parametrize("way", slow(jobs.WAYS, "DDP", "FSDP2 by block"))
+@pytest.mark.parametrize("way", jobs.WAYS)
 def test_gradients_are_those_of_one_process_and_less_is_kept(way, codegen):
     """With a network that is an ``nn.Sequential`` itself, this test compiled nothing, and compared eager mode."""
     of_all, eager = jobs.gradients_of_all(2), on_ranks(2, jobs.step, way, None)

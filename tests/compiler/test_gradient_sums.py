@@ -16,7 +16,6 @@ from tests.compiler.networks import compiled, is_backward
 from tests.compiler.programs import PROGRAMS
 from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
-from tests.tools.marks import slow
 
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
@@ -51,20 +50,17 @@ def loss(out):
     return sum(y.square().mean() for y in (out if isinstance(out, (tuple, list)) else [out]))
 
 
-# The two published networks take seconds in the interpreter.  "skip last, 3D" is a small PlainConvUNet.
-# The layout of a large network is that of small ones.
-PUBLISHED = [("ResNet-18", True), ("PlainConvUNet", True)]
-SMALL = [(name, rows) for name in NETWORKS if "Net" not in name for rows in (False, True)]
-
-
 def joined(graph):
     return [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 8]
 
 
-# Nothing is joined in the planes of the last two.
+# Nothing is joined in the planes of the last two.  The published networks take seconds in the interpreter.
 @pytest.mark.parametrize(
     ("name", "rows"),
-    slow(PUBLISHED + SMALL, *PUBLISHED, ("norm of the input", False), ("skip last, 3D", False)),
+    [
+        *(pytest.param(name, True, marks=[pytest.mark.slow] * ("Net" in name)) for name in NETWORKS),
+        *((name, False) for name in ("residual blocks", "skip first", "three gradients")),
+    ],
 )
 def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypatch):
     """Counted by PyTorch's allocator, with kernels in Triton's interpreter."""

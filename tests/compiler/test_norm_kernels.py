@@ -14,7 +14,6 @@ from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import TwoBlocks, close, compiled, kept, results
 from tests.compiler.programs import NORM_ACTS, Blocks, made
-from tests.tools.marks import slow
 from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
@@ -184,16 +183,13 @@ JOINED = {
 
 
 @pytest.mark.usefixtures("packed")
-# What joins is decided without the layout, and rows take twice as long in the interpreter.
-@pytest.mark.parametrize(
-    ("name", "rows"), slow([*((name, False) for name in JOINED), ("batch", True)], ("batch", True))
-)
-def test_bits_put_activations_into_norms(name, rows, with_and_without):
+@pytest.mark.parametrize("name", JOINED)
+def test_bits_put_activations_into_norms(name, with_and_without):
     """Activations were passes of their own with bits: 3.5 of 30 ms in the PlainConvUNet, by their bytes."""
     norm, act, joined = JOINED[name]
     torch.manual_seed(0)
     called = [
-        [call for graph in of for call in graph] for of in with_and_without(Skip(norm, act), rows, "fuse_activations")
+        [call for graph in of for call in graph] for of in with_and_without(Skip(norm, act), False, "fuse_activations")
     ]
     of_activations = [sum("elu" in call or "threshold" in call for call in of) for of in called]
     assert of_activations[1] - of_activations[0] == joined

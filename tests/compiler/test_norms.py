@@ -1,7 +1,6 @@
 """Norms are found in captured graphs, with their residuals and activations, and become one op."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -14,11 +13,8 @@ from fusedseg.compiler.capture import stock_norms as norms
 from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.capture.stock_norms import How
 from fusedseg.compiler.settings import Settings
-from fusedseg.ops.norm.call import Norm
-from fusedseg.ops.norm.graph import NormCall, norm_op
-from fusedseg.ops.norm.stock import KINDS
+from fusedseg.ops.norm.graph import NormCall
 from tests.compiler.networks import BOTH, TwoBlocks, compiled, kept, results, same
-from tests.tools.marks import slow
 from tests.tools.spy import spied
 
 
@@ -171,13 +167,11 @@ NORMS = {
 # In eval mode a norm of running statistics has no other option.
 @pytest.mark.parametrize(
     ("name", "training", "shared"),
-    slow(
-        [
-            *itertools.product(NORMS, (True, False), (False,)),
-            *((of, True, True) for of in ("batch", "moving instance")),
-        ],
-        *((of, False, False) for of in ("momentum", "cumulative", "plain")),
-    ),
+    [
+        *((name, True, False) for name in NORMS),
+        *((name, False, False) for name in NORMS if name not in ("momentum", "cumulative", "plain")),
+        *((of, True, True) for of in ("batch", "moving instance")),
+    ],
 )
 def test_blocks(name, training, shared):
     """Outputs and running statistics have eager mode's bits, and less is kept."""
@@ -319,16 +313,3 @@ def test_statistics_that_autograd_has_saved():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), Weighted(4))
     twin, x = copy.deepcopy(net), [torch.randn(3, 4, 8, 8)]
     assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
-
-
-@pytest.mark.parametrize("kind", ["batch", "instance", "group"])
-@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=["planes", "rows"])
-def test_a_norm_with_its_statistics_is_the_same(kind, fmt):
-    x, residual = (t.contiguous(memory_format=fmt) for t in torch.randn(2, 2, 4, 3, 4))
-    weight, bias = torch.rand(2, 4) + 0.5
-    spec = Norm("input", norms.IDENTITY._replace(name="silu"), 1e-5, 0.1, over=KINDS[kind].over(2))
-    call = NormCall(spec, x, weight, bias, residual)
-    z, mean, rstd, *_ = norm_op(*call.arguments)
-    again, *_ = norm_op(*call._replace(mean=mean, rstd=rstd).arguments)
-    # PyTorch 2.14 adds group norms in channels_last in another order.
-    assert torch.equal(again, z) or (kind == "group" and torch.allclose(again, z, rtol=1e-6, atol=1e-6))

@@ -17,7 +17,6 @@ from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.ops.layout import FORMATS
 from tests.compiler.networks import INDUCTOR, NETWORKS, compiled
 from tests.compiler.programs import BIASES, CONTIGUOUS, LAID_OUT, OF_ITS_SIZE, PROGRAMS, made, outputs_of, step
-from tests.tools.marks import slow
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads", "needs_interpreter"),
@@ -180,11 +179,8 @@ def test_values_as_on_a_gpu(name, monkeypatch):
 
 
 # The test above has values and gradients of most programs without options; every third one has options too.
-DRAWN = [name for name in PROGRAMS if name not in NETWORKS]
-
-
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", slow(DRAWN, *(name for n, name in enumerate(DRAWN) if n % 3)))
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS][::3])
 def test_drawn_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 
@@ -196,7 +192,7 @@ in_a_checkpoint = pytest.mark.filterwarnings("ignore:.*inside of a checkpoint")
 @pytest.mark.slow
 @in_a_checkpoint
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("number", range(5))
 def test_values_in_other_ways(number, monkeypatch):
     for name in PROGRAMS:
         check(name, drawn(name, number), monkeypatch)

@@ -10,10 +10,9 @@ from fusedseg.compiler import estimate, report
 from fusedseg.unet import UNet
 from tests.compiler.networks import compiled, kept, make, peak_of
 from tests.compiler.test_training import Net
-from tests.tools.marks import slow
 
 
-@pytest.mark.parametrize("name", slow(["U-Net", "attention", "mixed"], "U-Net"))
+@pytest.mark.parametrize("name", ["attention", "mixed"])
 def test_kept_bytes_are_those_of_a_step(name):
     net, inputs = make(name)
     run = compiled(net)

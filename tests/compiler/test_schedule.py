@@ -13,7 +13,6 @@ from fusedseg.compiler.plan.schedule import PeakTarget
 from fusedseg.memory import allocator_peak
 from tests.compiler.networks import CODEGENS, compiled, peak_of, results, same
 from tests.compiler.test_passes import names, traced
-from tests.tools.marks import slow
 from tests.tools.spy import spied
 
 aten = torch.ops.aten
@@ -228,12 +227,11 @@ def norms_in_backward(monkeypatch):
     return spied(monkeypatch, schedule, "reorder", lambda none, module, *given: names(module.graph).count("norm"))
 
 
-@pytest.mark.parametrize("bits", slow([8, 4], 8))
-def test_with_bits_a_chain_is_not_rebuilt_for_each_of_its_blocks(bits, norms_in_backward):
+def test_with_bits_a_chain_is_not_rebuilt_for_each_of_its_blocks(norms_in_backward):
     """With bits the schedule had the least peak, whatever it repeated: 8 blocks took 33 norms."""
     torch.manual_seed(0)
     net = Chain(8)
-    compiled(net, bits=bits)(torch.randn(2, 3, 32, 32)).mean().backward()
+    compiled(net, bits=4)(torch.randn(2, 3, 32, 32)).mean().backward()
     assert norms_in_backward[0] <= 13
 
 

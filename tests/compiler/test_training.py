@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedseg.compiler import backend
 from tests.compiler.networks import BOTH, compiled, in_both, kept, mixed, results, same
-from tests.tools.marks import slow
 from tests.tools.threads import in_threads
 
 # Inductor draws other random numbers than eager mode by itself.
@@ -186,7 +185,7 @@ def test_a_kept_value_that_changes_raises(x, codegen):
 
 
 # A compiler that finds out which sizes change makes a graph of one size first, and then those of all sizes.
-@pytest.mark.parametrize(("dynamic", "codegen"), slow(in_both([None, True], True), (True, "aten")))
+@pytest.mark.parametrize(("dynamic", "codegen"), in_both([None], True))
 def test_dynamic_shapes(dynamic, codegen):
     """As many graphs serve all sizes as with PyTorch's own backend; no size is read as a number."""
     from torch._dynamo.backends.debugging import aot_eager

@@ -7,8 +7,11 @@ from fusedseg.losses import DC_and_topk_loss, TopKLoss
 from fusedseg.memory.meter import allocator_peak, measure
 
 
-def test_memory():
-    """One byte for each position is kept; at the peak there are one gradient, or that of each of two parts."""
+def test_memory(one_thread):
+    """One byte for each position is kept; at the peak there are one gradient, or that of each of two parts.
+
+    Each thread has tiles of its own, and the limit counts those of one.
+    """
     with FakeTensorMode():
         x = torch.empty(2, 118, 128, 128, 128, dtype=torch.half, requires_grad=True)
         labels = torch.empty(2, 1, *x.shape[2:], dtype=torch.uint8)

@@ -6,7 +6,6 @@ tests passed on a CPU.
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import fusedseg
 from fusedseg import _backend
@@ -19,7 +18,7 @@ from tests import reference
 from tests.ops import conv_abn_cases, test_conv_abn
 from tests.ops.test_max_pool import CASES, STOCK, special
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.cuda_rules import CudaRules, share_memory
+from tests.tools.cuda_rules import CudaRules
 from tests.tools.tensors import channels_last
 
 C = 4
@@ -136,41 +135,3 @@ def test_pools_of_a_view_of_one_image(rules, shape):
     assert not x.is_contiguous()
     assert x.stride(0) < x.numel()
     check_pool(x, 3, 2, 1)
-
-
-def test_the_rules_find_what_a_gpu_did():
-    """Each defect of the run on an H100 is an error, or a wrong value, under the rules."""
-    x, mean, var = torch.randn(2, C, 3, 5), torch.zeros(C), torch.ones(C)
-    rows = channels_last(x)
-    unused, out = mean.new_empty(0), torch.empty_like(x)
-    aten = torch.ops.aten
-    with CudaRules():
-        with pytest.raises(RuntimeError, match="one memory for two outputs"):
-            torch.native_batch_norm(x, None, None, mean, var, False, 0.0, 0.0, out=(out, unused, unused))
-        with pytest.raises(RuntimeError, match="save_mean should always be defined"):
-            aten.native_batch_norm_backward(rows, rows, None, mean, var, None, None, False, 0.0, [True, False, False])
-        with pytest.raises(RuntimeError, match="does not have a device"):
-            aten.native_batch_norm_backward(x, x, None, None, None, mean, var, True, 0.0, [True, True, True])
-        with pytest.raises(RuntimeError, match="contiguous"):
-            F.group_norm(rows, 2)
-        with pytest.raises(RuntimeError, match="but found"):
-            F.group_norm(x.half(), 2, var)
-        of_eval = mean, var, mean, var, False, 0.0, [True, False, False]
-        assert aten.native_batch_norm_backward(rows, rows, None, *of_eval)[0].is_contiguous()
-        volume = channels_last(torch.randn(2, C, 4, 4, 4))
-        z = channels_last(torch.zeros(2, C, 2, 2, 2))
-        aten.max_pool3d_with_indices.out(volume, 2, out=z, indices=torch.empty_like(z, dtype=torch.int64))
-        assert z.isnan().all()
-    # A CPU leaves the statistics of eval mode alone.
-    torch.native_batch_norm(x, None, None, mean, var, False, 0.0, 0.0, out=(out, unused, unused))
-    assert torch.equal(out, x)
-
-
-def test_which_tensors_share_memory():
-    x = torch.zeros(2, 6)
-    assert share_memory(x, x)
-    assert share_memory(x[:, :3], x[:, 2:])
-    assert not share_memory(x[0], x[1])
-    assert not share_memory(x.new_empty(0), x.new_empty(0))
-    empty = x.new_empty(0)
-    assert share_memory(empty, empty)

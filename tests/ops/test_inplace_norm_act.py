@@ -12,7 +12,7 @@ from tests.tools.tensors import channels_last
 
 # Name -> number of groups of 4 channels; None takes the statistics of the batch.  Eval mode has a bound of its own, as
 # no sum is subtracted from its dx.
-STATISTICS = {"batch": None, "instance": 4, "one group": 1, "groups of 2": 2}
+STATISTICS = {"batch": None, "instance": 4, "one group": 1}
 by_kind = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
 LEAKY = Activation("leaky_relu", 0.01)
 
@@ -41,9 +41,7 @@ PAIRS = [(w, b) for w in (1.0, -1.0, 0.4, 0.05, 1e-4, 0.0) for b in (0.0, 0.5, -
 PAIRS += [(w, b) for w in (1.5, -2.0, 6.0, 30.0) for b in (0.0, -1.0)]
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param(of, id=name, marks=[pytest.mark.slow] * (of == 2)) for name, of in STATISTICS.items()]
-)
+@by_kind
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(dtype, id=f"{dtype}"[6:], marks=[pytest.mark.gpu] * (dtype == torch.float32)) for dtype in DTYPES],
@@ -56,7 +54,7 @@ def test_gradients_for_every_weight(backend, device, groups, dtype):
     C = 4 * len(PAIRS)
     count = None if groups is None else groups * len(PAIRS)
     weight, bias = torch.tensor(PAIRS).repeat_interleave(4, 0).T.contiguous()
-    # The interpreter is slow: there each dtype has each row with one of the first three statistics.
+    # The interpreter is slow: there each dtype has each row with one of the statistics.
     first = 2 * [*STATISTICS.values()].index(groups) + DTYPES.index(dtype)
     for seed in range(3 * len(ROUNDED)) if backend == "aten" else (first, first + 3):
         torch.manual_seed(seed)

@@ -76,47 +76,20 @@ def compare(x, case, rows):
         assert torch.equal(max_pool(ours, *arguments).nan_to_num(7), expected.nan_to_num(7))
 
 
+# ``tests/kernels/test_max_pool.py`` has every case but the last one on Triton.
 @FORMATS
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_as_stock(backend, device, case, rows):
-    compare(torch.randn(case[0], device=device), case, rows)
-    compare(special(case[0]).to(device), case, rows)
+@pytest.mark.parametrize("name", ["odd-ceil", "overlapping", "3d-mixed", "256-positions"])
+def test_as_stock(backend, device, name, rows):
+    compare(torch.randn(CASES[name][0], device=device), CASES[name], rows)
+    compare(special(CASES[name][0]).to(device), CASES[name], rows)
 
 
 @FORMATS
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_as_stock_in_chunks(chunking, case, rows):
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         compare(torch.randn(case[0]).to(dtype), case, rows)
     compare(special(case[0]), case, rows)
-
-
-@FORMATS
-def test_gradcheck_and_gradients_of_gradients(backend, device, rows):
-    for shape in ((1, 2, 5, 6), (1, 2, 3, 4, 3)):
-        # The values differ by more than the step of the numerical gradient.
-        x = torch.randperm(math.prod(shape), device=device).double().view(shape)
-        x = (channels_last(x) if rows else x).requires_grad_()
-        f = lambda x: max_pool(x, 3, 2, 1) * 1.5  # noqa: E731
-        # CUDA's kernel for volumes adds the gradients of windows that overlap by atomics, so in any order.
-        unordered = backend == "aten" and x.is_cuda and x.dim() == 5
-        options = {"fast_mode": True, "nondet_tol": 1e-12 if unordered else 0.0}
-        assert torch.autograd.gradcheck(f, x, **options)
-        assert torch.autograd.gradgradcheck(f, x, **options)
-
-
-def test_other_strides_unbatched_and_expanded_gradients(backend, device):
-    x = torch.randn(7, 6, 3, device=device).permute(2, 0, 1).requires_grad_()
-    z = max_pool(x, 3, 2, 1)
-    assert torch.equal(z, F.max_pool2d(x, 3, 2, 1))
-    z.sum().backward()
-    (expected,) = torch.autograd.grad(F.max_pool2d(x, 3, 2, 1).sum(), x)
-    assert torch.equal(x.grad, expected)
-    sliced = torch.randn(2, 6, 6, 6, device=device)[:, ::2]
-    assert torch.equal(max_pool(sliced, 2), F.max_pool2d(sliced, 2))
-    volume = torch.randn(3, 4, 4, 4, device=device)
-    assert torch.equal(max_pool(volume, (2, 2, 2)), F.max_pool3d(volume, 2))
-    assert torch.equal(max_pool(volume, 2), F.max_pool2d(volume, 2))
 
 
 @FORMATS

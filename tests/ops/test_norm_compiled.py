@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedseg
 from fusedseg.memory import SavedBytes
-from tests.tools.marks import slow
 from tests.tools.tensors import channels_last
 
 NORMS = {
@@ -112,7 +111,7 @@ def test_checkpoint_keeps_no_output():
 
 
 # Kinds of statistics differ in the arguments of the op alone.
-@pytest.mark.parametrize("name", slow([*IN_PLACE, "instance", "group"], *IN_PLACE[1:], "instance"))
+@pytest.mark.parametrize("name", [IN_PLACE[0], "group"])
 def test_autocast_and_sizes(name):
     """In channels_last, with one graph for all sizes."""
     net = Block(NORMS[name]())
@@ -125,6 +124,5 @@ def test_autocast_and_sizes(name):
                 out = call(x)
             found.append((out, *torch.autograd.grad(out.float().square().mean(), [*model.parameters()])))
         assert found[0][0].dtype == torch.bfloat16
-        # PyTorch's instance norm returns planes.
-        assert name == "instance" or found[0][0].stride() == found[1][0].stride()
+        assert found[0][0].stride() == found[1][0].stride()
         torch.testing.assert_close(*found, rtol=0.05, atol=0.02)

@@ -1,8 +1,5 @@
 """Small kernels, written by hand, for the machine's own tests."""
 
-import numpy as np
-import torch
-
 from tests.ptx.driver import segment_of
 from tests.ptx.machine import Launch, Options, Program
 
@@ -23,7 +20,6 @@ HEAD = """.version 8.8
 	ret;
 }}
 """
-REGISTERS = {"b16": "rs", "b32": "r", "b64": "rd"}
 
 
 def run(body, *tensors, threads=32, grid=(1, 1, 1), **options):
@@ -36,18 +32,3 @@ def run(body, *tensors, threads=32, grid=(1, 1, 1), **options):
     values = [segments[i].virtual for i in range(len(tensors))]
     Launch(Program(ptx, shared=1024), grid, values, segments, Options(**options), found.append).run()
     return found
-
-
-def each(code, *inputs, kind="b32", out="b32"):
-    """Runs code on inputs in registers 10, 11 and 12; returns each thread's value of register 19."""
-    arrays = [torch.from_numpy(np.ascontiguousarray(v).view(np.uint8)) for v in inputs]
-    size, out_size = int(kind[1:]) // 8, int(out[1:]) // 8
-    n = len(arrays[0]) // size
-    result, body = torch.zeros(n * out_size, dtype=torch.uint8), ""
-    for i in range(len(arrays)):
-        body += f"	mad.wide.u32 %rd30, %r0, {size}, %rd{i};\n"
-        body += f"	ld.global.{kind} %{REGISTERS[kind]}{10 + i}, [%rd30];\n"
-    body += f"{code}\n	mad.wide.u32 %rd31, %r0, {out_size}, %rd{len(arrays)};\n"
-    body += f"	st.global.{out} [%rd31], %{REGISTERS[out]}19;\n"
-    run(body, *arrays, result, threads=n)
-    return result.numpy().view(f"u{out_size}")

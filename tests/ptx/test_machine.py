@@ -1,6 +1,8 @@
-"""The machine's threads, its memory, and the errors that it notices."""
+"""The errors that the machine notices: races, accesses outside, and misaligned ones.
 
-import numpy as np
+``test_kernels.py`` has the values that it computes: the tests of the kernels compare them with float64.
+"""
+
 import pytest
 import torch
 
@@ -10,74 +12,6 @@ from tests.ptx.memory import Misaligned, OutOfBounds
 from tests.ptx.small import run
 
 INTS = {"dtype": torch.int32}
-
-
-def test_divergence_and_a_loop():
-    """Each thread counts to its own number; odd threads take another branch, and all threads meet at a barrier."""
-    out = torch.zeros(64, **INTS)
-    code = """
-	mov.u32 %r1, 0;
-	mov.u32 %r2, 0;
-$L__BB0_1:
-	setp.ge.u32 %p1, %r1, %r0;
-	@%p1 bra $L__BB0_3;
-	add.s32 %r2, %r2, %r1;
-	add.s32 %r1, %r1, 1;
-	bra.uni $L__BB0_1;
-$L__BB0_3:
-	and.b32 %r3, %r0, 1;
-	setp.eq.b32 %p2, %r3, 0;
-	@%p2 bra $L__BB0_5;
-	add.s32 %r2, %r2, 1000;
-$L__BB0_5:
-	bar.sync 0;
-	mad.wide.u32 %rd10, %r0, 4, %rd0;
-	st.global.b32 [%rd10], %r2;
-"""
-    assert not run(code, out, threads=64)
-    assert out.tolist() == [t * (t - 1) // 2 + 1000 * (t % 2) for t in range(64)]
-
-
-def test_matrix_products():
-    """ldmatrix loads A and B from shared memory in the layout of the fragments of mma.sync."""
-    rng = np.random.default_rng(0)
-    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((16, 16), (16, 8)))
-    out = torch.zeros(16, 8)
-    code = """
-	mov.b32 %r1, global_smem;
-	shl.b32 %r2, %r0, 4;
-	add.s32 %r3, %r1, %r2;
-	mad.wide.u32 %rd10, %r0, 16, %rd0;
-	ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd10];
-	st.shared.v4.b32 [%r3], {%r4, %r5, %r6, %r7};
-	setp.lt.u32 %p1, %r0, 16;
-	mad.wide.u32 %rd11, %r0, 16, %rd1;
-	@%p1 ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd11];
-	@%p1 st.shared.v4.b32 [%r3+512], {%r4, %r5, %r6, %r7};
-	bar.sync 0;
-	and.b32 %r8, %r0, 15;
-	shl.b32 %r9, %r8, 5;
-	shr.u32 %r10, %r0, 4;
-	shl.b32 %r11, %r10, 4;
-	add.s32 %r12, %r9, %r11;
-	add.s32 %r13, %r1, %r12;
-	ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r20, %r21, %r22, %r23}, [%r13];
-	shl.b32 %r14, %r8, 4;
-	add.s32 %r15, %r1, %r14;
-	ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%r24, %r25}, [%r15+512];
-	mov.b32 %r30, 0;
-	mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r31, %r32, %r33, %r34}, {%r20, %r21, %r22, %r23}, {%r24, %r25}, {%r30, %r30, %r30, %r30};
-	shr.u32 %r16, %r0, 2;
-	and.b32 %r17, %r0, 3;
-	shl.b32 %r18, %r16, 3;
-	shl.b32 %r19, %r17, 1;
-	add.s32 %r18, %r18, %r19;
-	mad.wide.u32 %rd12, %r18, 4, %rd2;
-	st.global.v2.b32 [%rd12], {%r31, %r32};
-	st.global.v2.b32 [%rd12+256], {%r33, %r34};
-"""  # noqa: E501
-    assert not run(code, torch.from_numpy(a), torch.from_numpy(b), out)
-    assert np.allclose(out.numpy(), a.astype(np.float32) @ b.astype(np.float32), atol=1e-6)
 
 
 WGMMA = """
@@ -226,26 +160,6 @@ def test_an_asynchronous_copy(wait, size, kinds):
         assert out.tolist() == (list(range(0, 128, 4)) if size else [0] * 32)
 
 
-def test_local_memory():
-    """LLVM stores a vector of predicates by bytes and loads it as numbers; every thread has its own."""
-    out = torch.zeros(32, **INTS)
-    code = """
-	.local .align 2 .b8 __local_depot0[2];
-	.reg .b64 %SP;
-	.reg .b32 %SPL;
-	mov.b32 %SPL, __local_depot0;
-	cvt.u64.u32 %SP, %SPL;
-	cvta.local.u64 %SP, %SP;
-	cvt.u16.u32 %rs1, %r0;
-	st.b8 [%SP], %rs1;
-	st.b8 [%SP+1], 1;
-	ld.b16 %rs2, [%SP];
-	cvt.u32.u16 %r1, %rs2;
-"""
-    assert not run(code + STORE.replace("], %r0", "], %r1"), out)
-    assert out.tolist() == [t + 256 for t in range(32)]
-
-
 def test_two_ctas_that_write_to_one_place():
     code = "	mov.u32 %r1, %ctaid.x;\n	mad.wide.u32 %rd10, %r0, 4, %rd0;\n	st.global.b32 [%rd10], {value};\n"
     for value, kinds in (("%r1", {"global-race"}), ("%r0", set())):
@@ -279,14 +193,6 @@ def test_two_warps_that_touch_one_place():
         assert {f.kind for f in run(code.format(barrier=barrier), torch.zeros(1, **INTS), threads=64)} == kinds
 
 
-@pytest.mark.parametrize("schedule", ["together", "first", "last"])
-def test_schedules(schedule):
-    """Warps exchange data through shared memory, and the order of the warps does not matter."""
-    out = torch.zeros(128, **INTS)
-    assert not run(SHARE.format(barrier="bar.sync 0;", other=384), out, threads=128, schedule=schedule)
-    assert out.tolist() == [t ^ 96 for t in range(128)]
-
-
 def test_a_shuffle_by_a_part_of_a_warp():
     code = """
 	setp.lt.u32 %p1, %r0, 7;
@@ -298,14 +204,3 @@ $L__BB0_2:
 """
     with pytest.raises(RuntimeError, match="part of a warp"):
         run(code)
-
-
-def test_shuffles():
-    out = torch.zeros(32, **INTS)
-    code = "	shfl.sync.{kind}.b32 %r1, %r0, {by}, 31, -1;\n" + STORE.replace("], %r0", "], %r1")
-    for kind, by, expected in (
-        ("bfly", 4, [t ^ 4 for t in range(32)]),
-        ("idx", 3, [3] * 32),
-    ):
-        assert not run(code.format(kind=kind, by=by), out)
-        assert out.tolist() == expected

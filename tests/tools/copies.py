@@ -1,41 +1,11 @@
-"""Networks whose volumes lie in channels_last_3d, and a count of the copies that change how images lie."""
+"""A count of the copies that change how images and volumes lie in memory."""
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedseg.ops.layout import FORMATS, suggests_channels_last
-from tests.nnunet import block
 
 ROWS = torch.channels_last_3d
-
-
-class Residual(nn.Module):
-    """A block of nnU-Net's ``ResidualEncoderUNet`` that halves the size: the skip is pooled, convolved and normed."""
-
-    def __init__(self, cin, cout):
-        super().__init__()
-        self.first, self.conv = block(cin, cout, 2), nn.Conv3d(cout, cout, 3, padding=1)
-        self.skip = nn.Sequential(nn.AvgPool3d(2, 2), nn.Conv3d(cin, cout, 1, bias=False))
-        self.norms = nn.ModuleList(nn.InstanceNorm3d(cout, affine=True) for _ in range(2))
-
-    def forward(self, x):
-        return F.leaky_relu(self.norms[0](self.conv(self.first(x))) + self.norms[1](self.skip(x)), 0.01)
-
-
-class Deep(nn.Module):
-    """Residual blocks, a transposed convolution, a concatenation, and a head at each of two sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.down, self.up = block(1, 8), Residual(8, 16), nn.ConvTranspose3d(16, 8, 2, 2)
-        self.last, self.heads = block(16, 8), nn.ModuleList([nn.Conv3d(16, 3, 1), nn.Conv3d(8, 3, 1)])
-
-    def forward(self, x):
-        skip = self.stem(x)
-        h = self.down(skip)
-        return self.heads[0](h), self.heads[1](self.last(torch.cat([self.up(h), skip], 1)))
 
 
 class Copies(TorchDispatchMode):

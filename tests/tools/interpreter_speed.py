@@ -3,8 +3,7 @@
 The interpreter spends most of its time on Python objects, not on arrays: it builds the type of every block anew, makes
 new tensors for every launch, patches ``triton.language`` again, computes a check of integer overflows whose result it
 discards, and passes each operator through a dozen calls.
-``fast()`` changes only these parts.  ``tests/tools/test_interpreter.py`` compares results bit for bit with those of the
-unchanged interpreter.
+``fast()`` changes only these parts.  The tests of the kernels, which compare with float64, run with it.
 """
 
 import contextlib
@@ -18,21 +17,6 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Triton's own versions of the functions that ``fast`` replaces.
-AS_IT_IS = [
-    (owner, name, getattr(owner, name))
-    for owner, names in (
-        (interpreter, ("_patch_lang", "_get_np_dtype")),
-        (interpreter.GridExecutor, ("_init_args_hst", "_restore_args_dev")),
-        (interpreter.interpreter_builder, ("options",)),
-        (tl.block_type, ("__init__", "__eq__", "to_ir", "with_element_ty")),
-        (tl.tensor, ("__init__",)),
-        (tl.dtype, ("__eq__",)),
-        (TritonSemantic, ("cast", "broadcast_impl_value", "computation_type_impl")),
-    )
-    for name in names
-]
-
 
 def with_values(values: Iterable[tuple[object, str, object]]) -> contextlib.ExitStack:
     """Inside, each (owner, name of an attribute, value) holds."""
@@ -40,11 +24,6 @@ def with_values(values: Iterable[tuple[object, str, object]]) -> contextlib.Exit
     for owner, name, value in values:
         stack.enter_context(mock.patch.object(owner, name, value))
     return stack
-
-
-def as_it_is() -> contextlib.ExitStack:
-    """Inside, the interpreter is Triton's own, without the changes that ``fast`` makes."""
-    return with_values(AS_IT_IS)
 
 
 def fast() -> contextlib.ExitStack:

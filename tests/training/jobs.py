@@ -230,7 +230,3 @@ def resumable(rank, world, folder, steps, dies_at=None):
             torch.save(state, f"{path}.new")
             os.replace(f"{path}.new", path)
     return losses
-
-
-def fails(rank, world):
-    raise ValueError(f"rank {rank}")

@@ -52,50 +52,31 @@ class Run:
         self.x = torch.randn(2, 2, 16, 16, generator=generator).to(device)
         self.optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
 
-    def step(self):
+    def step(self, half=False):
         self.optimizer.zero_grad(set_to_none=False)
-        loss = self.net(self.x).square().mean()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = self.net(self.x).float().square().mean()
         loss.backward()
         self.optimizer.step()
         return loss
 
-    def warm(self):
+    def warm(self, half=False):
         """The first steps find kept channels, compile kernels and measure convolutions, and wait for the GPU."""
         for _ in range(WARM_UP):
-            self.step()
+            self.step(half)
         torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_does_not_wait_for_the_gpu(device, name):
+@pytest.mark.parametrize(("name", "half"), [*((name, False) for name in NETWORKS), ("fused", True)])
+def test_a_step_does_not_wait_for_the_gpu(device, name, half):
+    """In mixed precision only ``GradScaler`` itself may wait."""
     run = Run(network(name, device), device)
-    run.warm()
+    run.warm(half)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
-            run.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_step_of_mixed_precision_does_not_wait_for_the_gpu(device):
-    """Only ``GradScaler`` itself may wait for the GPU."""
-    run = Run(network("fused", device), device)
-
-    def step():
-        run.optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = run.net(run.x).float().square().mean()
-        loss.backward()
-        run.optimizer.step()
-
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
+            run.step(half)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -13,7 +13,6 @@ from torch import nn
 import fusedseg
 from fusedseg.unet import MultiEncoderUNet, UNet
 from tests.tools import warm
-from tests.tools.marks import slow
 
 MODULES = {
     "InPlaceABN": lambda: fusedseg.InPlaceABN(4, activation="elu", activation_param=1.2),
@@ -35,13 +34,14 @@ MODULES = {
 }
 NETWORKS = {
     "2D": (lambda: UNet(2, 3, widths=(4, 8)), [(2, 2, 8, 12)]),
-    "3D, transposed": (lambda: UNet(1, 2, dims=3, widths=(2, 4), mode="transposed"), [(2, 1, 8, 8, 4)]),
     "two encoders, padded": (
         lambda: MultiEncoderUNet((2, 1), 3, widths=(4, 8), fit="pad"),
         [(2, 2, 9, 8), (2, 1, 9, 8)],
     ),
-    "instance": (lambda: UNet(2, 3, widths=(4, 8), norm_act="instance"), [(2, 2, 8, 8)]),
-    "group": (lambda: UNet(2, 3, widths=(4, 8), norm_act="group"), [(2, 2, 8, 8)]),
+    "3D, instance": (
+        lambda: UNet(1, 2, dims=3, widths=(2, 4), mode="transposed", norm_act="instance"),
+        [(2, 1, 8, 8, 4)],
+    ),
 }
 CASES = {name: (build, [(2, 4, 7, 6)]) for name, build in MODULES.items()} | NETWORKS
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -68,7 +68,7 @@ def exported(net, images, **options):
         return torch.export.export(net, images, **options)
 
 
-@pytest.mark.parametrize("name", slow(CASES, "3D, transposed", "instance", "group"))
+@pytest.mark.parametrize("name", CASES)
 def test_export_holds_stock_ops_alone(name):
     net, images, expected = case(name)
     state = copy.deepcopy(net.state_dict())
@@ -149,8 +149,7 @@ def test_programs_run_without_the_package(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-# A trace of a network has what the traces of its modules have.
-@pytest.mark.parametrize("name", slow(CASES, "3D, transposed", "instance", "group"))
+@pytest.mark.parametrize("name", CASES)
 def test_traced(name):
     net, images, expected = case(name)
     with torch.no_grad():

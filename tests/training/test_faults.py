@@ -97,18 +97,6 @@ def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, train
     torch.testing.assert_close(second, first)
 
 
-def test_copied_in_mid_graph(backend):
-    """A module is copied between forward and backward, and the copy is independent of the original."""
-    x, dz = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
-    ours, _ = pair()
-    x.requires_grad_()
-    z = ours(x * 1)
-    other = copy.deepcopy(ours)
-    z.backward(dz)
-    assert other.weight.grad is None
-    torch.testing.assert_close(step(other, x.detach(), dz)[1], x.grad)
-
-
 @pytest.mark.parametrize("way", ["eager", pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
 def test_pickled(way):
     """A compiled module is compiled again after it is unpickled."""

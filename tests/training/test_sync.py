@@ -51,25 +51,16 @@ def check_as_joint(results, expected):
         torch.testing.assert_close(r["buffers"], results[0]["buffers"], rtol=0, atol=0)
 
 
-# How a step is run, the cases of which every run has the step, and the cases that are slow.
+# How a step is run, and the cases that run so.
 WAYS = {
-    "eager": (CASES, ()),
+    "eager": CASES,
     # The forward with its collective runs twice on every process, and the running statistics move once.
-    "checkpoint": (("residual", "three, one of them empty", "exact, prelu"), ()),
-    "aot_eager": (
-        ("residual", "exact, three, one of them empty"),
-        ("three, one of them empty", "exact, channels_last, residual"),
-    ),
+    "checkpoint": ("residual", "three, one of them empty", "exact, prelu"),
+    "aot_eager": ("residual", "exact, three, one of them empty"),
 }
 
 
-def ways():
-    for way, (often, seldom) in WAYS.items():
-        for case in (*often, *seldom):
-            yield pytest.param(case, way, id=f"{case}-{way}", marks=[pytest.mark.slow] * (case in seldom))
-
-
-@pytest.mark.parametrize(("case", "way"), [*ways()])
+@pytest.mark.parametrize(("case", "way"), [(case, way) for way, cases in WAYS.items() for case in cases])
 def test_as_one_process(case, way):
     name, sizes, spatial, channels_last, residual, options = CASES[case]
     x, dz = jobs.joint(sizes, spatial, channels_last=channels_last)

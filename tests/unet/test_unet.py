@@ -7,7 +7,6 @@ from torch import nn
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
 from fusedseg.unet import DoubleConv, Down, MultiEncoderUNet, UNet, Up
-from tests.tools.marks import slow
 
 
 def twins(build):
@@ -73,27 +72,15 @@ def test_norm_and_activation_can_be_chosen():
     torch.testing.assert_close(ours(x), eager(x))
 
 
-@pytest.mark.parametrize(
-    ("norm", "dtype"),
-    slow([("instance", torch.float32), ("group", torch.float16)], ("group", torch.float16)),
-    ids=str,
-)
-def test_a_3d_network_of_instance_or_group_norms_keeps_little_more_than_half(norm, dtype, record_property):
+def test_a_3d_network_of_instance_norms_keeps_little_more_than_half(record_property):
     """The norms have parameters, as in nnU-Net; the bytes of a patch of 128 come from tensors without values."""
 
     def saved(plain):
         with fake_mode():
-            net = UNet(1, 4, dims=3, widths=(32, 64, 128, 256), norm_act=norm, plain=plain)
+            net = UNet(1, 4, dims=3, widths=(32, 64, 128, 256), norm_act="instance", plain=plain)
             return measure(net, torch.empty(2, 1, 128, 128, 128)).saved
 
-    # Modules cannot change the dtype of parameters without values.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-
-    try:
-        ours, eager = saved(False), saved(True)
-    finally:
-        torch.set_default_dtype(before)
+    ours, eager = saved(False), saved(True)
     record_property("saved / eager", ours / eager)
     print(f"saved / eager: {ours / eager:.3f}")
     assert ours <= 0.55 * eager
