@@ -43,7 +43,9 @@ class Memory:
             return False
         if any(self.roots[other] is root for other in others):
             return False
-        return _is_whole(value_of(root), value_of(x))
+        # The view covers the memory that it lies in; the root may have several results.
+        whole = value_of(root)
+        return not isinstance(whole, Tensor) or str(whole.numel()) == str(value_of(x).numel())
 
     def write_over(self, node: fx.Node, result: fx.Node, x: fx.Node) -> None:
         """Notes that a node writes its result to the memory of ``x``, which is read as long as the result is."""
@@ -96,8 +98,3 @@ def _return_no_views(graph: fx.Graph, written: dict[fx.Node, tuple[fx.Node, fx.N
 def without_views(x: Tensor) -> Tensor:
     """The same memory as a tensor that is no view to autograd."""
     return x.data
-
-
-def _is_whole(root: object, x: Tensor) -> bool:
-    """Whether a view covers the memory that it lies in; ``root`` may have several results."""
-    return not isinstance(root, Tensor) or str(root.numel()) == str(x.numel())

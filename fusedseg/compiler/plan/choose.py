@@ -269,7 +269,7 @@ def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> 
     elif most is not None:
         asked, nearest = (
             f"budget {text_of(most)}",
-            f"{text_of(cost.kept)}, which is a share of {_up(cost.kept / eager)}",
+            f"{text_of(cost.kept)}, which is a share of {math.ceil(cost.kept / eager * 1000) / 1000:g}",
         )
     else:
         return
@@ -279,7 +279,3 @@ def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> 
         f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )
-
-
-def _up(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 1000:g}"

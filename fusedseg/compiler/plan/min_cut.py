@@ -191,7 +191,7 @@ class Cut:
             changed = [
                 place
                 for place in self._intensive.values()
-                if vertices[(head := self._vertex(place))] and not later[head]
+                if vertices[(head := flow.heads[self._priced[place][0]])] and not later[head]
             ]
             if found and len(changed) > 1:
                 # Between both prices, one op after the other has the second one, the largest first.
@@ -212,9 +212,6 @@ class Cut:
                 self._flow.left[self._priced[place][0]] = ENDLESS
         cheap = set(range(len(self._priced))).difference(self._intensive.values())
         return self._recomputed(self._at_price(price, cheap))
-
-    def _vertex(self, place: int) -> int:
-        return self._flow.heads[self._priced[place][0]]
 
     def _at_price(self, price: float, places: Iterable[int]) -> list[bool]:
         """Raises the price of some calls, and returns the vertices from which more could flow to the end."""

@@ -17,7 +17,8 @@ SHARE = 0.02
 
 def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
     """The kept compute-intensive ops that compute scores of attention."""
-    return {node for node in kept - joint.held if _is_of_scores(node)}
+    batched = (node for node in kept - joint.held if row_of(node).batched)
+    return {node for node in batched if size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))}
 
 
 def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
@@ -39,10 +40,6 @@ def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
 def _flops_of(node: fx.Node) -> int:
     """The arithmetic of a convolution or a matrix product."""
     return flops_of(node) if row_of(node).compute_intensive else 0
-
-
-def _is_of_scores(node: fx.Node) -> bool:
-    return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
 
 
 def _is_of_larger(node: fx.Node, kept: set[fx.Node]) -> bool:

@@ -49,7 +49,8 @@ class Virtual:
         self.node, self.all_input_nodes = node, list(dict.fromkeys(inputs))
         self.op, self.users = op or "call_function", list[Virtual]()
         # A result of a call reads the call.  One that is computed in another form is a call itself.
-        self.target = node.target if node.target is not operator.getitem or _picks(node, inputs) else None
+        picks = len(inputs) == 1 and inputs[0].node is node.args[0]
+        self.target = node.target if node.target is not operator.getitem or picks else None
         self.root: Virtual = inputs[0].root if view and inputs else self
         self.made = nbytes if self.root is self else 0
         # Each of several results has a node of its own.
@@ -127,10 +128,6 @@ class PlannedBackward(schedule.BackwardGraph):
         made = Virtual(node, inputs, nbytes_of(node), form is None and _is_view(node))
         calls.append(made)
         return made
-
-
-def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
-    return len(inputs) == 1 and inputs[0].node is node.args[0]
 
 
 def _is_view(node: fx.Node) -> bool:

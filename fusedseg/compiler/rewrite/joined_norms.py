@@ -126,17 +126,16 @@ def _join_gradient(graph: fx.Graph, norm: fx.Node, given: GradientCall) -> bool:
     if act is None or len(g.users) != 1 or not _may_join(given):
         return False
     dz = node_at(g, 0)
-    if value_of(dz).dtype != value_of(g).dtype or not _computes_again(_argument_of(node_at(g, 1), act), given):
+    y = node_at(g, 1)
+    if _activation_of(y, ACTIVATIONS) == act:
+        # It is the result of the activation.
+        y = node_at(y, 0)
+    if value_of(dz).dtype != value_of(g).dtype or not _computes_again(y, given):
         return False
     norm.args = given.with_act(act).arguments
     norm.replace_input_with(g, dz)
     graph.erase_node(g)
     return True
-
-
-def _argument_of(node: fx.Node, act: Activation) -> fx.Node:
-    """The argument of an activation, if ``node`` is its result, or else the node itself."""
-    return node_at(node, 0) if _activation_of(node, ACTIVATIONS) == act else node
 
 
 def _computes_again(y: fx.Node, backward: GradientCall) -> bool:
