@@ -36,7 +36,7 @@ CASES = pytest.mark.parametrize("case", ["all ignored", "one sample ignored", "w
 def test_cross_entropy(case, K, backend):
     x, labels = torch.randn(2, K, 3, 5, dtype=torch.float64), labels_of(case, K)
     if case == "infinite logits":
-        x[:, 0, 0] = -INF
+        x[:, 0, 0], x[0, 1, 0] = -INF, INF
     for smoothing in (0.0, 0.1):
         if smoothing and case == "infinite logits":
             # No probability is 0 for a smoothed label.

@@ -93,6 +93,14 @@ def _check_labels(labels: Tensor, spec: SumsSpec, K: int) -> None:
         )
 
 
+def _may_have(labels: Tensor, value: int) -> bool:
+    """Whether a label may be ``value``.  Where values are cheap to read, the bounds of all labels tell."""
+    if not labels.numel() or not _has_cheap_values(labels):
+        return True
+    low, high = (bound.item() for bound in labels.aminmax())
+    return low <= value <= high
+
+
 def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
     """1 in the class of each label, and 0 in all other classes, in the shape of ``like``."""
     if labels.is_floating_point() and not _has_cheap_values(labels):
@@ -107,7 +115,7 @@ def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
 def tile_of(x: Tensor, target: Tensor, mask: Tensor | None, spec: SumsSpec) -> Tile:
     """The tile of logits in the dtype of the arithmetic, of labels with one class or a dense target, and of a mask."""
     m = None if mask is None else mask.to(x.dtype)
-    if spec.ignore is not None:
+    if spec.ignore is not None and _may_have(target, spec.ignore):
         valid = differs(target, spec.ignore).to(x.dtype)
         m = valid if m is None else valid * m
     if spec.dense:
@@ -185,6 +193,7 @@ def _add_softmax_nll(tile: Tile, ym: Tensor, spec: SumsSpec, sums: Tensor) -> No
             least = tile.y.mul(torch.finfo(log_p.dtype).min).mul_(2)
             log_p = torch.maximum(log_p, least, out=log_p)
         else:
+            # Nor has a position that does not count, of which log(p) may be NaN.
             log_p = log_p.masked_fill_(ym == 0, 0)
     sums[NLL] -= log_p.mul_(ym).sum(2)
 
