@@ -205,6 +205,9 @@ class Arriving:
     def here(self) -> bool:
         return "mask" in vars(self) or bool(self.event.query())
 
+    def wait(self) -> None:
+        self.event.synchronize()
+
     @functools.cached_property
     def empty(self) -> bool:
         return not self.mask.any()
@@ -318,7 +321,7 @@ class KeptChannels:
         stepped = _optimizer_steps != self._steps
         arriving = request(device)
         if not stepped:
-            arriving.event.synchronize()
+            arriving.wait()
 
     def _take_what_arrived(self, device: torch.device) -> None:
         # A forward pass that is computed again must keep the same channels as the first one.
