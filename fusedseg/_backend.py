@@ -256,6 +256,19 @@ def launching(x: torch.Tensor) -> AbstractContextManager:
 
 
 @contextmanager
+def may_wait(device: torch.device) -> Iterator[None]:
+    """A context in which the host may wait for a device, which the user may have forbidden."""
+    forbids = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if forbids:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        if forbids:
+            torch.cuda.set_sync_debug_mode(forbids)
+
+
+@contextmanager
 def _elsewhere(x: torch.Tensor) -> Iterator[None]:
     with torch.cuda.device_of(x), DisableTorchFunction():
         yield

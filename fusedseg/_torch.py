@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
@@ -97,34 +97,18 @@ current_graph_task_id = _or("torch._C._current_graph_task_id", lambda: -1)
 no_dispatch_modes = _or("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
-def _empty_on(device: str) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
-    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 # Memory without values, by type of device: the allocation of Inductor's code, which parses fewer arguments than
 # ``torch.empty_strided``.
 EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
-    device: _or(f"torch._C._dynamo.guards._empty_strided_{device}", _empty_on(device)) for device in ("cuda", "cpu")
+    device: _or(
+        f"torch._C._dynamo.guards._empty_strided_{device}",
+        lambda size, stride, dtype, on=device: torch.empty_strided(size, stride, dtype=dtype, device=on),
+    )
+    for device in ("cuda", "cpu")
 }
-
-
-def _copy_each(made: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    for new, t in zip(made, tensors, strict=True):
-        new.copy_(t)
-
-
-def _fill_each(made: list[torch.Tensor]) -> None:
-    for new in made:
-        new.zero_()
-
-
 # Copies of several tensors in one call, to other dtypes too, and zeros.
-foreach_copy = _or("torch._foreach_copy_", _copy_each)
-foreach_zero = _or("torch._foreach_zero_", _fill_each)
-
-
-# The transforms of torch.func.
-peek_interpreter_stack = _or("torch._C._functorch.peek_interpreter_stack", lambda: None)
+foreach_copy = _or("torch._foreach_copy_", lambda made, of: [a.copy_(b) for a, b in zip(made, of, strict=True)])
+foreach_zero = _or("torch._foreach_zero_", lambda made: [a.zero_() for a in made])
 # The class of ops in torch.ops.
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -145,9 +129,7 @@ global_module_hooks: tuple[dict[int, Any], ...] = tuple(
 # saved tensor that was modified in place.
 preserve_version_counter = _or("torch.autograd._unsafe_preserve_version_counter", lambda t: nullcontext())
 # Transforms of torch.func.  PyTorch itself refuses our functions of autograd inside a transform, with another message.
-are_functorch_transforms_active = _or(
-    "torch._C._are_functorch_transforms_active", lambda: peek_interpreter_stack() is not None
-)
+are_functorch_transforms_active = _or("torch._C._are_functorch_transforms_active", lambda: False)
 # A tensor inside of a transform of torch.func.  PyTorch's own error follows where one is not recognised.
 is_functorch_wrapped_tensor = _or("torch._C._functorch.is_functorch_wrapped_tensor", lambda t: False)
 # Batches of gradients.  A batch that is not recognised raises an error where its memory is read or written.
@@ -175,11 +157,10 @@ def is_plain_view(x: torch.Tensor) -> bool:
     return _creation_meta(x) == _creation_metas.DEFAULT
 
 
-def _overlaps(x: torch.Tensor) -> int:
-    return int(any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)))
-
-
-debug_has_internal_overlap = _or("torch._debug_has_internal_overlap", _overlaps)
+debug_has_internal_overlap = _or(
+    "torch._debug_has_internal_overlap",
+    lambda x: int(any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True))),
+)
 
 # The number of dispatch modes that see the calls of this thread.  Without it, every call is taken for a seen one.
 len_torch_dispatch_stack = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
@@ -210,12 +191,11 @@ nn = _or("torch._C._nn", _Aten())
 prelu_kernel = _or("torch._prelu_kernel", lambda y, w: torch.where(y > 0, y, w * y))
 
 
-def _prelu_gradients(dz: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.where(y > 0, dz, w * dz), torch.where(y > 0, 0, y * dz)
-
-
 # A call of an overload is the shortest way to an op that has no binding.
-prelu_kernel_backward = _or("torch.ops.aten._prelu_kernel_backward.default", _prelu_gradients)
+prelu_kernel_backward = _or(
+    "torch.ops.aten._prelu_kernel_backward.default",
+    lambda dz, y, w: (torch.where(y > 0, dz, w * dz), torch.where(y > 0, 0, y * dz)),
+)
 # A device that sleeps while the host queues work: it makes measurements steadier.
 cuda_sleep = _or("torch.cuda._sleep", lambda cycles: None)
 

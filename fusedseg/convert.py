@@ -367,14 +367,13 @@ def _is_usual(x: object) -> bool:
     """Whether autograd records ordinary calls of eager mode, which nothing else follows."""
     if not (type(x) is Tensor or type(x) is FakeTensor) or not torch.is_grad_enabled():
         return False
-    if torch.jit.is_tracing() or _torch.peek_interpreter_stack() is not None or has_global_hooks():
+    if torch.jit.is_tracing() or _torch.are_functorch_transforms_active() or has_global_hooks():
         return False
-    return _torch.forward_ad._current_level < 0 and (not _torch.len_torch_dispatch_stack() or _modes_are_known())
-
-
-def _modes_are_known() -> bool:
-    """Whether all dispatch modes only measure memory; others may follow each op, or change what is saved."""
-    return all(isinstance(mode, (FakeTensorMode, LiveBytes)) for mode in _torch.dispatch_modes())
+    if _torch.forward_ad._current_level >= 0:
+        return False
+    # Modes that only measure memory; others may follow each op, or change what is saved.
+    known = (FakeTensorMode, LiveBytes)
+    return not _torch.len_torch_dispatch_stack() or all(isinstance(mode, known) for mode in _torch.dispatch_modes())
 
 
 class FusedStock:

@@ -84,7 +84,7 @@ def compile_ahead(wanted: Sequence[Wanted]) -> None:
 
 
 def _compile_in_threads(wanted: Sequence[Wanted]) -> None:
-    kinds = {(of.launcher, tuple(map(address_of, of.tensors)), of.floats): None for of in wanted}
+    kinds = {(launcher, tuple(map(address_of, tensors)), floats): None for launcher, tensors, floats in wanted}
     with (
         _alone,
         parsing_in_turn(),

@@ -3,12 +3,10 @@
 The blocks depend only on shapes, dtype and device; no call is tuned.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 
-from .launch import least_idle, multiprocessors, on_amd, registers_for, warps_of
+from .launch import Blocks, least_idle, multiprocessors, on_amd, registers_for, warps_of
 
 # Programs per multiprocessor.  With several waves, programs that end early cost less.  Fewer programs leave fewer
 # partial statistics.
@@ -26,39 +24,13 @@ def three(values: tuple[int, ...], first: int) -> tuple[int, int, int]:
     return d, h, w
 
 
-class Window(NamedTuple):
-    """Stride, padding and dilation for each spatial dimension, and groups.  Zeros pad both sides equally."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def pointwise(self, kernel: tuple[int, ...]) -> bool:
-        """Whether the kernel has one tap, which reads the position that it writes."""
-        return set(kernel) == {1} and set(self.stride) == {1} and set(self.padding) == {0}
-
-    def constants(self, kernel: tuple[int, ...]) -> dict[str, int]:
-        """The constexprs of a window: KD to KW (taps), SD to SW (stride), PD to PW (padding), DD to DW (dilation)."""
-        named: dict[str, int] = {}
-        for letter, values in zip("KSPD", (kernel, *self[:3]), strict=True):
-            each = three(values, 0 if letter == "P" else 1)
-            named |= {letter + axis: value for axis, value in zip("DHW", each, strict=True)}
-        return named
-
-
-class ConvBlocks(NamedTuple):
-    """Grid and block sizes of a launch.
-
-    The grid has ``channel_tiles`` tiles of output channels, times ``splits`` runs of ``tiles_per_split`` tiles of rows.
-    ``steps`` is the number of steps in which the input channels of a tap are summed.
-    """
-
-    channel_tiles: int
-    steps: int
-    splits: int
-    tiles_per_split: int
-    meta: dict
+def constants_of(kernel: tuple[int, ...], *window: tuple[int, ...]) -> dict[str, int]:
+    """The constexprs of a kernel's taps (KD to KW), stride (SD to SW), padding (PD to PW) and dilation (DD to DW)."""
+    named: dict[str, int] = {}
+    for letter, values in zip("KSPD", (kernel, *window), strict=True):
+        each = three(values, 0 if letter == "P" else 1)
+        named |= {letter + axis: value for axis, value in zip("DHW", each, strict=True)}
+    return named
 
 
 def conv_blocks(
@@ -70,8 +42,10 @@ def conv_blocks(
     device: torch.device,
     affine: bool = False,
     rows: bool = True,
-) -> ConvBlocks:
+) -> Blocks:
     """The blocks for M output positions.  ``w_shape`` begins with the output channels, and the inputs of a group.
+
+    The grid has a program for each of ``groups`` tiles of output channels and each run of tiles of rows.
 
     ``affine`` says that the epilogue has a scale and a shift; ``rows``, that the input is channels_last.
     """
@@ -95,14 +69,8 @@ def conv_blocks(
         if not affine:
             # By itself the compiler of sm_90 takes 128 registers, so that two programs are resident, and spills.
             meta |= registers_for(256)
-    return dealt(M, C, K, groups, device, meta)
-
-
-def dealt(M: int, C: int, K: int, groups: int, device: torch.device, meta: dict) -> ConvBlocks:
-    """Distributes tiles of the sizes in ``meta`` over as many programs as fill the device."""
-    tiles, channel_tiles = triton.cdiv(M, meta["BLOCK_M"]), triton.cdiv(K, meta["BLOCK_K"]) * groups
+    # The tiles are distributed over as many programs as fill the device.
+    tiles, channel_tiles = triton.cdiv(M, block_m), triton.cdiv(K, block_k) * groups
     splits = min(tiles, max(1, PROGRAMS_PER_SM * multiprocessors(device) // channel_tiles))
     tiles_per_split = triton.cdiv(tiles, splits)
-    return ConvBlocks(
-        channel_tiles, triton.cdiv(C, meta["BLOCK_C"]), triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta
-    )
+    return Blocks(channel_tiles, triton.cdiv(tiles, tiles_per_split), tiles_per_split, meta)

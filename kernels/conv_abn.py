@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .activation import act_fwd
-from .conv import Window, conv_blocks, three
+from .conv import constants_of, conv_blocks, three
 from .launcher import Launcher, plan
 from .norm_act import load_affine, norm_act_fwd
 from .tile import chan_merge
@@ -211,27 +211,29 @@ def strides(layout, size: tuple[int, int, int]) -> tuple[int, ...]:
 @plan
 def conv_plan(shape, w_shape, out_shape, x_layout, layout, geometry, epilogue, tf32, dtype, device, eps, act):
     """The launcher, and the number of parts of statistics that it leaves."""
-    geometry = Window(*geometry)
-    kernel, C = w_shape[2:], w_shape[1]
+    (stride, padding, dilation, groups), kernel, C = geometry, w_shape[2:], w_shape[1]
     N, K = out_shape[:2]
-    M, groups = math.prod(out_shape) // K, geometry.groups
+    M = math.prod(out_shape) // K
     size, out_size = three(shape[2:], 1), three(out_shape[2:], 1)
     x_strides = strides(x_layout, size)
-    reach = (d * (k - 1) * s for d, k, s in zip(geometry.dilation, kernel, x_strides[-len(kernel) :], strict=True))
+    reach = (d * (k - 1) * s for d, k, s in zip(dilation, kernel, x_strides[-len(kernel) :], strict=True))
     index = tl.int64 if max(M, C * x_strides[1] + sum(reach)) >= 2**31 else tl.int32
     stride_on, stride_ok, *_, stride_os = strides(layout, out_size)
     tensor_cores = tf32 or dtype != torch.float32
     blocks = conv_blocks(M, w_shape, groups, dtype, tensor_cores, device, epilogue == "norm", x_layout.rows)
-    constants: dict[str, Any] = geometry.constants(kernel)
+    constants: dict[str, Any] = constants_of(kernel, stride, padding, dilation)
+    # With one tap, positions of the input are those of the output.
+    pointwise = set(kernel) == set(stride) == {1} and set(padding) == {0}
     constants |= {
         "C": C, "K": K // groups, "GROUPS": groups, "INDEX": index,
-        "ALIGNED": geometry.pointwise(kernel) and (M // N) % 16 == 0, "X_ROWS": x_layout.rows, "OUT_ROWS": layout.rows,
+        "ALIGNED": pointwise and (M // N) % 16 == 0, "X_ROWS": x_layout.rows, "OUT_ROWS": layout.rows,
         "EPILOGUE": epilogue, "EPS": eps, "ACT": act[0], "PARAM": act[1], "PRECISION": "tf32" if tf32 else "ieee",
         **blocks.meta,
     }  # fmt: skip
-    sizes = (M, *size, *out_size, *x_strides, stride_on, stride_ok, stride_os, blocks.steps * math.prod(kernel),
-             blocks.tiles_per_split, blocks.splits)  # fmt: skip
-    return Launcher(conv_abn_fwd_kernel, (blocks.channel_tiles, blocks.splits), sizes, constants), blocks.splits
+    steps = triton.cdiv(C, blocks.meta["BLOCK_C"]) * math.prod(kernel)
+    sizes = (M, *size, *out_size, *x_strides, stride_on, stride_ok, stride_os, steps, blocks.tiles_per_split,
+             blocks.splits)  # fmt: skip
+    return Launcher(conv_abn_fwd_kernel, (blocks.groups, blocks.splits), sizes, constants), blocks.splits
 
 
 def launch_conv(x, w, out, x_layout, layout, geometry, epilogue, tf32, conv_bias=None, norm=(None,) * 5, eps=0.0,

@@ -46,12 +46,8 @@ MAX_PLANS = 1024
 Made = TypeVar("Made")
 
 
-def nothing() -> None:
-    pass
-
-
 # What a direct launch calls if one of its addresses is no multiple of 16: another kernel runs then.
-tell_of_odd: Callable[[], None] = nothing
+tell_of_odd: Callable[[], None] = lambda: None  # noqa: E731  another module sets it
 # Functions that clear cached plans, and what was made from plans.
 _clear: list[Callable[[], None]] = []
 
@@ -205,12 +201,8 @@ class Noted(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Wanted(NamedTuple):
-    """A launch that was listed, and not made."""
-
-    launcher: "Launcher"
-    tensors: tuple[Tensor | None, ...]
-    floats: tuple[float, ...]
+# A launch that was listed, and not made: the launcher, and with what it was called.
+Wanted = tuple["Launcher", tuple[Tensor | None, ...], tuple[float, ...]]
 
 
 class Notes:
@@ -278,7 +270,7 @@ class Launcher:
     def __call__(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
         notes = _thread.notes
         if notes is not None and notes.only_lists:
-            notes.wanted.append(Wanted(self, tuple(tensors), floats))
+            notes.wanted.append((self, tuple(tensors), floats))
             return
         direct = KNOWN and _agrees is not False and JITFunction.run is RUN and not is_watched()
         hooked = bool(direct and self._compiled and self._kernel.pre_run_hooks)

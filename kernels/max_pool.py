@@ -20,7 +20,7 @@ import math
 import triton
 import triton.language as tl
 
-from .conv import Window, three
+from .conv import constants_of, three
 from .launch import acc_dtype, row_lanes, warps_of
 from .launcher import Launcher, plan
 from .tile import tiles_of
@@ -252,12 +252,11 @@ def blocks(rows: int, lanes: int, along: int, tile: int) -> tuple[int, dict]:
 
 @plan
 def fwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
-    geometry = Window(*geometry)
     C = shape[1]
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
     L = C if rows else out[2]
     M = math.prod(out_shape) // L
-    named = geometry.constants(kernel)
+    named = constants_of(kernel, *geometry[:3])
     pairs = not rows and (named["KW"], named["SW"], named["PW"], named["DW"]) == (2, 2, 0, 1)
     # A program reads 128 bytes of adjacent channels, or of x along w.
     along = 128 // dtype.itemsize
@@ -275,10 +274,9 @@ def max_pool_fwd(x, z, codes, rows, kernel, geometry):
 
 @plan
 def bwd_plan(shape, out_shape, dtype, rows, kernel, geometry):
-    geometry = Window(*geometry)
     N, C = shape[:2]
     size, out = three(shape[2:], 1), three(out_shape[2:], 1)
-    named = geometry.constants(kernel)
+    named = constants_of(kernel, *geometry[:3])
     cells = []
     for axis, n in zip("DHW", size, strict=True):
         K, S, P, D = (named[letter + axis] for letter in "KSPD")

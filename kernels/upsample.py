@@ -276,7 +276,8 @@ def upsample_bwd_kernel(dy_ptr, dx_ptr, N, C, dy_pitch, dx_pitch, run, a_small, 
             tl.store(dx_ptr + line + dx_rest, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def launcher(kernel, forward, shape, axes, pitches, dtype, device):
+@plan
+def launcher(forward, shape, axes, pitches, dtype, device):
     """The launch for tensors of N x C, with three axes (small, large, step, shift, den, values, readers).
 
     ``pitches`` are those of the tensor that is read and of the result, or None for planes.
@@ -303,24 +304,15 @@ def launcher(kernel, forward, shape, axes, pitches, dtype, device):
               "BLOCK_O": block_o, "BLOCK_I": block_i,
               "num_warps": warps_of(block_o * block_i, max(1, tile // THREADS))}  # fmt: skip
     sizes = (N, C, *pitches, run, *(number for axis in axes for number in axis[:5]))
+    kernel = upsample_fwd_kernel if forward else upsample_bwd_kernel
     return Launcher(kernel, (walks * triton.cdiv(B, run),), sizes, named)
-
-
-@plan
-def fwd_plan(*of):
-    return launcher(upsample_fwd_kernel, True, *of)
-
-
-@plan
-def bwd_plan(*of):
-    return launcher(upsample_bwd_kernel, False, *of)
 
 
 def upsample_fwd(x, y, axes, pitches):
     """Writes y.  ``launcher`` describes the arguments."""
-    fwd_plan(tuple(x.shape[:2]), axes, pitches, x.dtype, x.device)((x, y))
+    launcher(True, tuple(x.shape[:2]), axes, pitches, x.dtype, x.device)((x, y))
 
 
 def upsample_bwd(dy, dx, axes, pitches):
     """Writes dx.  ``launcher`` describes the arguments."""
-    bwd_plan(tuple(dy.shape[:2]), axes, pitches, dy.dtype, dy.device)((dy, dx))
+    launcher(False, tuple(dy.shape[:2]), axes, pitches, dy.dtype, dy.device)((dy, dx))

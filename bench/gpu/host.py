@@ -224,9 +224,9 @@ def call_every_family() -> None:
 
 def cost_of_checks() -> dict[str, dict[str, float]]:
     """The calls in Python, and the microseconds, that a later call of each function takes for its check."""
-    first: dict[str, tuple[at_size.Check, tuple[Any, ...]]] = {}
+    first: dict[str, tuple[at_size.checked, tuple[Any, ...]]] = {}
 
-    def seen(check: at_size.Check, key: object, kernels: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    def seen(check: at_size.checked, key: object, kernels: Callable[..., Any], call: tuple[Any, ...]) -> Any:
         first[f"{check.family}: {kernels.__name__.removeprefix('_launch_')}"] = check, call
         return kernels(*call)
 
@@ -238,7 +238,7 @@ def cost_of_checks() -> dict[str, dict[str, float]]:
         def bare(*given: Any) -> None:
             pass
 
-        run = at_size.checked(check.family, check.kind, check.results)(bare)
+        run = at_size.checked(check.family, check.results, check.kind)(bare)
         at_size._checks.pop().seen.add(check.kind(*call))
         # The two are timed in turns, so that a slow second of the machine counts for both or for none.
         timers = [timeit.Timer(lambda f=f, call=call: f(*call)) for f in (run, bare)]

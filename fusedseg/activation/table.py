@@ -96,10 +96,6 @@ class ActivationRow:
     learned: bool = False
 
 
-def _leaky_relu_inverse(z: Tensor, p: float, out: Tensor | None) -> Tensor:
-    return _nn.leaky_relu(z, 1.0 / p, out=out)
-
-
 def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
     if out is None:
         return aten.leaky_relu_backward.default(dz, z, p, True)
@@ -140,6 +136,22 @@ def _prelu_grad(dz: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> tuple[Tens
     return g, dw.sum(over, dtype=slope.dtype).view_as(slope)
 
 
+def _simple(
+    name: str,
+    module: type[nn.Module],
+    function: Callable[[Tensor], Tensor],
+    forward: Callable[[Tensor], Tensor],
+    backward: Any,
+    *constants: float,
+    **more: Any,
+) -> ActivationRow:
+    """The row of an activation without a number; ``backward`` is aten's op, with its arguments after dz and y."""
+    return ActivationRow(
+        name, module, lambda y, p: function(y), lambda y, p: forward(y),
+        lambda dz, y, p, out: write_gradient(backward, out, dz, y, *constants), **more,
+    )  # fmt: skip
+
+
 _APPROXIMATION = Parameter("approximation", "approximate", "none", {"none": "gelu", "tanh": "gelu_tanh"})
 
 _ROWS = (
@@ -152,7 +164,7 @@ _ROWS = (
         parameter=Parameter("slope", "negative_slope", 0.01),
         keeps_result="in place",
         inverse=Inverse(
-            y=_leaky_relu_inverse,
+            y=lambda z, p, out: _nn.leaky_relu(z, 1.0 / p, out=out),
             grad=_leaky_relu_grad,
             slope=lambda p: min(p, 1.0),
         ),
@@ -209,29 +221,9 @@ _ROWS = (
             grad=lambda dz, z, p, out: dz if out is None else out.copy_(dz),
         ),
     ),
-    ActivationRow(
-        "relu",
-        nn.ReLU,
-        function=lambda y, p: F.relu(y),
-        forward=lambda y, p: torch.relu_(y),
-        grad=lambda dz, y, p, out: write_gradient(aten.threshold_backward, out, dz, y, 0),
-        keeps_result="always",
-    ),
-    ActivationRow(
-        "silu",
-        nn.SiLU,
-        function=lambda y, p: F.silu(y),
-        forward=lambda y, p: _nn.silu_(y),
-        grad=lambda dz, y, p, out: write_gradient(aten.silu_backward, out, dz, y),
-    ),
-    ActivationRow(
-        "gelu",
-        nn.GELU,
-        function=lambda y, p: F.gelu(y),
-        forward=lambda y, p: _nn.gelu_(y),
-        grad=lambda dz, y, p, out: write_gradient(aten.gelu_backward, out, dz, y),
-        parameter=_APPROXIMATION,
-    ),
+    _simple("relu", nn.ReLU, F.relu, torch.relu_, aten.threshold_backward, 0, keeps_result="always"),
+    _simple("silu", nn.SiLU, F.silu, _nn.silu_, aten.silu_backward),
+    _simple("gelu", nn.GELU, F.gelu, _nn.gelu_, aten.gelu_backward, parameter=_APPROXIMATION),
     ActivationRow(
         "gelu_tanh",
         nn.GELU,
@@ -255,19 +247,15 @@ _ROWS = (
         forward=lambda y, p: _nn.hardswish_(y),
         grad=lambda dz, y, p, out: aten.hardswish_backward.default(dz, y),
     ),
-    ActivationRow(
-        "relu6",
-        nn.ReLU6,
-        function=lambda y, p: F.relu6(y),
-        forward=lambda y, p: _nn.hardtanh_(y, 0.0, 6.0),
-        grad=lambda dz, y, p, out: write_gradient(aten.hardtanh_backward, out, dz, y, 0.0, 6.0),
-    ),
-    ActivationRow(
+    _simple("relu6", nn.ReLU6, F.relu6, lambda y: _nn.hardtanh_(y, 0.0, 6.0), aten.hardtanh_backward, 0.0, 6.0),
+    _simple(
         "softplus",
         nn.Softplus,
-        function=lambda y, p: F.softplus(y),
-        forward=lambda y, p: _nn.softplus(y, out=y),
-        grad=lambda dz, y, p, out: write_gradient(aten.softplus_backward, out, dz, y, 1, 20),
+        F.softplus,
+        lambda y: _nn.softplus(y, out=y),
+        aten.softplus_backward,
+        1,
+        20,
         fixed=(("beta", 1.0), ("threshold", 20.0)),
         autocast=False,
     ),

@@ -154,15 +154,11 @@ def _fused_preset(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
     It is not cast afterwards, because PyTorch cannot cast parameters without values.
     """
     before = torch.get_default_dtype()
-    torch.set_default_dtype(_dtype(model))
+    torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
     try:
         return make()
     finally:
         torch.set_default_dtype(before)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def build(source: ModelSource) -> nn.Module:

@@ -9,16 +9,7 @@ from ..planning import Plan, plan
 from ..planning.ways import BACKEND, EAGER, Way
 from ..progress import Progress
 from .command import Refused, add_command, check_new, first_line
-from .models import (
-    DTYPES,
-    OPTIMIZERS,
-    add_choice,
-    add_json,
-    add_model,
-    parse_model,
-    place_of,
-    split_batch,
-)
+from .models import DTYPES, OPTIMIZERS, add_choice, add_json, add_model, parse_model, place_of, split_batch
 from .profile import add_options
 
 

@@ -10,17 +10,7 @@ from ..memory.tables import write_json
 from ..planning import profile
 from ..progress import Progress
 from .command import Parser, Refused, add_command, check_new, first_line
-from .models import (
-    DTYPES,
-    OPTIMIZERS,
-    add_choice,
-    add_json,
-    add_model,
-    batched,
-    parse_model,
-    place_of,
-    shapes_text,
-)
+from .models import DTYPES, OPTIMIZERS, add_choice, add_json, add_model, batched, parse_model, place_of, shapes_text
 
 CODEGENS = ("auto", "aten", "inductor")
 

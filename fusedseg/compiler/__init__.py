@@ -13,5 +13,4 @@ __all__ = ["Graph", "NotCompiled", "Report", "backend", "estimate", "report"]
 _torch.call_around(trace_meta_tensors, name_module)
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

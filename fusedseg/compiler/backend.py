@@ -6,6 +6,7 @@ The entry point group ``torch_dynamo_backends`` names ``backend``, so that no im
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, fx
@@ -166,7 +167,7 @@ def _aten(
         compilers = {
             "fw_compiler": recorder.forward,
             "bw_compiler": recorder.backward,
-            "inference_compiler": recorder.inference,
+            "inference_compiler": partial(recorder.forward, inference=True),
         }
     compilers["inference_compiler"] = _laying_out(compilers["inference_compiler"], settings)
     compilers = {key: _showing(progress, PHASES[key], function) for key, function in compilers.items()}

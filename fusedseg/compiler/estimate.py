@@ -5,7 +5,7 @@ backward recomputes.  It works on shapes alone, so a model without values is eno
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -129,7 +129,7 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
             if asked.by_inductor:
                 options["decompositions"] = parts.decompositions() if asked.bits is None else whole_activations()
             compiler = parts.aot_autograd(
-                fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=divisions.of(asked.codegen),
+                fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partial(divisions.divide, asked.codegen),
                 keep_inference_input_mutations=True, **options,
             )  # fmt: skip
             return compiler(prepare(module, asked, for_gpu=True), example_inputs)
@@ -137,7 +137,9 @@ def _compile(model: nn.Module, inputs: Sequence[Tensor], asked: settings.Setting
         with noting_on(divisions.begin(module, example_inputs)):
             arrays = _arrays_of_numbers(module.graph)
             run = with_least_traffic(module, asked, compiled)
-            return _with_results(run, arrays) if arrays else run
+        if not arrays:
+            return run
+        return lambda *inputs: [arrays.get(place, result) for place, result in enumerate(run(*inputs))]
 
     torch.compiler.reset()
     try:
@@ -161,15 +163,6 @@ def _arrays_of_numbers(graph: fx.Graph) -> dict[int, Any]:
         return {place: arrays[node].numpy() for place, node in enumerate(results) if node in arrays}
 
 
-def _with_results(run: Callable[..., Any], known: Mapping[int, Any]) -> Callable[..., Any]:
-    """A compiled graph that returns the known results in the place of its own."""
-
-    def with_results(*inputs: object) -> list[Any]:
-        return [known.get(place, result) for place, result in enumerate(run(*inputs))]
-
-    return with_results
-
-
 class _Divisions:
     """Divides each captured graph in each way, and with ``stock`` as PyTorch does, and notes what it keeps."""
 
@@ -185,13 +178,7 @@ class _Divisions:
                 of.append((replace(graph), captured))
         return self._found[0][-1][0]
 
-    def of(self, codegen: str | None) -> Callable[..., Any]:
-        """The function that divides joint graphs for a codegen."""
-        return partial(self._divide, codegen)
-
-    def _divide(
-        self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
-    ) -> Any:
+    def divide(self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
         """Divides a joint graph in each way; the model runs with the parts that the last way makes."""
         from .partition import Partition
         from .plan.choose import Known

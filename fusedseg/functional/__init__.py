@@ -28,5 +28,4 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

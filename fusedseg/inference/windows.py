@@ -143,18 +143,12 @@ class Sums:
         for cell in self.windows.cells(window):
             key = tuple(at.start for at in cell.where)
             if key not in self.open:
-                self.open[key] = self._zeros(prediction.shape[0], cell)
+                size, zeros = [at.stop - at.start for at in cell.where], self.own_weights.new_zeros
+                self.open[key] = zeros([prediction.shape[0], *size]), zeros(size)
             self._add(self.open[key], cell, prediction)
             if self.windows.last(cell) == window:
                 predictions, weights = self.open.pop(key)
                 self.finish(cell, predictions.div_(weights))
-
-    def _zeros(self, K: int, cell: Cell) -> tuple[Tensor, Tensor]:
-        size = [at.stop - at.start for at in cell.where]
-        dtype = self.weights.dtype
-        return torch.zeros(K, *size, dtype=dtype, device=self.device), torch.zeros(
-            size, dtype=dtype, device=self.device
-        )
 
     def _add(self, sums: tuple[Tensor, Tensor], cell: Cell, prediction: Tensor) -> None:
         predictions, weights = sums

@@ -10,5 +10,4 @@ from .meter import Footprint, SavedBytes, allocator_peak, measure
 __all__ = ["Footprint", "SavedBytes", "allocator_peak", "checkpoint_blocks", "fake_mode", "measure"]
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -76,25 +76,7 @@ class Compared(NamedTuple):
     says: Tensor
 
 
-class Check(NamedTuple):
-    """How the calls of a function that launches kernels are compared.
-
-    family: the family of kernels, as in ``_backend.use_triton``.
-    kind: what a call has in common with those for which it stands.
-    results: (what the function returned, the arguments, the arguments of ``before``) -> the parts of the results.
-    before: the arguments with copies of what the kernels write over.
-    seen, tries: the kinds that need no more comparison, and the number of calls that were compared.
-    """
-
-    family: str
-    kind: Callable[..., Hashable]
-    results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]]
-    before: Callable[..., tuple[Any, ...]]
-    seen: set[Hashable]
-    tries: Counter[Hashable]
-
-
-_checks: list[Check] = []
+_checks: list["checked"] = []
 # Whether a launch had an address that is no multiple of 16.
 _has_odd = False
 # What has been compared, and what could not be.
@@ -122,28 +104,38 @@ def forms(*call: Any) -> tuple[Hashable, ...]:
     return tuple(key)
 
 
-def checked(
-    family: str,
-    results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]],
-    kind: Callable[..., Hashable] = forms,
-    before: Callable[..., tuple[Any, ...]] = untouched,
-) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Decorates a function that launches kernels.  The arguments are those of ``Check``."""
-    check = Check(family, kind, results, before, set(), Counter())
-    _checks.append(check)
-    seen = check.seen
+class checked:
+    """Decorates a function that launches kernels, whose calls are compared.
 
-    def decorate(kernels: Callable[..., Found]) -> Callable[..., Found]:
+    family: the family of kernels, as in ``_backend.use_triton``.
+    results: (what the function returned, the arguments, the arguments of ``before``) -> the parts of the results.
+    kind: what a call has in common with those for which it stands.
+    before: the arguments with copies of what the kernels write over.
+    seen, tries: the kinds that need no more comparison, and the number of calls that were compared.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        results: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Iterator[Compared]],
+        kind: Callable[..., Hashable] = forms,
+        before: Callable[..., tuple[Any, ...]] = untouched,
+    ) -> None:
+        self.family, self.results, self.kind, self.before = family, results, kind, before
+        self.seen, self.tries = set[Hashable](), Counter[Hashable]()
+        _checks.append(self)
+
+    def __call__(self, kernels: Callable[..., Found]) -> Callable[..., Found]:
+        kind, seen = self.kind, self.seen
+
         @functools.wraps(kernels)
         def run(*call: Any) -> Found:
             key = kind(*call)
             if _has_odd:
                 key = _with_addresses(key, call)
-            return kernels(*call) if key in seen else _first(check, key, kernels, call)
+            return kernels(*call) if key in seen else _first(self, key, kernels, call)
 
         return run
-
-    return decorate
 
 
 def _met_odd() -> None:
@@ -180,7 +172,7 @@ def forget() -> None:
 _backend.at_forget(forget)
 
 
-def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tuple[Any, ...]) -> Found:
+def _first(check: checked, key: Hashable, kernels: Callable[..., Found], call: tuple[Any, ...]) -> Found:
     """Calls the kernels for the first time, and compares their results if that can be done now."""
     from ..kernels import launcher
 
@@ -214,7 +206,7 @@ def _first(check: Check, key: Hashable, kernels: Callable[..., Found], call: tup
     return found
 
 
-def _tried(check: Check, x: Tensor, compute: Callable[[], Found]) -> Found | None:
+def _tried(check: checked, x: Tensor, compute: Callable[[], Found]) -> Found | None:
     """What ``compute`` returns; None if memory is short, or if PyTorch's ops fail, which must not end a step."""
     try:
         with _unseen(x):
@@ -250,19 +242,13 @@ def _has_memory(x: Tensor) -> bool:
 @contextmanager
 def _unseen(x: Tensor) -> Iterator[None]:
     """A context for PyTorch's ops that no mode and no autograd sees, and that may wait for the device."""
-    forbids = torch.cuda.get_sync_debug_mode() if x.is_cuda else 0
-    if forbids:
-        torch.cuda.set_sync_debug_mode(0)
     autocast = torch.autocast(x.device.type, enabled=False)
-    try:
-        with _backend.launching(x), _torch.no_dispatch_modes(), torch.no_grad(), autocast:
-            yield
-    finally:
-        if forbids:
-            torch.cuda.set_sync_debug_mode(forbids)
+    unseen = _torch.no_dispatch_modes()
+    with _backend.may_wait(x.device), _backend.launching(x), unseen, torch.no_grad(), autocast:
+        yield
 
 
-def _judged(check: Check, found: Any, call: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
+def _judged(check: checked, found: Any, call: tuple[Any, ...], before: tuple[Any, ...]) -> str | None:
     """What is wrong, whose values are replaced, or ""; None if nothing is wrong, and some values say nothing."""
     names, verdicts = [], []
     for name, mine, exact, close, says in check.results(found, call, before):

@@ -18,14 +18,10 @@ from .double_backward import is_batch
 LEAST_BYTES = 2**20
 
 
-def _holders(t: Tensor) -> int:
-    return _torch.storage_use_count(t.untyped_storage()._cdata)
-
-
 def _counts(tensors: list[Tensor]) -> tuple[int, int, int]:
     """The numbers of references to ``tensors[0]`` from Python, of references from C++, and of holders of its memory."""
     t: Any = tensors[0]
-    return sys.getrefcount(t), t._use_count(), _holders(t)
+    return sys.getrefcount(t), t._use_count(), _torch.storage_use_count(t.untyped_storage()._cdata)
 
 
 class _AloneProbe(torch.autograd.Function):

@@ -146,13 +146,9 @@ def serves(t: Tensor, small: Sequence[int], linear: Linear) -> bool:
         return False
     axes = linear.axes(small)
     # The offsets of positions, and of the values of a line, are 32 bits wide.
-    largest = max(max(prod(axis[k] for axis in axes), axes[2][k] * _widest(t)) for k in (0, 1))
+    widest = max(t.shape[1], t.stride(-1), 1)
+    largest = max(max(prod(axis[k] for axis in axes), axes[2][k] * widest) for k in (0, 1))
     return largest < 2**31 and all(axis.fits for axis in axes)
-
-
-def _widest(t: Tensor) -> int:
-    """The largest distance of two positions in memory."""
-    return max(t.shape[1], t.stride(-1), 1)
 
 
 def suggested(t: Tensor, shape: Sequence[int]) -> Tensor:

@@ -14,5 +14,4 @@ from .profile import Profile, profile
 __all__ = ["Plan", "Profile", "plan", "profile"]
 
 
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

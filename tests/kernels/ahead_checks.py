@@ -269,13 +269,13 @@ def two_threads_put_the_parser_back() -> None:
     first_in, first_out, second_in = (threading.Event() for _ in range(3))
 
     def compile_first() -> None:
-        ahead.compile_ahead([launcher.Wanted(Waiting(first_in, second_in), (), ())])
+        ahead.compile_ahead([(Waiting(first_in, second_in), (), ())])
         first_out.set()
 
     first = threading.Thread(target=compile_first)
     first.start()
     assert first_in.wait(5)
-    ahead.compile_ahead([launcher.Wanted(Waiting(second_in, first_out), (), ())])
+    ahead.compile_ahead([(Waiting(second_in, first_out), (), ())])
     first.join()
     assert JITFunction.parse is original
 

@@ -58,9 +58,9 @@ def _given(node: fx.Node) -> tuple[object, object, object] | None:
 
 
 def _removes(over: Statistic, x: object) -> bool:
-    """Whether norms of these statistics remove a constant that is added to a channel of a node."""
+    """Whether norms of these statistics remove a constant of a channel of a node, which alone has a mean."""
     value = captured_value_of(x)
-    return value is not None and _torch.known(over.removes_constants(value.shape[1]))
+    return value is not None and _torch.known(over.groups_of(value.shape[1]) == value.shape[1])
 
 
 class _NoEffect(torch.autograd.Function):
@@ -95,17 +95,13 @@ def with_bias(mean: Tensor, bias: Tensor) -> Tensor:
     return mean + bias.detach().to(mean.dtype)
 
 
-def without_gradient(bias: Tensor) -> Tensor:
-    """The bias of a convolution whose gradient is zeros."""
-    return without_effect(bias.detach(), bias)
-
-
 # Ops, because AOTAutograd's cache takes no functions of other packages.  The tracer looks into them.
 without_effect_op = _torch.composite_op(
     "fusedseg::without_effect", "(Tensor(a) x, Tensor bias) -> Tensor(a)", without_effect
 )
+# The bias of a convolution whose gradient is zeros.
 without_gradient_op = _torch.composite_op(
-    "fusedseg::without_gradient", "(Tensor(a) bias) -> Tensor(a)", without_gradient
+    "fusedseg::without_gradient", "(Tensor(a) bias) -> Tensor(a)", lambda bias: without_effect(bias.detach(), bias)
 )
 move_op = _torch.composite_op(
     "fusedseg::move_mean", "(Tensor(a!) running_mean, Tensor bias, float momentum) -> ()", move_mean

@@ -51,22 +51,13 @@ def _interpolate(*args: Any, **kwargs: Any) -> Tensor:
     if call is None:
         return F.interpolate(*args, **kwargs)
     x, _, _, mode, _ = call
-    if _is_served(x, mode):
+    casts = x.is_cpu and torch.is_autocast_enabled("cpu")
+    if x.is_floating_point() and not casts and upsample.is_served(x.device, mode, x.dim() - 2):
         return upsample.interpolate_op(*call)
-    if not (torch.is_grad_enabled() and x.requires_grad) or _adds_in_half(x):
+    # PyTorch's interpolation on a CPU adds in half precision.
+    if not (torch.is_grad_enabled() and x.requires_grad) or casts or (x.is_cpu and x.dtype in HALF):
         return F.interpolate(*args, **kwargs)
     return _Interpolation.apply(*call)
-
-
-def _is_served(x: Tensor, mode: str) -> bool:
-    if not x.is_floating_point() or (x.is_cpu and torch.is_autocast_enabled("cpu")):
-        return False
-    return upsample.is_served(x.device, mode, x.dim() - 2)
-
-
-def _adds_in_half(x: Tensor) -> bool:
-    """Whether PyTorch's interpolation of ``x`` adds in half precision."""
-    return x.is_cpu and (x.dtype in HALF or torch.is_autocast_enabled("cpu"))
 
 
 # Its arguments as types of an op: what may be one number or several is a list of numbers.

@@ -49,14 +49,11 @@ class Recorder:
         # The device on which forward is recorded; None if it is not.  Otherwise what it keeps has no fixed addresses.
         self._device: torch.device | None = None
 
-    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-        """Forward before a backward; parameters and buffers of the model have fixed addresses."""
-        made, self._device = _compiled(module, inputs, _of_the_model())
-        return made
-
-    def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-        """Forward without a backward."""
-        made, _ = _compiled(module, inputs, _of_the_model(), inference=True)
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any], inference: bool = False) -> Run:
+        """Forward, with ``inference`` without a backward; parameters and buffers have fixed addresses."""
+        # As AOTAutograd knows their places among the inputs.
+        static = _torch.cuda_graph_parts().TracingContext.get().fw_metadata.static_input_indices
+        made, self._device = _compiled(module, inputs, static, inference=inference)
         return made
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
@@ -67,11 +64,6 @@ class Recorder:
         static = [i for i, node in enumerate(places) if not is_gradient(node)]
         made, device = _compiled(module, inputs, static, backward=True)
         return _after_a_recording(made, self._device) if device is None else made
-
-
-def _of_the_model() -> Sequence[int]:
-    """The places of parameters and buffers among the inputs of forward, as AOTAutograd knows them."""
-    return _torch.cuda_graph_parts().TracingContext.get().fw_metadata.static_input_indices
 
 
 def _compiled(

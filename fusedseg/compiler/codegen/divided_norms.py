@@ -58,12 +58,17 @@ def write_statistics(graph: fx.Graph) -> int:
             buffer = node.args[0]
             copy = copies[buffer]
             alone = set(node.users) == {copy} and not node.kwargs and set(buffer.users) == {node, copy}
-            if alone and buffer.op == "placeholder" and _is_counter(value_of(buffer), value_of(node)):
+            value, more = value_of(buffer), value_of(node)
+            scalars = isinstance(value, Tensor) and value.dim() == more.dim() == 0 and value.dtype == more.dtype
+            if alone and buffer.op == "placeholder" and scalars:
                 graph.erase_node(copy)
                 node.target = aten.add_.Tensor
                 count += 1
     for buffer, added in taken:
-        _add_at_the_end(graph, buffer, added)
+        with graph.inserting_before(graph.output_node()):
+            late = graph.call_function(aten.add_.Tensor, (buffer, *added.args[1:]), dict(added.kwargs))
+        late.meta["val"] = value_of(buffer)
+        graph.erase_node(added)
     return count
 
 
@@ -89,17 +94,6 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             added.update_arg(0, more)
             taken.append((buffer, added))
     return taken
-
-
-def _add_at_the_end(graph: fx.Graph, buffer: fx.Node, added: fx.Node) -> None:
-    with graph.inserting_before(graph.output_node()):
-        late = graph.call_function(aten.add_.Tensor, (buffer, *added.args[1:]), dict(added.kwargs))
-    late.meta["val"] = value_of(buffer)
-    graph.erase_node(added)
-
-
-def _is_counter(buffer: object, more: Tensor) -> bool:
-    return isinstance(buffer, Tensor) and buffer.dim() == more.dim() == 0 and buffer.dtype == more.dtype
 
 
 def _norm(

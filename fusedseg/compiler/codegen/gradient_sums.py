@@ -17,16 +17,7 @@ from torch import fx
 from ... import _backend
 from ...ops.layout import layout_of, pitch_of
 from ...ops.norm.graph import Backward, GradientCall
-from ..graph import (
-    calls_view,
-    has_same_form,
-    has_symbols,
-    is_tensor,
-    items_of,
-    nbytes_of,
-    nodes_from,
-    value_of,
-)
+from ..graph import calls_view, has_same_form, has_symbols, is_tensor, items_of, nbytes_of, nodes_from, value_of
 from ..plan.liveness import Liveness
 from .in_place import Memory
 

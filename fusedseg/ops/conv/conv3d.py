@@ -138,21 +138,23 @@ def reference_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return aten.convolution_backward(dy, x, weight, None, *PLAIN, [True, False, False])[0]
 
 
-def _is_faster(what: str, x: Tensor, weight: Tensor, has_bias: bool, run: Callable[[str], Tensor]) -> bool:
-    """Whether the kernel is right and faster for such a call.  ``run`` computes it by "triton" or "aten"."""
+def _is_faster(
+    what: str, by_kernel: Callable[..., Tensor], by_vendor: Callable[..., Tensor], x: Tensor, weight: Tensor, *bias: Any
+) -> bool:
+    """Whether the kernel is right and faster for a call with these tensors."""
+
+    def run(backend: str) -> Tensor:
+        return (by_kernel if backend == "triton" else by_vendor)(x, weight, *bias)
+
     of = {"log2_positions": (x.shape.numel() // x.shape[1] - 1).bit_length(), "channels": tuple(weight.shape[:2])}
-    return choice.is_faster(what, x, run, dtype=x.dtype, **of, has_bias=has_bias)
+    return choice.is_faster(what, x, run, dtype=x.dtype, **of, has_bias=any(v is not None for v in bias))
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     """``aten.convolution``; ``given`` is ``Arguments``."""
-    if Arguments(*given).served(x, weight):
-
-        def run(backend: str) -> Tensor:
-            return (forward if backend == "triton" else reference_forward)(x, weight, bias)
-
-        if _is_faster("conv3d", x, weight, bias is not None, run):
-            return forward(x, weight, bias)
+    call = x, weight, bias
+    if Arguments(*given).served(x, weight) and _is_faster("conv3d", forward, reference_forward, *call):
+        return forward(*call)
     return torch.convolution(x, weight, bias, *given)
 
 
@@ -165,16 +167,13 @@ def convolution_backward(
     """
     *shared, (need_x, *need_others) = given
     served = need_x and Arguments(*shared).served(x, weight)
-    if served and dy.dtype == x.dtype and dy.is_contiguous(memory_format=CHANNELS_LAST):
-
-        def run(backend: str) -> Tensor:
-            return (input_gradient if backend == "triton" else reference_input_gradient)(dy, weight)
-
-        if _is_faster("conv3d input gradient", dy, weight, False, run):
-            dw = dbias = None
-            if any(need_others):
-                _, dw, dbias = aten.convolution_backward(dy, x, weight, bias_sizes, *shared, [False, *need_others])
-            return input_gradient(dy, weight), dw, dbias
+    of_input = input_gradient, reference_input_gradient, dy, weight
+    dense = served and dy.dtype == x.dtype and dy.is_contiguous(memory_format=CHANNELS_LAST)
+    if dense and _is_faster("conv3d input gradient", *of_input):
+        dw = dbias = None
+        if any(need_others):
+            _, dw, dbias = aten.convolution_backward(dy, x, weight, bias_sizes, *shared, [False, *need_others])
+        return input_gradient(dy, weight), dw, dbias
     return aten.convolution_backward(dy, x, weight, bias_sizes, *given)
 
 

@@ -32,7 +32,7 @@ from ... import _backend, _torch
 from ..._backend import Backend
 from .. import reuse
 from . import conv3d
-from .geometry import Geometry, is_pointwise, output_format
+from .geometry import Geometry, output_format
 from .sources import Interpolated, Source, concatenated, enlarges_of, is_tensor, samples_of, shape_of, tensors_of
 
 aten = torch.ops.aten
@@ -174,7 +174,8 @@ def commutes(source: Source, w: Tensor, geometry: Geometry) -> bool:
     """Whether a convolution with this weight may run before the interpolation of its source, and is faster there."""
     if not isinstance(source, Interpolated) or geometry.groups > 1 or w.shape[0] > source.shape[1]:
         return False
-    return is_pointwise(w.shape[2:], geometry) and source.x.numel() < source.shape.numel()
+    pointwise = all(n == 1 for n in (*w.shape[2:], *geometry.stride)) and not any(geometry.padding)
+    return pointwise and source.x.numel() < source.shape.numel()
 
 
 class Term(NamedTuple):

@@ -120,12 +120,6 @@ def check_convolution(
     return result
 
 
-def is_pointwise(kernel: Sequence[int], geometry: Geometry) -> bool:
-    """Whether each value of a convolution depends on one position."""
-    ones = *kernel, *geometry.stride
-    return all(n == 1 for n in ones) and not any(geometry.padding)
-
-
 def output_format(x: Tensor, w: Tensor) -> torch.memory_format:
     """The memory format of the result: channels_last if x or w is, as in aten's convolutions; otherwise contiguous."""
     return FORMATS[x.dim()] if suggests_channels_last(x) or suggests_channels_last(w) else torch.contiguous_format

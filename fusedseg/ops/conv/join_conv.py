@@ -14,7 +14,6 @@ from .geometry import RawGeometry, check_convolution
 from .sources import (
     Convolution,
     Source,
-    cast_sources,
     check_agree,
     concatenated,
     enlarges_of,
@@ -134,7 +133,8 @@ def autocast(
     dtype = autocast_dtype(w, *tensors_of(sources))
     if dtype is None:
         return sources, w, bias
-    return cast_sources(sources, dtype), cast(w, dtype), None if bias is None else bias.to(dtype)
+    sources = sources_of([tensor.to(dtype) for tensor in tensors_of(sources)], enlarges_of(sources))
+    return sources, cast(w, dtype), None if bias is None else bias.to(dtype)
 
 
 def join_conv(call: Convolution) -> Tensor:

@@ -145,10 +145,6 @@ def sources_of(tensors: Sequence[Tensor], enlarges: Sequence[Enlarge | None]) ->
     return tuple(tensor if enlarge is None else Interpolated(tensor, *enlarge) for tensor, enlarge in pairs)
 
 
-def cast_sources(sources: Sequence[Source], dtype: torch.dtype) -> tuple[Source, ...]:
-    return sources_of([tensor.to(dtype) for tensor in tensors_of(sources)], enlarges_of(sources))
-
-
 def samples_of(sources: tuple[Source, ...], n: slice) -> tuple[Source, ...]:
     """A range of the samples of each source."""
     if n == slice(None):

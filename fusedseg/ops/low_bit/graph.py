@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ... import _backend
 from ..at_size import PART, TINY, Compared, Rounded, U, checked
-from ..check import wide_dtype
+from ..check import has_values, wide_dtype
 from ..layout import laid_out
 from ..registry import Result, family, graph_op
 from ..self_test.cases import SHAPE, TOLERANCE, image
@@ -159,9 +159,14 @@ def is_moved(t: Tensor, unit: str) -> bool:
     return t.dim() > 1 and t.numel() > 0 and _is_in_other_order(t, lines_of(t, unit))
 
 
+def _is_computed(t: Tensor) -> bool:
+    """Whether there is something to compute, or a launch to list.  Of symbolic sizes nothing is asked."""
+    return (has_values(t) or _backend.lists_launches(t, FAMILY)) and t.numel() > 0
+
+
 def pack(t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes, and the lowest and the highest value of each group."""
-    if t.numel() == 0:
+    if not _is_computed(t):
         return packed_like(t, bits, unit)
     lines = lines_of(t, unit)
     flat = t.movedim(1, -1).flatten() if _is_in_other_order(t, lines) else _flat(t)
@@ -190,18 +195,12 @@ def _round(t, bits, key, place, kink, unit, stride):
     return pack(_laid_out(t, stride), kink, bits, unit, mixed(int(key), place))
 
 
-def _fake_round(t, bits, key, place, kink, unit, stride):
-    if _backend.lists_launches(t, FAMILY):
-        # The key has no value there, and none is needed.
-        return pack(_laid_out(t, stride), kink, bits, unit, place)
-    return packed_like(_laid_out(t, stride), bits, unit)
-
-
 round_op = graph_op(
     "low_bit_round(Tensor t, int bits, Tensor key, int place, Tensor? kink, str unit, SymInt[] stride)"
     " -> (Tensor, Tensor, Tensor)",
     _round,
-    _fake_round,
+    # The key has no value there, and none is needed.
+    fake=lambda t, bits, key, place, kink, unit, stride: pack(_laid_out(t, stride), kink, bits, unit, place),
     row={"reads": "follows", "cheap": False},
 )
 
@@ -209,9 +208,9 @@ round_op = graph_op(
 def unpack(packed, kink, bits, unit, size, stride):
     codes, lowest, _ = packed
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
-    lines = lines_of(t, unit)
-    if t.numel() == 0:
+    if not _is_computed(t):
         return t
+    lines = lines_of(t, unit)
     moved = t.new_empty(t.movedim(1, -1).shape).movedim(-1, 1) if _is_in_other_order(t, lines) else t
     if not _backend.use_triton(t, FAMILY):
         reference.unpack(packed, kink, lines, bits, _flat(moved))
@@ -220,17 +219,10 @@ def unpack(packed, kink, bits, unit, size, stride):
     return t if moved is t else t.copy_(moved)
 
 
-def _fake_unpack(codes, lowest, highest, kink, bits, unit, size, stride):
-    if _backend.lists_launches(lowest, FAMILY):
-        return unpack((codes, lowest, highest), kink, bits, unit, size, stride)
-    return torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
-
-
 unpack_op = graph_op(
     "low_bit_unpack(Tensor codes, Tensor lowest, Tensor highest, Tensor? kink, int bits, str unit, SymInt[] size,"
     " SymInt[] stride) -> Tensor",
     lambda codes, lowest, highest, *call: unpack((codes, lowest, highest), *call),
-    _fake_unpack,
 )
 
 
@@ -248,6 +240,8 @@ def kink_of(x, mean, rstd, weight, bias, of_samples):
     """
     wide = wide_dtype(mean.dtype)
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
+    if not has_values(mean) and not _backend.lists_launches(mean, FAMILY):
+        return mean.new_empty(channels, dtype=wide)
     if channels and _backend.use_triton(mean, FAMILY):
         kink = mean.new_empty(channels, dtype=wide)
         _launch_kink(*(None if v is None else v.contiguous() for v in (mean, rstd, weight, bias)), kink)
@@ -270,17 +264,9 @@ def _kink_by_aten(
     return mean - shift.repeat(channels // shift.numel()) / rstd
 
 
-def _fake_kink(x, mean, rstd, weight, bias, of_samples):
-    if _backend.lists_launches(mean, FAMILY):
-        return kink_of(x, mean, rstd, weight, bias, of_samples)
-    count = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
-    return mean.new_empty(count, dtype=wide_dtype(mean.dtype))
-
-
 norm_kink = graph_op(
     "norm_kink(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool of_samples) -> Tensor",
     kink_of,
-    _fake_kink,
 )
 
 

@@ -109,12 +109,9 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
-    if not _is_computed(x):
-        return z, codes
-    if not _backend.use_triton(x, FAMILY):
-        aten_max_pool.forward(x, z, codes, rows, pool)
-        return z, codes
-    _launch_forward(x, z, codes, rows, pool)
+    if _is_computed(x):
+        run = _launch_forward if _backend.use_triton(x, FAMILY) else aten_max_pool.forward
+        run(x, z, codes, rows, pool)
     return z, codes
 
 
@@ -126,13 +123,9 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
     """dx, with the spatial size ``size``.  ``window`` has the fields of a ``Pool``."""
     pool = _pool(*window)
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
-    if not _is_computed(dx):
-        return dx
-    dz, codes = _dense_as(dz, rows), _dense_as(codes, rows)
-    if not _backend.use_triton(dz, FAMILY):
-        aten_max_pool.backward(dz, codes, dx, rows, pool)
-        return dx
-    _launch_backward(dz, codes, dx, rows, pool)
+    if _is_computed(dx):
+        run = _launch_backward if _backend.use_triton(dz, FAMILY) else aten_max_pool.backward
+        run(_dense_as(dz, rows), _dense_as(codes, rows), dx, rows, pool)
     return dx
 
 
@@ -166,10 +159,9 @@ class MaxPoolFunction(torch.autograd.Function):
             return None, None
         (codes,) = ctx.saved_tensors
         refuse_batches(OP, dz)
-        if torch.is_grad_enabled():
-            # Backward itself is differentiated, and the op has a gradient.
-            return max_pool_backward_op(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
-        return backward(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
+        # If backward itself is differentiated, the op has a gradient.
+        run = max_pool_backward_op if torch.is_grad_enabled() else backward
+        return run(dz, codes, ctx.size, ctx.rows, *ctx.pool), None
 
 
 # The fields of a ``Pool`` in the schemas of the ops.
@@ -256,10 +248,7 @@ def parse_pool(
     pool = Pool(kernel, steps, parsed("padding", padding, 0), parsed("dilation", dilation, 1), bool(ceil_mode))
     if any(2 * p > k for p, k in zip(pool.padding, kernel, strict=True)):
         raise ValueError(f"{op}: padding must be at most half of kernel_size {kernel}, got {pool.padding}")
-    positions = 1
-    for k in kernel:
-        positions *= k
-    if positions > MAX_POSITIONS:
+    if math.prod(kernel) > MAX_POSITIONS:
         raise ValueError(
             f"{op}: kernel_size must have at most {MAX_POSITIONS} positions, which one byte can number, got {kernel}; "
             f"use torch.nn.MaxPool{dims}d"

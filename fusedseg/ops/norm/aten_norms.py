@@ -45,7 +45,10 @@ Tile = tuple[slice, slice, slice]
 
 
 def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
-    """z, the statistics, and xhat of the kept channels.  An op that keeps its output writes z into ``out``."""
+    """z, the statistics, and xhat of the kept channels.  An op that keeps its output writes z into ``out``.
+
+    If ``norm.own`` is True, the running statistics move and the batch is counted, where they are given.
+    """
     x = given.x
     # ``out`` may be x, so what backward cannot find in z is copied first.
     lost = None if kept is None else norm.over.view(x)[:, kept.index.to(x.device)]
@@ -147,7 +150,7 @@ def _xhat_of(lost: Tensor, kept: Kept, z: Tensor, stats: Statistics, norm: Norm)
 
 
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
-    """z from x and its statistics, in ``out``, which may be x, or in new memory."""
+    """z of an op that keeps its input, with the bits of forward, in ``out``, which may be x, or in new memory."""
     z = torch.empty_like(given.x) if out is None else out
     call, zv = _Call(given, stats, norm, None), norm.over.view(z)
     for tile in _tiles(zv):
@@ -156,7 +159,7 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
 
 
 def backward(call: BackwardCall) -> Gradients:
-    """The gradients, in the dtypes of the parameters."""
+    """The gradients, in the dtypes of the parameters; dz and the residual stay, unless ``call.into`` is one of them."""
     dz, given, stats, norm, kept, needs, into, also, _, exchange = call
     if also is not None:
         dz = dz + also
@@ -172,13 +175,14 @@ def backward(call: BackwardCall) -> Gradients:
     for tile in planes or ():
         _of_planes(tensors, norm, tile, sums, dzv, dxv, drv)
     dbias, dweight = sums.of_channels()
-    return Gradients(
-        dx,
-        None if given.weight is None else cast(dweight, given.weight.dtype),
-        None if given.bias is None else cast(dbias, given.bias.dtype),
-        dresidual,
-        None if given.slope is None else cast(sums.dslope, given.slope.dtype),
-    )
+    dslope = None if given.slope is None else cast(sums.dslope, given.slope.dtype)
+    return _of_parameters(given, dx, dweight, dbias)._replace(dresidual=dresidual, dslope=dslope)
+
+
+def _of_parameters(given: Operands, dx: Tensor, dweight: Tensor, dbias: Tensor) -> Gradients:
+    """The gradients of x and of the parameters, in the dtypes of these."""
+    pairs = ((dweight, given.weight), (dbias, given.bias))
+    return Gradients(dx, *(None if v is None else cast(dv, v.dtype) for dv, v in pairs))
 
 
 def _of_planes(
@@ -252,11 +256,7 @@ def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     gv.copy_((gv - s1 / m - xhat.mul_(s2 / m)).mul_(tensors.scale))
     # Results of an op must not share memory.
     dbias, dweight = (s.view(-1, given.x.shape[1]).sum(0) for s in sums)
-    return Gradients(
-        g,
-        None if given.weight is None else cast(dweight, given.weight.dtype),
-        None if given.bias is None else cast(dbias, given.bias.dtype),
-    )
+    return _of_parameters(given, g, dweight, dbias)
 
 
 def moments(x: Tensor) -> Tensor:

@@ -200,11 +200,6 @@ def cast(v: Tensor | None, dtype: torch.dtype) -> Any:
     return v if v is None or v.dtype == dtype else v.to(dtype)
 
 
-def variance_of(rstd: Tensor, norm: Norm) -> Tensor:
-    """The variance without Bessel's correction."""
-    return (rstd**-2 - norm.eps).clamp_min(0.0)
-
-
 def move_running(given: Operands, norm: Norm, mean: Tensor | None, var: Tensor, count: int | Tensor) -> None:
     """Moves the running statistics towards the statistics of x, or towards their averages over the samples of x.
 

@@ -1,9 +1,13 @@
 """Forward and backward of the norm op, and the choice of who computes them: ``triton.py`` or ``aten_norms.py``.
 
 The autograd Function of eager mode, and the ops of compiled graphs, call ``forward`` and ``backward`` (``eager.py``).
+
+Both implementations have the same functions.  All tensors that these get are dense and not empty, the residual and the
+gradient of z have the strides of x, and the elements of vectors are adjacent.  They ignore ``norm.process_group``,
+because the statistics of all processes are passed to them as running statistics.
 """
 
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,39 +20,7 @@ from .call import BackwardCall, Gradients, Norm, Operands, Statistics, adjacent,
 from .kept import Kept
 
 
-class Implementation(Protocol):
-    """The functions of ``triton.py`` and of ``aten_norms.py``.
-
-    All tensors are dense and not empty, and the elements of vectors are adjacent in memory.  An implementation ignores
-    ``norm.process_group``, because the statistics of all processes are passed to it as running statistics.
-    """
-
-    def forward(self, given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Tensor, Statistics]:
-        """z and the statistics.  An op that keeps its output writes z into ``out``, which may be x.
-
-        The residual has the strides of x.  If ``norm.own`` is True, the running statistics move and the batch is
-        counted, where they are given.
-        """
-        ...
-
-    def recompute(self, given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
-        """z of an op that keeps its input, with the bits of forward, in ``out``, which may be x, or in new memory."""
-        ...
-
-    def backward(self, call: BackwardCall) -> Gradients:
-        """The gradients, in the dtypes of the parameters.
-
-        ``call.dz`` and the residual have the strides of ``call.given.x``, and are not changed, unless ``call.into`` is
-        one of them.
-        """
-        ...
-
-    def moments(self, x: Tensor) -> Tensor:
-        """(count, mean, M2) per channel of each part of the values of ``x``, in one tensor (parts, 3, C)."""
-        ...
-
-
-def implementation_of(x: Tensor, act: Activation | None = None) -> Implementation:
+def implementation_of(x: Tensor, act: Activation | None = None) -> ModuleType:
     """The module that serves ``x``.  ``act=None`` asks without an activation."""
     # No kernel computes the gradient of a learned slope.
     learned = act is not None and TABLE[act.name].learned

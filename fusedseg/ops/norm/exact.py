@@ -56,14 +56,6 @@ def copied(given: Operands, over: Tensor | None) -> Operands:
     return given._replace(x=copy_of(given.x, over), running_mean=mean, running_var=var, batches=batches)
 
 
-def before_forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) -> tuple[Any, ...]:
-    return copied(given, out), norm, kept
-
-
-def before_recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> tuple[Any, ...]:
-    return copied(given, out), stats, norm
-
-
 def copy_of(t: Tensor, over: Tensor | None) -> Tensor:
     return t if over is None or t.data_ptr() != over.data_ptr() else t.detach().clone()
 
@@ -229,6 +221,11 @@ def recompute(found: Tensor, now: tuple[Any, ...], before: tuple[Any, ...]) -> I
     for part in _parts(given, norm):
         _, y = part.normalised(part.each(stats.mean), part.each(stats.rstd))
         yield part.activated(y).near("z", found[:, part.a : part.b])
+
+
+def before_forward(given: Operands, *call: Any) -> tuple[Any, ...]:
+    """The arguments of ``forward`` or ``recompute`` without the last one, the memory that they write to."""
+    return copied(given, call[-1]), *call[:-1]
 
 
 def before_backward(call: BackwardCall) -> tuple[BackwardCall]:

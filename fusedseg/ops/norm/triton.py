@@ -16,7 +16,7 @@ from ..layout import Layout, layout_of, pitch_of
 from ..registry import Result, family
 from ..self_test.cases import EPS, FORMATS, MOMENTUM, SHAPE, SLOPE, TOLERANCE, image, parameters, stock
 from . import exact
-from .call import BackwardCall, Gradients, Norm, Operands, Statistics, move_running, stats_dtype, variance_of
+from .call import BackwardCall, Gradients, Norm, Operands, Statistics, move_running, stats_dtype
 from .kept import Kept
 
 # The second family has the kernel of ``statistics_of_sums``, which convolutions with norms inside of them need alone.
@@ -69,11 +69,13 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
         assert running_mean is not None
         mean = running_mean.to(rstd.dtype, copy=True)
     if own and not of_batch and given.running_mean is not None:
-        move_running(given, norm, mean, variance_of(rstd, norm), layout.N * layout.S)
+        # The variance without Bessel's correction.
+        var = (rstd**-2 - norm.eps).clamp_min(0.0)
+        move_running(given, norm, mean, var, layout.N * layout.S)
     return z, Statistics(mean, rstd, xhat)
 
 
-@checked(FAMILY, exact.recompute, exact.recompute_kind, exact.before_recompute)
+@checked(FAMILY, exact.recompute, exact.recompute_kind, exact.before_forward)
 def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None) -> Tensor:
     norm_act, _ = _kernels()
     x = given.x

@@ -116,17 +116,10 @@ def test_now(family: str, dtype: torch.dtype, device: torch.device) -> tuple[Sel
             failed.append((error, traceback.format_exc()))
 
     start = time.perf_counter()
-    # The test waits for the device, which the user may have forbidden.
-    forbids = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    if forbids:
-        torch.cuda.set_sync_debug_mode(0)
-    try:
+    with _backend.may_wait(device):
         thread = threading.Thread(target=run, name="fusedseg self-test", daemon=True)
         thread.start()
         thread.join()
-    finally:
-        if forbids:
-            torch.cuda.set_sync_debug_mode(forbids)
     seconds = round(time.perf_counter() - start, 3)
     if not failed:
         return SelfTestResult(seconds=seconds), ""
