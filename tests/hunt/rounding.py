@@ -213,8 +213,9 @@ def worst_errors(network: nn.Module, shape: tuple[int, ...], bits: int, exact: s
     # What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without.
     with mock.patch.object(choose.StepBytes, "is_within", return_value=True):
         run = _compiled(network, bits=bits)
+        right = None if exact is None else torch.compile(network, backend=exact)
         for name, changed in INPUTS.items():
-            expected = None if exact is None else _step(torch.compile(network, backend=exact), network, changed(x))[1]
+            expected = None if right is None else _step(right, network, changed(x))[1]
             out, eager = _step(network, network, changed(x))
             # Gradients of 1e200 are finite, and their norm is not: no error is relative to it.
             if all(value.norm().isfinite() for value in (out, *eager.values())):
@@ -250,9 +251,9 @@ def rounded_error(make: Callable[[], nn.Module], shape: tuple[int, ...], bits: t
         try:
             found = worst_errors(make(), shape, each)
             if any(one.is_wrong(each) for one in found.values()):
-                # Eager mode itself is wrong where a batch norm has one sample, and a gradient that lies in rows, in
-                # torch 2.14.1 at least (seed 102044: by 140 %).  PyTorch's own compiled code is right there.
-                found = worst_errors(make(), shape, each, "aot_eager")
+                # PyTorch's own backward of a norm is wrong on a CPU for one sample whose gradient lies in rows, in torch
+                # 2.13.0 and 2.14.1 (seeds 102044 and 103103: by 140 %).  Inductor computes norms by their formula.
+                found = worst_errors(make(), shape, each, "inductor")
         except Exception as error:
             return f"only the compiled network raises: {type(error).__name__}: {error}"
         wrong += [
