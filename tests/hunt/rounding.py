@@ -251,8 +251,8 @@ def rounded_error(make: Callable[[], nn.Module], shape: tuple[int, ...], bits: t
         try:
             found = worst_errors(make(), shape, each)
             if any(one.is_wrong(each) for one in found.values()):
-                # PyTorch's own backward of a norm is wrong on a CPU for one sample whose gradient lies in rows, in torch
-                # 2.13.0 and 2.14.1 (seeds 102044 and 103103: by 140 %).  Inductor computes norms by their formula.
+                # PyTorch's own backward of a norm is wrong on a CPU for one sample whose gradient lies in rows, in
+                # torch 2.13.0 and 2.14.1 (seed 102044: by 140 %).  Inductor computes norms by their formula.
                 found = worst_errors(make(), shape, each, "inductor")
         except Exception as error:
             return f"only the compiled network raises: {type(error).__name__}: {error}"
