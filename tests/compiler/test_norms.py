@@ -313,3 +313,32 @@ def test_statistics_that_autograd_has_saved():
     net = nn.Sequential(nn.Conv2d(4, 4, 3), Weighted(4))
     twin, x = copy.deepcopy(net), [torch.randn(3, 4, 8, 8)]
     assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+
+
+class OfPositions(nn.Module):
+    """A norm of one sample whose gradient lies in rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.LayerNorm(8)
+        self.norm = nn.InstanceNorm2d(8, affine=True)
+
+    def forward(self, x):
+        return self.last(self.norm(self.conv(x)).movedim(1, -1))
+
+
+class ByFormula(OfPositions):
+    def forward(self, x):
+        x, shape = self.conv(x), (1, 8, 1, 1)
+        mean, var = x.mean((2, 3), keepdim=True), x.var((2, 3), keepdim=True, unbiased=False)
+        x = (x - mean) / (var + self.norm.eps).sqrt() * self.norm.weight.view(shape) + self.norm.bias.view(shape)
+        return self.last(x.movedim(1, -1))
+
+
+@BOTH
+def test_a_gradient_that_lies_in_rows_is_right(codegen):
+    """Eager mode's is wrong on a CPU, in torch 2.13.0 and 2.14.1 (docs/faq.md)."""
+    net, formula, x = OfPositions().double(), ByFormula().double(), torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    formula.load_state_dict(net.state_dict())
+    found, right = results(net, compiled(net, codegen=codegen), [x]), results(formula, formula, [x])
+    torch.testing.assert_close(found, right)

@@ -8,6 +8,7 @@ reference has the error that no choice of what to pack can avoid.
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -71,7 +72,23 @@ def scaled(network: nn.Module, seed: int = 0) -> nn.Module:
     return network
 
 
-class Rounded(TorchFunctionMode):
+class Eager(TorchFunctionMode):
+    """Eager mode with right gradients of norms.
+
+    On a CPU PyTorch's backward of a batch or instance norm is wrong for one sample whose gradient lies in rows: by
+    140 % in seeds 102044 and 103103, with torch 2.13.0 and 2.14.1.
+    """
+
+    NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in self.NORMS and result.requires_grad:
+            result.register_hook(lambda gradient: gradient.contiguous())
+        return result
+
+
+class Rounded(Eager):
     """Packs and unpacks what convolutions and matrix products keep."""
 
     PRODUCTS = (
@@ -85,7 +102,7 @@ class Rounded(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function not in self.PRODUCTS:
-            return function(*args, **(kwargs or {}))
+            return super().__torch_function__(function, types, args, kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self.rounded, lambda t: t):
             return function(*args, **(kwargs or {}))
 
@@ -109,17 +126,11 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Given(NamedTuple):
-    """A network and an input, the right gradients, and those of eager mode, which the reference rounds."""
+    """A network and an input, and what eager mode's gradients are."""
 
     network: nn.Module
     x: Tensor
     expected: Gradients
-    eager: Gradients
-
-    def least(self, bits: int, times: int) -> float:
-        """The largest error of the reference."""
-        beside = self._replace(expected=self.eager)
-        return max(beside.errors(_reference(self.network, bits), times).values())
 
     def errors(self, run: Run, times: int) -> dict[str, float]:
         """The error of each gradient: the root of the mean square over several roundings."""
@@ -152,10 +163,11 @@ def _step(run: Run, network: nn.Module, x: Tensor) -> tuple[Tensor, Gradients]:
     network.zero_grad()
     x = x.clone().requires_grad_()
     torch.manual_seed(1)
-    out = run(x)
+    with Eager() if run is network else nullcontext():
+        out = run(x)
     weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
     (out * (weights + 0.1 * out)).mean().backward()
-    found = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     return out.detach(), found | ({} if x.grad is None else {INPUT: x.grad})
 
 
@@ -203,23 +215,18 @@ class Found(NamedTuple):
         return not (self.error <= max(TIMES * self.reference, ALLOWED[bits]) and self.bias < BIASED)
 
 
-def worst_errors(network: nn.Module, shape: tuple[int, ...], bits: int, exact: str | None = None) -> dict[str, Found]:
-    """What is found for each input, but for those for which the norms of eager mode's gradients are not finite.
-
-    exact: the backend of ``torch.compile`` whose gradients are the right ones; None for those of eager mode.
-    """
+def worst_errors(network: nn.Module, shape: tuple[int, ...], bits: int) -> dict[str, Found]:
+    """What is found for each input, but for those for which the norms of eager mode's gradients are not finite."""
     x, found = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), {}
     scaled(network)
     # What can be packed is packed, also where the step of so small a network keeps less, or peaks lower, without.
     with mock.patch.object(choose.StepBytes, "is_within", return_value=True):
         run = _compiled(network, bits=bits)
-        right = None if exact is None else torch.compile(network, backend=exact)
         for name, changed in INPUTS.items():
-            expected = None if right is None else _step(right, network, changed(x))[1]
-            out, eager = _step(network, network, changed(x))
+            out, expected = _step(network, network, changed(x))
             # Gradients of 1e200 are finite, and their norm is not: no error is relative to it.
-            if all(value.norm().isfinite() for value in (out, *eager.values())):
-                given = Given(network, changed(x), expected or eager, eager)
+            if all(value.norm().isfinite() for value in (out, *expected.values())):
+                given = Given(network, changed(x), {key: value.clone() for key, value in expected.items()})
                 found[name] = _judged(given, run, bits)
                 if name == "normal":
                     found[name] = found[name]._replace(bias=given.bias(run))
@@ -230,7 +237,7 @@ def _judged(given: Given, run: Run, bits: int) -> Found:
     for times in (1, ROUNDINGS):
         errors = given.errors(run, times)
         name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        least = given.least(bits, times)
+        least = max(given.errors(_reference(given.network, bits), times).values())
         found = Found(name, errors[name], least)
         if not found.is_wrong(bits):
             return found
@@ -240,7 +247,7 @@ def _judged(given: Given, run: Run, bits: int) -> Found:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(1 + 1e-15 * torch.randn_like(parameter))
-    moved = given._replace(network=network, expected=given.eager, x=given.x * (1 + 1e-15 * torch.randn_like(given.x)))
+    moved = given._replace(network=network, x=given.x * (1 + 1e-15 * torch.randn_like(given.x)))
     return found._replace(reference=max(least, *moved.errors(network, 1).values()))
 
 
@@ -250,10 +257,6 @@ def rounded_error(make: Callable[[], nn.Module], shape: tuple[int, ...], bits: t
     for each in bits:
         try:
             found = worst_errors(make(), shape, each)
-            if any(one.is_wrong(each) for one in found.values()):
-                # PyTorch's own backward of a norm is wrong on a CPU for one sample whose gradient lies in rows, in
-                # torch 2.13.0 and 2.14.1 (seed 102044: by 140 %).  Inductor computes norms by their formula.
-                found = worst_errors(make(), shape, each, "inductor")
         except Exception as error:
             return f"only the compiled network raises: {type(error).__name__}: {error}"
         wrong += [
