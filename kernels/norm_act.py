@@ -245,15 +245,12 @@ def fwd_plan(source, layout, dtype, eps, act, K):
     return groups, wide, layout.I * layout.N * K * layout.S, onchip
 
 
-def launch(onchip, source, x, out, layout, tensors, momentum, eps, act, partial, K):
-    """Launches a kernel, which writes ``out``: ``onchip``, unless it is None or parts of statistics are given.
+def launch(source, x, out, layout, tensors, momentum, eps, act, partial, K):
+    """Launches the kernel, which writes ``out``.
 
     ``tensors`` are the residual, weight, bias, mean, rstd, running mean and variance, the number of batches, xhat of
     the ``K`` kept channels, and their slots.
     """
-    if onchip is not None and partial is None:
-        onchip((x, out, *tensors), momentum)
-        return
     if source == "batch":
         partial = merged(norm_stats(x, layout) if partial is None else partial, layout)
     partials = 1 if partial is None else partial.shape[1]
@@ -280,7 +277,10 @@ def norm_act_fwd(x, out, layout, weight, bias, running_mean, running_var, traini
     rstd = torch.empty(groups, dtype=wide, device=x.device)
     xhat = x.new_empty(side) if K else None
     tensors = residual, weight, bias, mean, rstd, running_mean, running_var, batches, xhat, slots
-    launch(onchip, source, x, out, layout, tensors, momentum, eps, act, partial, K)
+    if onchip is not None and partial is None:
+        onchip((x, out, *tensors), momentum)
+    else:
+        launch(source, x, out, layout, tensors, momentum, eps, act, partial, K)
     return mean, rstd, xhat
 
 
@@ -288,4 +288,7 @@ def norm_act_rebuild(x, out, layout, weight, bias, mean, rstd, act, residual=Non
     """Writes z into ``out`` again, from x and the statistics of ``norm_act_fwd``, with one read and one write."""
     *_, onchip = fwd_plan("saved", layout, out.dtype, 0.0, act, 0)
     tensors = residual, weight, bias, mean, rstd, *[None] * 5
-    launch(onchip, "saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0)
+    if onchip is not None:
+        onchip((x, out, *tensors), 0.0)
+    else:
+        launch("saved", x, out, layout, tensors, 0.0, 0.0, act, None, 0)
