@@ -46,8 +46,12 @@ MAX_PLANS = 1024
 Made = TypeVar("Made")
 
 
+def nothing() -> None:
+    pass
+
+
 # What a direct launch calls if one of its addresses is no multiple of 16: another kernel runs then.
-tell_of_odd: Callable[[], None] = lambda: None  # noqa: E731  another module sets it
+tell_of_odd: Callable[[], None] = nothing
 # Functions that clear cached plans, and what was made from plans.
 _clear: list[Callable[[], None]] = []
 
