@@ -14,7 +14,7 @@ from fusedseg.compiler.rewrite import channels_last
 from fusedseg.doctor import gpu, network
 from tests.ops.test_replay import direct as direct
 
-pytestmark = pytest.mark.usefixtures("compiled_afresh")
+pytestmark = pytest.mark.usefixtures("compiled_afresh", "strides_of_a_gpu")
 CPU = torch.device("cpu")
 JOB = gpu.Job("cpu", gpu.NETWORK, "bfloat16")
 

@@ -22,7 +22,7 @@ from tests.tools.spy import spied
 from tests.tools.traffic import traffic
 
 
-def test_a_step_makes_no_layout_copy(two_threads, norms_of_a_gpu):
+def test_a_step_makes_no_layout_copy(strides_of_a_gpu, norms_of_a_gpu):
     """Stock instance norm copies to planes and back, in forward and in backward."""
     widths = 8, 16, 32
     with FakeTensorMode(), Copies() as of_stock:
@@ -123,7 +123,7 @@ def everywhere(monkeypatch):
 # Dynamo looks at an autograd.Function through an object of it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("name", "codegen"), EACH)
-def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, two_threads):
+def test_steps_give_the_same_in_the_same_strides(name, codegen, laid_out, strides_of_a_gpu):
     """Values are those of float64 and of the graph as it was; a caller sees eager mode's strides."""
     program = LAID_OUT[name]
     torch.manual_seed(0)
@@ -264,7 +264,7 @@ def test_no_byte_more_is_kept():
     assert ours.backward <= keep.backward + weights
 
 
-def test_a_weight_that_changes_between_steps(two_threads):
+def test_a_weight_that_changes_between_steps(strides_of_a_gpu):
     """Each step lays the weights out as they are then."""
     torch.manual_seed(0)
     net, x = unet(2), torch.randn(2, 3, 12, 8)

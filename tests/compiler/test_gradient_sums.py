@@ -19,7 +19,8 @@ from tests.resnet import ResNet18
 
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
-    "ResNet-18": (lambda: ResNet18(10, width=4), (2, 3, 32, 32), 6),
+    # With fewer channels oneDNN writes beside its memory in backward of a shortcut in rows (its issue 6035).
+    "ResNet-18": (lambda: ResNet18(10, width=16), (2, 3, 32, 32), 6),
     "PlainConvUNet": (lambda: PlainConvUNet(widths=(4, 8, 16)), (2, 1, 16, 16, 16), 2),
     "residual blocks": (*PROGRAMS["residual blocks"], 2),
     "skip first": (*PROGRAMS["pooled skip"], 1),

@@ -50,6 +50,7 @@ def step(net, x, autocast):
 CASES = [(2, 1, False, False), (2, 1, False, True), (1, 1, False, False), (2, 1, True, False), (2, 3, False, False)]
 
 
+@pytest.mark.usefixtures("strides_of_a_gpu")
 @pytest.mark.parametrize("dims", [4, 5])
 @pytest.mark.parametrize(("case", "codegen"), in_both(CASES, CASES[1]), ids=str)
 def test_the_image_has_the_strides_of_its_gradient(codegen, dims, case):
@@ -74,8 +75,7 @@ def test_the_image_has_the_strides_of_its_gradient(codegen, dims, case):
     if codegen == "aten":
         # Inductor may lay a gradient out in a third way, which PyTorch copies to the format of the image.
         assert seen.images == seen.gradients
-    # A CPU computes a volume of one sample otherwise.
-    assert any(seen.images) == (dims == 4 or batch > 1)
+    assert any(seen.images)
 
 
 def test_a_contiguous_network_has_no_view():

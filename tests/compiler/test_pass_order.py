@@ -65,7 +65,7 @@ def test_a_pass_runs_on_its_graphs_alone(monkeypatch):
     assert seen == [graph]
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("strides_of_a_gpu")
 def test_where_a_pass_changes_nothing(monkeypatch):
     """``tests/gpu/test_ways.py`` finds a pass that changes nothing on a GPU."""
     counts, calling = Counter(), Pass.__call__

@@ -19,7 +19,7 @@ from tests.compiler.networks import INDUCTOR, NETWORKS, compiled
 from tests.compiler.programs import BIASES, CONTIGUOUS, LAID_OUT, OF_ITS_SIZE, PROGRAMS, made, outputs_of, step
 
 pytestmark = [
-    pytest.mark.usefixtures("two_threads", "needs_interpreter"),
+    pytest.mark.usefixtures("strides_of_a_gpu", "needs_interpreter"),
     pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*the model has a graph break:UserWarning"),
     # Dynamo looks at an autograd.Function through an object of it.

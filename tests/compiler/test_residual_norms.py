@@ -12,7 +12,8 @@ from tests.resnet import ResNet18, ResNet50
 
 
 def basic_blocks():
-    return ResNet18(10, width=4, stages=2), torch.randn(2, 3, 32, 32), 4
+    # With fewer channels oneDNN writes beside its memory in backward of a shortcut in rows (its issue 6035).
+    return ResNet18(10, width=16, stages=2), torch.randn(2, 3, 32, 32), 4
 
 
 def bottlenecks():

@@ -310,7 +310,7 @@ def cases():
     }
 
 
-def test_every_rewrite_and_every_family_is_in_some_graph(device, monkeypatch):
+def test_every_rewrite_and_every_family_is_in_some_graph(device, strides_of_a_gpu, monkeypatch):
     """By the rules of a GPU, so that a CPU counts what a GPU will run; gradients are those of eager mode."""
     from fusedseg.compiler.codegen import concatenation, shorter
     from fusedseg.compiler.rewrite import channels_last

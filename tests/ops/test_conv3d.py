@@ -265,12 +265,11 @@ class Two(torch.nn.Module):
         return self.second(torch.nn.functional.silu(self.first(x)))
 
 
-@pytest.mark.usefixtures("compiled_afresh")
+@pytest.mark.usefixtures("compiled_afresh", "strides_of_a_gpu")
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_graph_of_the_codegen_aten_calls_it(faster, timed, launched):
     timed["triton"] = 1.0 if faster else 3.0
     torch.manual_seed(0)
-    # Not every CPU computes convolutions of fp16 in channels_last, as a GPU does.
     exact = Two().bfloat16().double()
     model = Two().bfloat16()
     model.load_state_dict(exact.state_dict())

@@ -68,7 +68,7 @@ def test_default_dtype(device):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("strides_of_a_gpu")
 @pytest.mark.parametrize("dims", [2, 3])
 def test_channels_last_without_layout_copies(device, dims):
     """Forward and backward of ConvABN, pools and a single norm do not copy tensors into another layout."""

@@ -1,0 +1,50 @@
+"""Convolutions of a CPU whose results have the strides that a GPU gives them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import Library, get_kernel
+
+from fusedseg.ops.layout import FORMATS, suggests_channels_last
+
+NAMES = ("convolution", "convolution_backward")
+# What PyTorch remembers of results without values, which have other strides here.
+remembered: dict[Any, Any] = {}
+
+
+def format_of(x: Tensor, weight: Tensor, *_: Any) -> torch.memory_format:
+    """channels_last where the image or the weight has it, as cuDNN's convolutions decide."""
+    last = x.dim() in FORMATS and (suggests_channels_last(x) or suggests_channels_last(weight))
+    return FORMATS[x.dim()] if last else torch.contiguous_format
+
+
+@contextlib.contextmanager
+def strides_of_a_gpu() -> Iterator[None]:
+    """A CPU computes in channels_last what oneDNN does: bf16 with AVX-512, fp16 on the newest CPUs, and small volumes
+    with more than one thread.  Other results are contiguous, and so a graph would lack what is to be tested in it."""
+    forward, backward = (get_kernel(f"aten::{name}", "CPU") for name in NAMES)
+
+    def convolution(keys: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return forward.call_boxed(keys, x, weight, *rest).contiguous(memory_format=format_of(x, weight))
+
+    def convolution_backward(keys: Any, dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+        dx, dw, db = backward.call_boxed(keys, dy, x, weight, *rest)
+        fmt = format_of(x, weight)
+        return (*(None if t is None else t.contiguous(memory_format=fmt) for t in (dx, dw)), db)
+
+    library = Library("aten", "IMPL")
+    try:
+        for name, function in zip(NAMES, (convolution, convolution_backward), strict=True):
+            library.impl(name, function, "CPU", with_keyset=True)
+        with pytest.MonkeyPatch.context() as patch:
+            # Tensors without values ask this function for the strides.
+            patch.setattr(torch._C, "_conv_determine_backend_memory_format", format_of)
+            patch.setattr(FakeTensorMode, "cache", remembered)
+            yield
+    finally:
+        library._destroy()
