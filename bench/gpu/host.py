@@ -40,6 +40,7 @@ from fusedseg.ops.norm import triton as norm_triton
 from fusedseg.ops.norm.call import BackwardCall, Norm, Operands
 from fusedseg.ops.registry import FAMILIES
 from fusedseg.unet import UNet
+from tests.tools.convolutions import strides_of_a_gpu
 
 from ..contenders import relu
 from ..networks import NNUNET, Network, plain_unet
@@ -93,6 +94,7 @@ def launching_nothing() -> Iterator[None]:
             mock.patch.object(_backend, "explain", return_value=("triton", "")),
             mock.patch.multiple(launcher, CompiledKernel=Compiled, _agrees=True, IN_PYTHON=False),
             mock.patch.object(launcher.Launcher, "_launch", return_value=Compiled()),
+            strides_of_a_gpu(),
         ):
             driver.set_active(Driver())
             yield

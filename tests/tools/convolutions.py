@@ -3,14 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
-
-from fusedseg.ops.layout import FORMATS, suggests_channels_last
 
 NAMES = ("convolution", "convolution_backward")
 # What PyTorch remembers of results without values, which have other strides here.
@@ -19,8 +18,8 @@ remembered: dict[Any, Any] = {}
 
 def format_of(x: Tensor, weight: Tensor, *_: Any) -> torch.memory_format:
     """channels_last where the image or the weight has it, as cuDNN's convolutions decide."""
-    last = x.dim() in FORMATS and (suggests_channels_last(x) or suggests_channels_last(weight))
-    return FORMATS[x.dim()] if last else torch.contiguous_format
+    formats = suggest_memory_format(x), suggest_memory_format(weight)
+    return next((fmt for fmt in formats if fmt is not torch.contiguous_format), torch.contiguous_format)
 
 
 @contextlib.contextmanager
@@ -41,10 +40,11 @@ def strides_of_a_gpu() -> Iterator[None]:
     try:
         for name, function in zip(NAMES, (convolution, convolution_backward), strict=True):
             library.impl(name, function, "CPU", with_keyset=True)
-        with pytest.MonkeyPatch.context() as patch:
+        with (
             # Tensors without values ask this function for the strides.
-            patch.setattr(torch._C, "_conv_determine_backend_memory_format", format_of)
-            patch.setattr(FakeTensorMode, "cache", remembered)
+            mock.patch.object(torch._C, "_conv_determine_backend_memory_format", format_of),
+            mock.patch.object(FakeTensorMode, "cache", remembered),
+        ):
             yield
     finally:
         library._destroy()
