@@ -52,8 +52,6 @@ OURS = (str(ROOT / "fusedseg"), str(ROOT / "kernels"), "<fusedseg compiler>")
 TARGET = GPUTarget("cuda", 90, 32)
 # The calls that are timed at once, and how often.
 CALLS, ROUNDS = 2000, 150
-# A measurement chooses the convolution of volumes, and nothing is measured here.
-SERVED = FAMILIES.keys() - {"conv3d"}
 
 
 class Driver:
@@ -84,7 +82,7 @@ class Compiled:
 @contextlib.contextmanager
 def launching_nothing() -> Iterator[None]:
     """A context in which Triton's kernels serve all tensors, and a launch does nothing."""
-    served = {(family, dtype, torch.device("cpu")): "" for family in SERVED
+    served = {(family, dtype, torch.device("cpu")): "" for family in FAMILIES
               for dtype in (torch.float16, torch.bfloat16, torch.float32)}  # fmt: skip
     before = dict(vars(driver))
     launcher.forget_plans()
