@@ -94,6 +94,8 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
         # A thread that waits for others leaves its core to other workers.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        # The workers keep the cores busy; by itself each of them would start a process for each core.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -108,9 +110,6 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", "default")
         # A kernel that was wrong at the size of a test fails it, although PyTorch's ops have replaced its result.
         config.addinivalue_line("filterwarnings", "error:fusedseg. its .* kernels:RuntimeWarning")
-        if worker:
-            # The workers keep the cores busy; by itself each of them would start a process for each core.
-            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         from tests.tools.context import Context
 
         config.pluginmanager.register(Context(torch.cuda.synchronize, worker), "context")
@@ -270,6 +269,18 @@ def compiled_afresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def kernels_that_do_nothing(monkeypatch, compiled_afresh):
+    """Inductor's C++ code is not compiled, which takes seconds, for a test that looks at code or bytes alone."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
+    # Nothing of it is remembered for a test that needs the values.
+    with config.patch(fx_graph_cache=False):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from tests.tools import warm
 
 
+@pytest.mark.slow
 def test_a_step_with_bits():
     """Names of functions that it knows had changed, so that it ended with an error."""
     run = warm.run("bench.gpu.counts", "--tiny", "--bits", "4", "U-Net, 8x3x512x512 bf16 nhwc")

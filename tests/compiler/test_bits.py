@@ -346,10 +346,12 @@ def test_memory_of_many_steps_is_constant(bits):
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_inductor_folds_no_constant_beyond_32_bits():
     """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
     constant of the hash; its code for a CPU had the same number."""
     from torch._inductor.utils import run_and_get_code
+
 
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
     run = compiled(net, bits=8, codegen="inductor")
@@ -359,6 +361,7 @@ def test_inductor_folds_no_constant_beyond_32_bits():
 
 
 @pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_inductor_keeps_codes_of_half_precision():
     """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
 

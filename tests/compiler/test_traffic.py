@@ -81,7 +81,7 @@ def block() -> nn.Module:
 
 
 @needs_inductor
-def test_each_graph_chooses(monkeypatch, compiled_afresh):
+def test_each_graph_chooses(monkeypatch, kernels_that_do_nothing):
     """Nobody generates code for the codegen that is not chosen."""
     emitted = spied(monkeypatch, codegen, "emit")
     blocks, x = Blocks(), torch.randn(2, 50, 16)
@@ -90,13 +90,10 @@ def test_each_graph_chooses(monkeypatch, compiled_afresh):
     assert not emitted
     text = str(report(blocks)).partition("\n")[0]
     assert "; codegen inductor, whose kernels move " in text
-    found = [p.grad.clone() for p in blocks.parameters()]
-    blocks.zero_grad()
-    blocks(x).square().mean().backward()
-    torch.testing.assert_close(found, [p.grad for p in blocks.parameters()])
     # An unchanged choice without a gradient.
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(blocks, backend="fusedseg")(x), blocks(x))
+        torch.compile(blocks, backend="fusedseg")(x)
+    assert not emitted
     net = block()
     torch.compile(net, backend="fusedseg")(torch.randn(2, 3, 8, 8)).mean().backward()
     assert len(emitted) == 2

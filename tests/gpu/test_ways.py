@@ -236,7 +236,7 @@ def volumes(device, given):
 
 
 @pytest.mark.parametrize("given", slow(["planes", "rows"], "planes"))
-def test_volumes_under_autocast(device, given):
+def test_volumes_under_autocast(device, given, strides_of_a_gpu):
     """Casts, biases that a concatenation adds, the view of an image of one channel, residuals, sums of gradients,
     kernels of volumes, and replays: beside float64 on the CPU, on two images in turn."""
     net, fmt, every = volumes(device, given)

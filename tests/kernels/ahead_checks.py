@@ -24,7 +24,7 @@ from fusedseg.kernels.triton_names import JITFunction
 from torch import nn
 from triton.runtime._async_compile import active_mode
 
-from bench.gpu.host import SERVED, unet
+from bench.gpu.host import unet
 from bench.networks import plain_unet
 from fusedseg import _backend, _torch
 from fusedseg.kernels import ahead, concat, dry_run, launcher
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 def served() -> Iterator[None]:
     """A context in which Triton serves all tensors, and launches compile for an H100."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    reasons = {(family, dtype, CPU): "" for family in SERVED for dtype in dtypes}
+    reasons = {(family, dtype, CPU): "" for family in FAMILIES for dtype in dtypes}
     with (
         dry_run.dry_run("sm_90"),
         mock.patch.dict(_backend._reasons, reasons),

@@ -1,4 +1,7 @@
-"""Convolutions of a CPU whose results have the strides that a GPU gives them."""
+"""Convolutions of a CPU whose results have the strides that a GPU gives them.
+
+Half precision is computed in fp32 and rounded once, as a GPU does.  A CPU without such products takes far longer.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
 
 NAMES = ("convolution", "convolution_backward")
+HALF = (torch.float16, torch.bfloat16)
 # What PyTorch remembers of results without values, which have other strides here.
 remembered: dict[Any, Any] = {}
 
@@ -28,13 +32,21 @@ def strides_of_a_gpu() -> Iterator[None]:
     with more than one thread.  Other results are contiguous, and so a graph would lack what is to be tested in it."""
     forward, backward = (get_kernel(f"aten::{name}", "CPU") for name in NAMES)
 
-    def convolution(keys: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        return forward.call_boxed(keys, x, weight, *rest).contiguous(memory_format=format_of(x, weight))
+    def computed(kernel: Any, keys: Any, x: Tensor, arguments: tuple[Any, ...]) -> Any:
+        if x.dtype not in HALF:
+            return kernel.call_boxed(keys, *arguments)
+        return kernel.call_boxed(keys, *(a.float() if isinstance(a, Tensor) else a for a in arguments))
 
-    def convolution_backward(keys: Any, dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-        dx, dw, db = backward.call_boxed(keys, dy, x, weight, *rest)
-        fmt = format_of(x, weight)
-        return (*(None if t is None else t.contiguous(memory_format=fmt) for t in (dx, dw)), db)
+    def convolution(keys: Any, *arguments: Any) -> Tensor:
+        x, weight = arguments[:2]
+        return computed(forward, keys, x, arguments).to(x.dtype, memory_format=format_of(x, weight))
+
+    def convolution_backward(keys: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        _, x, weight = arguments[:3]
+        dx, dw, db = computed(backward, keys, x, arguments)
+        formats = (format_of(x, weight),) * 2 + (torch.contiguous_format,)
+        results = zip((dx, dw, db), formats, strict=True)
+        return tuple(None if t is None else t.to(x.dtype, memory_format=fmt) for t, fmt in results)
 
     library = Library("aten", "IMPL")
     try:
