@@ -352,7 +352,6 @@ def test_inductor_folds_no_constant_beyond_32_bits():
     constant of the hash; its code for a CPU had the same number."""
     from torch._inductor.utils import run_and_get_code
 
-
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
     run = compiled(net, bits=8, codegen="inductor")
     _, codes = run_and_get_code(lambda: run(IMAGE).mean().backward())
