@@ -4,6 +4,9 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+# With fewer channels oneDNN writes beside its memory in backward of a shortcut in channels_last (its issue 6035).
+LEAST_WIDTH_IN_ROWS = 16
+
 
 class BasicBlock(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:

@@ -11,8 +11,8 @@ from fusedseg.unet import MultiEncoderUNet, UNet
 from tests.resnet import ResNet18
 
 HAS_CXX = not _torch.inductor_problem()
-CODEGENS = ["aten", pytest.param("inductor", marks=[
-    pytest.mark.slow, pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")])]  # fmt: skip
+needs_inductor = pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+CODEGENS = ["aten", pytest.param("inductor", marks=[pytest.mark.slow, needs_inductor])]
 # A test runs with Inductor too where a pass hands Inductor something that no other test of the pass has.
 BOTH = pytest.mark.parametrize("codegen", CODEGENS)
 INDUCTOR = CODEGENS[1].marks

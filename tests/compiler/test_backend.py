@@ -15,7 +15,7 @@ from fusedseg.compiler import backend, report
 from fusedseg.compiler.codegen import inductor
 from fusedseg.compiler.settings import Settings, parse, say_once
 from fusedseg.progress import Progress
-from tests.compiler.networks import HAS_CXX, compiled, kept, make, results, same
+from tests.compiler.networks import compiled, kept, make, needs_inductor, results, same
 
 OPTIONS = "codegen, budget, extra_flops, bits, seed, cudagraphs, memory_format, fused_convolutions, inductor"
 
@@ -160,7 +160,7 @@ def test_model_compile():
     assert len(report(model).graphs) == 1
 
 
-@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.parametrize("name", [pytest.param("ResNet", marks=pytest.mark.slow), "plain"])
 def test_inductor(name):
     """Values of eager mode up to rounding, which is small in float64, and fewer bytes; the default codegen."""
@@ -174,7 +174,7 @@ def test_inductor(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+@needs_inductor
 def test_inductor_copies_no_weights_and_no_maps():
     """Forward gave backward copies of the weights in channels_last, and backward interpolated again."""
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_inductor_copies_no_weights_and_no_maps():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
 def test_caches_cold_and_warm(kernels, needs_interpreter, monkeypatch):
     """A second compilation finds the first one's code; AOTAutograd's cache does not bypass the partitioner's name.

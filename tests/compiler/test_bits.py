@@ -16,7 +16,7 @@ from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
 from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
-from tests.compiler.networks import Attention, compiled, kept, make
+from tests.compiler.networks import Attention, compiled, kept, make, needs_inductor
 
 # These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
 pytestmark = pytest.mark.usefixtures("packed")
@@ -345,7 +345,7 @@ def test_memory_of_many_steps_is_constant(bits):
     assert last[2] < first[2] + 100
 
 
-@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_inductor_folds_no_constant_beyond_32_bits():
     """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
@@ -359,7 +359,7 @@ def test_inductor_folds_no_constant_beyond_32_bits():
     assert max(integers) < 2**31
 
 
-@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_inductor_keeps_codes_of_half_precision():
     """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
@@ -515,7 +515,7 @@ def test_a_resnet():
     assert found.bias < MOST
 
 
-@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@needs_inductor
 def test_inductor_is_right_on_average():
     """Inductor lays 2D tensors out as channels_last, which the graph's strides do not say."""
     torch.manual_seed(0)

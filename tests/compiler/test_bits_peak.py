@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedseg import _torch, compiler
-from tests.compiler.networks import Dense, compiled, kept, make, peak_of
+from fusedseg import compiler
+from tests.compiler.networks import Dense, compiled, kept, make, needs_inductor, peak_of
 
 
 def erode(x):
@@ -112,7 +112,7 @@ def test_aten(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(_torch.inductor_problem()), reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.parametrize("name", ["skeleton", "concatenations", "group norms"])
 def test_inductor_keeps_no_more(name):
     """Peaks differ from the count: Inductor's code for a CPU allocates the results of many kernels at once."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.compiler.networks import CODEGENS, HAS_CXX, compiled, kept
+from tests.compiler.networks import CODEGENS, compiled, kept, needs_inductor
 
 
 class Returning(nn.Module):
@@ -141,7 +141,7 @@ def test_results_may_be_changed_with_bits(bits):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
+@needs_inductor
 @pytest.mark.parametrize("function", [norm, copied, part], ids=lambda function: function.__name__)
 def test_results_may_be_changed_with_inductor(function):
     """Inductor leaves out copies before a graph is divided, also a copy that the model returns."""

@@ -13,11 +13,10 @@ from fusedseg.compiler import estimate, report, traffic
 from fusedseg.compiler.codegen import aten as codegen
 from tests.tools.spy import spied
 
-from .networks import HAS_CXX, compiled
+from .networks import compiled, needs_inductor
 
 N = 64
 FULL = N * N * 4
-needs_inductor = pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler")
 
 
 def graph_of(function, *inputs) -> fx.Graph:

@@ -14,7 +14,7 @@ from fusedseg.ops import replay
 from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.self_test import first_use
 from tests.compiler.networks import compiled, make, results, same
-from tests.resnet import ResNet18
+from tests.resnet import LEAST_WIDTH_IN_ROWS, ResNet18
 from tests.tools.marks import slow
 from tests.tools.stand_in import stand_in as stand_in
 
@@ -94,8 +94,7 @@ def test_replays_have_the_bits_of_the_ops(name, layout, direct, compiled_afresh,
     """Outputs, gradients and buffers of steps whose ops are called, and of steps that launch without them."""
     net, inputs = make(name)
     if name == "ResNet":
-        # With fewer channels oneDNN writes beside its memory in backward of a shortcut in rows (its issue 6035).
-        net = ResNet18(10, width=16, stages=2)
+        net = ResNet18(10, width=LEAST_WIDTH_IN_ROWS, stages=2)
     if layout == "rows":
         net = net.to(memory_format=FORMATS[inputs[0].dim()])
         inputs = [x.to(memory_format=FORMATS[x.dim()]) for x in inputs]

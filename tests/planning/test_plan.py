@@ -76,11 +76,12 @@ def test_the_largest_batches_fit_and_one_more_does_not():
     found = step_alone(net, (1, 16, 16, 16), "8MiB", codegen="aten", dtype=half)
     options = {option.label: option for option in found.options}
     assert options["fusedseg"].batch > options["eager"].batch > 0
-    batch = options["fusedseg"].batch
-    for n, fits in ((batch, True), (batch + 1, False)):
-        of = fusedseg.profile(net, (n, 1, 16, 16, 16), options={"codegen": "aten"}, convert=None, dtype=half)
-        total = sum(of.before.values()) + of.ways["fusedseg"].with_workspaces
-        assert (total <= 8 * MIB * (1.01 if fits else 0.99)) == fits
+    for label in ("eager", "fusedseg"):
+        batch = options[label].batch
+        for n, fits in ((batch, True), (batch + 1, False)):
+            of = fusedseg.profile(net, (n, 1, 16, 16, 16), options={"codegen": "aten"}, convert=None, dtype=half)
+            total = sum(of.before.values()) + of.ways[label].with_workspaces
+            assert (total <= 8 * MIB * (1.01 if fits else 0.99)) == fits, label
     for label in ("convert", "fusedseg+bits=4"):
         assert label in options
 

@@ -14,8 +14,9 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
 
+from fusedseg.ops.check import HALF
+
 NAMES = ("convolution", "convolution_backward")
-HALF = (torch.float16, torch.bfloat16)
 # What PyTorch remembers of results without values, which have other strides here.
 remembered: dict[Any, Any] = {}
 
