@@ -80,7 +80,7 @@ class Decision:
     labels: dict[fx.Node, CheckpointPolicy] = field(default_factory=dict)
 
 
-def is_free(node: fx.Node) -> bool:
+def is_available(node: fx.Node) -> bool:
     """Whether backward has a value anyway: an argument, a number, or what a checkpoint in the model decides about."""
     return node.op in ("placeholder", "get_attr") or not tensors_of(node) or LABEL in node.meta
 
@@ -129,7 +129,7 @@ def entries(joint: Joint, reading: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.
     own = set(reading)
     for reader in (*reading, joint.end):
         for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
-            if node not in own and not is_free(node):
+            if node not in own and not is_available(node):
                 yield reader, node
 
 
@@ -187,7 +187,7 @@ def decision_that_recomputes(
                 found.kept.add(one)
                 continue
             found.recomputed[one] = [instead.get(source, source) for source in _sources(one)]
-            stack += [source for source in found.recomputed[one] if not is_free(source)]
+            stack += [source for source in found.recomputed[one] if not is_available(source)]
         _read(node, found)
     return found
 
@@ -199,7 +199,7 @@ def _decided(joint: Joint, intensive: Collection[fx.Node]) -> Decision:
     calls: dict[fx.Node, frozenset[str]] = {}
 
     def inputs(node: fx.Node) -> list[fx.Node]:
-        return [source for source in sources_of(node, joint, intensive) or () if not is_free(source)]
+        return [source for source in sources_of(node, joint, intensive) or () if not is_available(source)]
 
     for reader, entry in entries(joint, found.reading):
         found.readers.setdefault(entry, set()).add(reader)
@@ -229,7 +229,7 @@ def _is_worth_keeping(
         # A result that is too small to be rounded is kept, so that it has no noise.
         return size < FEWEST_VALUES
     rebuilt = [source for source in sources if calls.get(source)]
-    if any(not is_free(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
+    if any(not is_available(s) for s in sources) and size * SMALL <= max(map(size_of, sources)):
         return True
     positions = any(t.dtype == torch.int64 for t in tensors_of(node))
     return len(needed) > LONGEST or (not positions and any(size_of(s) >= LARGER * size for s in rebuilt))
@@ -241,7 +241,7 @@ def _read(node: fx.Node, found: Decision) -> None:
     while stack:
         reader = stack.pop()
         for source in found.recomputed.get(reader, ()):
-            if is_free(source):
+            if is_available(source):
                 continue
             readers = found.readers.setdefault(source, set())
             if reader not in readers:

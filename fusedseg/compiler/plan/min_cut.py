@@ -14,7 +14,7 @@ from torch import fx
 
 from ..graph import Joint, is_compute_intensive
 from . import keep, recompute
-from .keep import call_node, is_free, is_view
+from .keep import call_node, is_available, is_view
 
 # Capacities are whole numbers: this many for a byte.
 UNIT = 1 << 10
@@ -271,6 +271,6 @@ def _all_sources(needed: list[fx.Node], joint: Joint) -> dict[fx.Node, list[fx.N
         node = stack.pop()
         if node not in found:
             sources = keep.sources_of(node, joint)
-            found[node] = None if sources is None else [source for source in sources if not is_free(source)]
+            found[node] = None if sources is None else [source for source in sources if not is_available(source)]
             stack += found[node] or ()
     return found
