@@ -210,9 +210,6 @@ def _memory_format(t: torch.Tensor) -> torch.memory_format:
 suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
 
 
-# Whether torch.export runs.  Before 2.7, an export sets the flag of the compiler, which the compiler itself does not.
-is_exporting = _or("torch.compiler.is_exporting", lambda: getattr(torch.compiler, "_is_compiling_flag", False))
-
 # Tensors without values, dispatch modes and trees of tensors: the estimates of memory.
 _FAKE = "torch._subclasses.fake_tensor"
 _TREE = "torch.utils._pytree"

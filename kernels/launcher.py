@@ -79,7 +79,6 @@ def forget_plans() -> None:
 
 def is_watched() -> bool:
     """Whether a hook must see launches, or whether an option changes the compiled code."""
-    # Versions without knobs are not in VERSIONS.
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # A hook is a chain of hooks; in older versions it is a single hook or None.

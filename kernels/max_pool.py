@@ -16,6 +16,7 @@ A tile is (rows, lanes); lanes are adjacent in memory:
 """
 
 import math
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -30,6 +31,16 @@ TILE_BYTES = 8192
 # The number of positions of a window that are unrolled, so that their loads overlap.  On gfx942 the masks of eight
 # positions would spill.
 MAX_TAPS = tl.constexpr(4)
+
+# A value for each dimension.
+Each = namedtuple("Each", "d h w")
+# The size, stride, padding and dilation of windows along one dimension.  Backward adds the windows that reach into cell
+# q: J of them, from q + F on.
+Window = namedtuple("Window", "K S P DIL F J", defaults=[tl.constexpr(None), tl.constexpr(None)])
+# The sizes of the tensor that is read, with C = 1 for planes, and the number of lanes that the tiles cut.
+Size = namedtuple("Size", "D H W C L")
+# Positions in this tensor; ``plane`` is n (or n C + c).
+Position = namedtuple("Position", "plane d h w c")
 
 
 @triton.jit
@@ -54,10 +65,10 @@ def tile_position(D, H, W, L, ROWS: tl.constexpr, INDEX: tl.constexpr, BLOCK_R: 
 
 
 @triton.jit
-def first_inside(o, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
+def first_inside(o, WINDOW):
     """The first position of window o outside the padding."""
-    if P > 0:
-        first = tl.maximum(P - o * S + (DIL - 1), 0) // DIL
+    if WINDOW.P > 0:
+        first = tl.maximum(WINDOW.P - o * WINDOW.S + (WINDOW.DIL - 1), 0) // WINDOW.DIL
     else:
         first = o * 0
     return first
@@ -71,29 +82,29 @@ def take(best, code, v, t):
 
 
 @triton.jit
-def take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, in_rows, in_lanes, D, H, W, C, L,
-             KH: tl.constexpr, KW: tl.constexpr, DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
-             PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+def take_tap(x_ptr, best, code, t, begin, size, WINDOW, in_rows, in_lanes, PAIRS: tl.constexpr):
     """Loads position t of every window of the tile and calls ``take``.
 
     With PAIRS it loads both columns of row t of windows that are 2 wide.
     """
-    columns: tl.constexpr = 1 if PAIRS else KW
-    d = d0 + t // (KH * columns) * DD
-    h = h0 + t // columns % KH * DH
-    inside = in_rows & (d >= 0) & (d < D) & (h >= 0) & (h < H)
-    line = (plane * D + d) * H + h
+    columns: tl.constexpr = 1 if PAIRS else WINDOW.w.K
+    d = begin.d + t // (WINDOW.h.K * columns) * WINDOW.d.DIL
+    h = begin.h + t // columns % WINDOW.h.K * WINDOW.h.DIL
+    inside = in_rows & (d >= 0) & (d < size.D) & (h >= 0) & (h < size.H)
+    line = (begin.plane * size.D + d) * size.H + h
     if PAIRS:
         # One wide load that is split replaces two loads of every other element.
-        w = tl.program_id(0) % tiles_of(L, BLOCK_L) * (2 * BLOCK_L) + tl.arange(0, 2 * BLOCK_L)[None, :]
-        v = tl.load(x_ptr + line * W + w, mask=inside & (w < W), other=float("-inf")).to(best.dtype)
-        left, right = tl.split(tl.reshape(v, (BLOCK_R, BLOCK_L, 2)))
+        BLOCK_L: tl.constexpr = best.shape[1]
+        w = tl.program_id(0) % tiles_of(size.L, BLOCK_L) * (2 * BLOCK_L) + tl.arange(0, 2 * BLOCK_L)[None, :]
+        v = tl.load(x_ptr + line * size.W + w, mask=inside & (w < size.W), other=float("-inf")).to(best.dtype)
+        left, right = tl.split(tl.reshape(v, (best.shape[0], BLOCK_L, 2)))
         best, code = take(best, code, left, 2 * t)
         best, code = take(best, code, right, 2 * t + 1)
     else:
-        w = w0 + t % KW * DW
-        inside = inside & in_lanes & (w >= 0) & (w < W)
-        v = tl.load(x_ptr + (line * W + w) * C + c, mask=inside, other=float("-inf")).to(best.dtype)
+        w = begin.w + t % WINDOW.w.K * WINDOW.w.DIL
+        inside = inside & in_lanes & (w >= 0) & (w < size.W)
+        x_ptrs = x_ptr + (line * size.W + w) * size.C + begin.c
+        v = tl.load(x_ptrs, mask=inside, other=float("-inf")).to(best.dtype)
         best, code = take(best, code, v, t)
     return best, code
 
@@ -118,22 +129,20 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
     row, lane, plane, od, oh, ow = tile_position(OD, OH, OW, L, ROWS, INDEX, BLOCK_R, BLOCK_L)
     in_tile = (row < M) & (lane < L)
     # The plane is int64, because offsets exceed 2**31 at 64 x 64 x 1024 x 1024.
-    plane = plane.to(tl.int64)
-    d0, h0, w0 = od * SD - PD, oh * SH - PH, ow * SW - PW
-    c = lane if ROWS else 0
+    begin = Position(plane.to(tl.int64), od * SD - PD, oh * SH - PH, ow * SW - PW, lane if ROWS else 0)
+    size = Size(D, H, W, C, L)
+    WINDOW: tl.constexpr = Each(Window(KD, SD, PD, DD), Window(KH, SH, PH, DH), Window(KW, SW, PW, DW))
 
     best = tl.full((BLOCK_R, BLOCK_L), float("-inf"), ACC)
     # This is the code if all values are -inf.
-    first = (first_inside(od, SD, PD, DD) * KH + first_inside(oh, SH, PH, DH)) * KW + first_inside(ow, SW, PW, DW)
+    first = (first_inside(od, WINDOW.d) * KH + first_inside(oh, WINDOW.h)) * KW + first_inside(ow, WINDOW.w)
     code = tl.zeros((BLOCK_R, BLOCK_L), tl.int32) + first.to(tl.int32)
     if KD * KH * KW <= MAX_TAPS:
         for t in tl.static_range(KD * KH * KW // (2 if PAIRS else 1)):
-            best, code = take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, row < M, lane < L, D, H, W, C, L,
-                                  KH, KW, DD, DH, DW, PAIRS, BLOCK_R, BLOCK_L)  # fmt: skip
+            best, code = take_tap(x_ptr, best, code, t, begin, size, WINDOW, row < M, lane < L, PAIRS)
     else:
         for t in range(taps):
-            best, code = take_tap(x_ptr, best, code, t, plane, d0, h0, w0, c, row < M, lane < L, D, H, W, C, L,
-                                  KH, KW, DD, DH, DW, PAIRS, BLOCK_R, BLOCK_L)  # fmt: skip
+            best, code = take_tap(x_ptr, best, code, t, begin, size, WINDOW, row < M, lane < L, PAIRS)
     offs = row.to(tl.int64) * L + lane
     tl.store(z_ptr + offs, best.to(z_ptr.dtype.element_ty), mask=in_tile)
     if code_ptr is not None:
@@ -141,29 +150,27 @@ def max_pool_fwd_kernel(x_ptr, z_ptr, code_ptr, M, D, H, W, OD, OH, OW, C, taps,
 
 
 @triton.jit
-def tap_of(a, j, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, DIL: tl.constexpr):
+def tap_of(a, j, WINDOW):
     """The position (0 to K - 1) of the a-th element of cell q in window q + j, and whether it is inside the window."""
-    steps = a + P - j * S
-    return steps // DIL, (steps >= 0) & (steps % DIL == 0) & (steps < K * DIL)
+    steps = a + WINDOW.P - j * WINDOW.S
+    return steps // WINDOW.DIL, (steps >= 0) & (steps % WINDOW.DIL == 0) & (steps < WINDOW.K * WINDOW.DIL)
 
 
 @triton.jit
-def add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, lane, in_tile, ad, ah, aw, OD, OH, OW, C,
-               KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SD: tl.constexpr, SH: tl.constexpr,
-               SW: tl.constexpr, PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DD: tl.constexpr,
-               DH: tl.constexpr, DW: tl.constexpr, JD: tl.constexpr, JH: tl.constexpr, JW: tl.constexpr,
-               FD: tl.constexpr, FH: tl.constexpr, FW: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def add_window(dz_ptr, code_ptr, acc, j, cell, element, in_tile, size, WINDOW, ROWS: tl.constexpr):
     """Adds dz of the j-th window that reaches into each cell to the position of its maximum, if that is in the cell."""
-    jd, jh, jw = FD + j // (JH * JW), FH + j // JW % JH, FW + j % JW
-    od, oh, ow = qd + jd, qh + jh, qw + jw
-    inside = in_tile & (od >= 0) & (od < OD) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
-    offs = (((plane * OD + od) * OH + oh) * OW + ow) * C + lane
+    jd = WINDOW.d.F + j // (WINDOW.h.J * WINDOW.w.J)
+    jh = WINDOW.h.F + j // WINDOW.w.J % WINDOW.h.J
+    jw = WINDOW.w.F + j % WINDOW.w.J
+    od, oh, ow = cell.d + jd, cell.h + jh, cell.w + jw
+    inside = in_tile & (od >= 0) & (od < size.D) & (oh >= 0) & (oh < size.H) & (ow >= 0) & (ow < size.W)
+    offs = (((cell.plane * size.D + od) * size.H + oh) * size.W + ow) * size.C + cell.c
     dz = tl.load(dz_ptr + offs, mask=inside, other=0.0).to(acc.dtype)
     code = tl.load(code_ptr + offs, mask=inside, other=0).to(tl.int32)
-    td, is_d = tap_of(ad, jd, KD, SD, PD, DD)
-    th, is_h = tap_of(ah, jh, KH, SH, PH, DH)
-    tw, is_w = tap_of(aw, jw, KW, SW, PW, DW)
-    t = tl.where(is_d & is_h & is_w, (td * KH + th) * KW + tw, -1)
+    td, is_d = tap_of(element.d, jd, WINDOW.d)
+    th, is_h = tap_of(element.h, jh, WINDOW.h)
+    tw, is_w = tap_of(element.w, jw, WINDOW.w)
+    t = tl.where(is_d & is_h & is_w, (td * WINDOW.h.K + th) * WINDOW.w.K + tw, -1)
     if ROWS:
         # The shape is (rows, positions of the cell, lanes).
         dz, code = dz[:, None, :], code[:, None, :]
@@ -195,7 +202,11 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
     row, lane, plane, qd, qh, qw = tile_position(QD, QH, QW, L, ROWS, INDEX, BLOCK_R, BLOCK_L)
     in_tile = (row < M) & (lane < L)
     plane = plane.to(tl.int64)
-    c = lane if ROWS else 0
+    cell = Position(plane, qd, qh, qw, lane if ROWS else 0)
+    size = Size(OD, OH, OW, C, L)
+    WINDOW: tl.constexpr = Each(
+        Window(KD, SD, PD, DD, FD, JD), Window(KH, SH, PH, DH, FH, JH), Window(KW, SW, PW, DW, FW, JW)
+    )
 
     a = tl.arange(0, CELL)
     if ROWS:
@@ -208,9 +219,7 @@ def max_pool_bwd_kernel(dz_ptr, code_ptr, dx_ptr, M, D, H, W, OD, OH, OW, QD, QH
     # The length of this loop is hidden from the compiler, because four unrolled windows of a channels_last tile spill
     # on gfx942.
     for j in range(windows):
-        acc = add_window(dz_ptr, code_ptr, acc, j, plane, qd, qh, qw, c, in_tile, ad, ah, aw, OD, OH, OW, C,
-                         KD, KH, KW, SD, SH, SW, PD, PH, PW, DD, DH, DW, JD, JH, JW, FD, FH, FW,
-                         ROWS)  # fmt: skip
+        acc = add_window(dz_ptr, code_ptr, acc, j, cell, Each(ad, ah, aw), in_tile, size, WINDOW, ROWS)
 
     # Positions now get three axes (rows, positions of the cell, lanes); in planes all positions along w are lanes.
     if ROWS:

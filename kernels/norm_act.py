@@ -10,6 +10,8 @@ the first launch read last.  If whole statistics groups fit in one tile, a singl
 are given, one launch rebuilds z.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,10 @@ import triton.language as tl
 from .activation import act_fwd
 from .launch import ONCHIP_BWD, ONCHIP_FWD, acc_dtype, most_registers, onchip_blocks, registers_for, split_blocks
 from .launcher import Launcher, plan
-from .norm_stats import COUNTS, load_moments, merged, norm_stats, parts_tile
+from .norm_stats import COUNTS, Parts, load_moments, merged, norm_stats, parts_tile
 from .tile import (
+    Kept,
+    Shape,
     aligned_sizes,
     channel_sum,
     channels_of,
@@ -28,6 +32,9 @@ from .tile import (
     tile_count,
     tile_offsets,
 )
+
+# What a norm knows of the channels of a program.
+Norm = namedtuple("Norm", "mean rstd weight bias")
 
 
 @triton.jit
@@ -70,20 +77,17 @@ def count_batch(batches_ptr):
 
 
 @triton.jit
-def normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
-                   ACT: tl.constexpr, PARAM: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-                   EVICT: tl.constexpr):  # fmt: skip
+def normalise_tile(x, out_ptr, residual_ptr, tile, norm, kept, sizes, SHAPE, ACT, PARAM, EVICT: tl.constexpr):
     """Writes z of one tile, and xhat of its kept channels."""
-    xhat = (x - mean) * rstd
-    if kept_ptr is not None:
-        side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
-        tl.store(kept_ptr + side, xhat.to(kept_ptr.dtype.element_ty), mask=mask & (slot >= 0))
-    y = xhat * w + b
+    xhat = (x - norm.mean) * norm.rstd
+    if kept.ptr is not None:
+        side = kept_offsets(tile, kept, sizes, SHAPE)
+        tl.store(kept.ptr + side, xhat.to(kept.ptr.dtype.element_ty), mask=tile.mask & (kept.slot >= 0))
+    y = xhat * norm.weight + norm.bias
     if residual_ptr is not None:
-        y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
+        y += tl.load(residual_ptr + tile.offs, mask=tile.mask, other=0.0).to(x.dtype)
     z = act_fwd(y, ACT, PARAM).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offs, z, mask=mask, eviction_policy=EVICT)
+    tl.store(out_ptr + tile.offs, z, mask=tile.mask, eviction_policy=EVICT)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -96,18 +100,18 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                               BLOCK_L: tl.constexpr, FOLD: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
                               EVICT: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """Applies statistics from SOURCE: "batch" (parts in ``partial_ptr``), "running", or "saved" (mean and rstd)."""
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L)
     split = tl.num_programs(1) - 1 - tl.program_id(1)
-    i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
-    valid = c < C
+    at = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), sizes, SHAPE)
     # u is the number of the statistics group.
-    u = (i * C + c) // D
-    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
+    u = (at.i * sizes.C + at.c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, at.c, at.valid, ACC)
     if SOURCE == "batch":
-        n, mean, m2 = load_moments(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
+        n, mean, m2 = load_moments(Parts(partial_ptr, partials, I * sizes.C // D, BLOCK_P), u, at.valid, ROWS)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if split == 0:
-            one_of_group = valid & (c % D == 0)
+            one_of_group = at.valid & (at.c % D == 0)
             if mean_ptr is not None:
                 tl.store(mean_ptr + u, mean, mask=one_of_group)
             tl.store(rstd_ptr + u, rstd, mask=one_of_group)
@@ -120,23 +124,22 @@ def norm_act_fwd_apply_kernel(x_ptr, out_ptr, residual_ptr, partial_ptr, weight_
                 if tl.program_id(0) == 0:
                     count_batch(batches_ptr)
     elif SOURCE == "running":
-        mean = tl.load(running_mean_ptr + c, mask=valid, other=0.0).to(ACC)
-        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + c, mask=valid, other=1.0).to(ACC) + EPS)
+        mean = tl.load(running_mean_ptr + at.c, mask=at.valid, other=0.0).to(ACC)
+        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + at.c, mask=at.valid, other=1.0).to(ACC) + EPS)
         if split == 0:
-            tl.store(rstd_ptr + c, rstd, mask=valid)
+            tl.store(rstd_ptr + at.c, rstd, mask=at.valid)
     else:
-        mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
-        rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
-    slot = load_slot(slot_ptr, c, valid)
+        mean = tl.load(mean_ptr + u, mask=at.valid, other=0.0)
+        rstd = tl.load(rstd_ptr + u, mask=at.valid, other=0.0)
+    norm = Norm(mean, rstd, w, b)
+    kept = Kept(kept_ptr, load_slot(slot_ptr, at.c, at.valid), K)
 
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    last = tl.minimum(first + tiles_per_split, tile_count(sizes, SHAPE))
     for k in tl.range(last - first, num_stages=STAGES):
-        j = last - 1 - k
-        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
-        normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, j, i, N, S, K,
-                       ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, EVICT)  # fmt: skip
+        tile = tile_offsets(last - 1 - k, at, sizes, SHAPE, WHOLE)
+        x = tl.load(x_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC)
+        normalise_tile(x, out_ptr, residual_ptr, tile, norm, kept, sizes, SHAPE, ACT, PARAM, EVICT)
 
 
 @triton.jit
@@ -160,28 +163,29 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
 
     AGAIN loads x for each pass, from L1, instead of holding it: a thread has no registers for 64 values in fp32.
     """
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L)
     program = tl.program_id(0)
-    i, c, valid, offs, mask = slab_offsets(program, I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
-    u = (i * C + c) // D
-    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+    at, tile = slab_offsets(program, I, D, sizes, SHAPE)
+    u = (at.i * sizes.C + at.c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, at.c, at.valid, ACC)
+    x = tl.load(x_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC)
     if running_mean_ptr is not None:
         # They are loaded here, so that the program waits for them and for x at the same time.
-        running_mean = tl.load(running_mean_ptr + u, mask=valid)
-        running_var = tl.load(running_var_ptr + u, mask=valid)
+        running_mean = tl.load(running_mean_ptr + u, mask=at.valid)
+        running_var = tl.load(running_var_ptr + u, mask=at.valid)
     if SOURCE == "batch":
-        n = slab_sum(mask.to(ACC), STAT, ROWS)
+        n = slab_sum(tile.mask.to(ACC), STAT, ROWS)
         mean = slab_sum(x, STAT, ROWS) / tl.maximum(n, 1.0)
         if AGAIN:
             # Without a barrier the compiler would merge the loads.
             tl.debug_barrier()
-            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
-        d = tl.where(mask, x - mean, 0.0)
+            x = tl.load(x_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC)
+        d = tl.where(tile.mask, x - mean, 0.0)
         m2 = slab_sum(d * d, STAT, ROWS)
         if AGAIN:
             tl.debug_barrier()
-            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(ACC)
+            x = tl.load(x_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC)
         rstd = 1.0 / tl.sqrt(m2 / tl.maximum(n, 1.0) + EPS)
         if STAT == "group":
             if mean_ptr is not None:
@@ -189,19 +193,19 @@ def norm_act_fwd_onchip_kernel(x_ptr, out_ptr, residual_ptr, weight_ptr, bias_pt
             tl.store(rstd_ptr + program, rstd)
         else:
             if mean_ptr is not None:
-                tl.store(mean_ptr + u, mean, mask=valid)
-            tl.store(rstd_ptr + u, rstd, mask=valid)
+                tl.store(mean_ptr + u, mean, mask=at.valid)
+            tl.store(rstd_ptr + u, rstd, mask=at.valid)
             if running_mean_ptr is not None:
-                update_running(running_mean_ptr, running_mean, mean, momentum, u, valid)
-                update_running(running_var_ptr, running_var, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, valid)
+                update_running(running_mean_ptr, running_mean, mean, momentum, u, at.valid)
+                update_running(running_var_ptr, running_var, m2 / tl.maximum(n - 1.0, 1.0), momentum, u, at.valid)
                 if program == 0:
                     count_batch(batches_ptr)
     else:
-        mean = tl.load(mean_ptr + u, mask=valid, other=0.0)
-        rstd = tl.load(rstd_ptr + u, mask=valid, other=0.0)
-    slot = load_slot(slot_ptr, c, valid)
-    normalise_tile(x, mean, rstd, w, b, out_ptr, residual_ptr, offs, mask, kept_ptr, slot, 0, i, N, S, K,
-                   ACT, PARAM, ACC, STAT, ROWS, BLOCK_N, BLOCK_L, "")  # fmt: skip
+        mean = tl.load(mean_ptr + u, mask=at.valid, other=0.0)
+        rstd = tl.load(rstd_ptr + u, mask=at.valid, other=0.0)
+    norm = Norm(mean, rstd, w, b)
+    kept = Kept(kept_ptr, load_slot(slot_ptr, at.c, at.valid), K)
+    normalise_tile(x, out_ptr, residual_ptr, tile, norm, kept, sizes, SHAPE, ACT, PARAM, "")
 
 
 def constants_of(source, dtype, layout, eps, act):

@@ -26,6 +26,8 @@ Where z has two readers, its gradient is dz + also, and the kernels add them whi
 two passes more.  In rows ``also`` may be a slice of the channels of a wider tensor, whose rows are P apart.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +35,11 @@ import triton.language as tl
 from .activation import act_grad, act_grad_of_input, act_inverse
 from .launch import MAX_COLUMNS, ONCHIP_BWD, acc_dtype, most_registers, onchip_blocks, split_blocks, vector_of
 from .launcher import Launcher, plan
-from .norm_act import load_affine, load_channel, load_slot
-from .norm_stats import COUNTS, few, load_sums, merged, parts_tile
+from .norm_act import Norm, load_affine, load_channel, load_slot
+from .norm_stats import COUNTS, Parts, few, load_sums, merged, parts_tile
 from .tile import (
+    Kept,
+    Shape,
     aligned_sizes,
     as_rows,
     channel_sum,
@@ -48,6 +52,11 @@ from .tile import (
     tile_offsets,
     tile_start,
 )
+
+# The large tensors that backward reads; P is the pitch of ``also`` in rows, or None if it is C.
+Inputs = namedtuple("Inputs", "saved_ptr dz_ptr also_ptr residual_ptr P")
+# What backward makes of them.  FEW is the number of kept channels if ``with_columns`` reads them, and otherwise 0.
+How = namedtuple("How", "KEEP FEW ACT PARAM CLAMP ACC ALIGN")
 
 
 @triton.jit
@@ -64,62 +73,64 @@ def is_lost(w, b, HAS_RESIDUAL: tl.constexpr, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def with_columns(xhat, kept_ptr, slot, j, i, N, FEW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+def with_columns(xhat, kept, tile, sizes, SHAPE, FEW: tl.constexpr):
     """xhat of a tile of rows with that of the FEW kept channels.
 
     All threads of a row load the same few values.  An address for each element of the tile would take 100 registers.
     """
-    n0, _ = tile_start(j, 1, True, BLOCK_N, BLOCK_L)
-    n = n0 + tl.arange(0, BLOCK_N)[:, None]
+    n0, _ = tile_start(tile.j, sizes, SHAPE)
+    n = n0 + tl.arange(0, SHAPE.BLOCK_N)[:, None]
     for k in tl.static_range(FEW):
-        column = tl.load(kept_ptr + (tl.cast(i, tl.int64) * N + n) * FEW + k, mask=n < N, other=0.0)
-        xhat = tl.where(slot == k, column.to(xhat.dtype), xhat)
+        exists = n < sizes.N
+        column = tl.load(kept.ptr + (tl.cast(tile.i, tl.int64) * sizes.N + n) * FEW + k, mask=exists, other=0.0)
+        xhat = tl.where(kept.slot == k, column.to(xhat.dtype), xhat)
     return xhat
 
 
 @triton.jit
-def also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_L: tl.constexpr):  # fmt: skip
-    """The offsets of tile j in ``also``; ALIGN divides its pitch P, or in planes the number of channels."""
-    if also_ptr is not None and ROWS:
-        P, S = aligned_sizes(P, S, ROWS, ALIGN)
-        offs, _, _ = tile_offsets(j, i, group, N, P, S, ROWS, BLOCK_N, BLOCK_L, True)
+def also_offsets(inputs, tile, at, sizes, SHAPE, ALIGN: tl.constexpr):
+    """The offsets of a tile in ``also``; ALIGN divides its pitch P, or in planes the number of channels."""
+    offs = tile.offs
+    if inputs.also_ptr is not None and inputs.P is not None and SHAPE.ROWS:
+        wide = aligned_sizes(sizes.N, inputs.P, sizes.S, True, ALIGN)
+        offs = tile_offsets(tile.j, at, wide, SHAPE, True).offs
     return offs
 
 
 @triton.jit
-def grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr, slot, j, i,
-                  N, S, K, KEEP: tl.constexpr, FEW: tl.constexpr, ACT: tl.constexpr, PARAM: tl.constexpr,
-                  CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_L: tl.constexpr,
-                  EVICT: tl.constexpr):  # fmt: skip
+def grad_and_xhat(inputs, tile, at, norm, kept, sizes, SHAPE, HOW, EVICT: tl.constexpr):
     """g and xhat of one tile; masked values are 0."""
-    dz = tl.load(dz_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
-    if also_ptr is not None:
-        dz += tl.load(also_ptr + also_offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
-    shift = b
-    if residual_ptr is not None:
-        shift = b + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(ACC)
-    if KEEP == "input":
-        xhat = tl.where(mask, (saved - mean) * rstd, 0.0)
-        g = act_grad_of_input(dz, xhat * w + shift, ACT, PARAM)
+    ACC: tl.constexpr = HOW.ACC
+    also_offs = also_offsets(inputs, tile, at, sizes, SHAPE, HOW.ALIGN)
+    saved = tl.load(inputs.saved_ptr + tile.offs, mask=tile.mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    dz = tl.load(inputs.dz_ptr + tile.offs, mask=tile.mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    if inputs.also_ptr is not None:
+        dz += tl.load(inputs.also_ptr + also_offs, mask=tile.mask, other=0.0, eviction_policy=EVICT).to(ACC)
+    w = norm.weight
+    shift = norm.bias
+    if inputs.residual_ptr is not None:
+        shift = norm.bias + tl.load(inputs.residual_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC)
+    if HOW.KEEP == "input":
+        xhat = tl.where(tile.mask, (saved - norm.mean) * norm.rstd, 0.0)
+        g = act_grad_of_input(dz, xhat * w + shift, HOW.ACT, HOW.PARAM)
     else:
-        lost = is_lost(w, b, residual_ptr is not None, CLAMP)
+        lost = is_lost(w, norm.bias, inputs.residual_ptr is not None, HOW.CLAMP)
         inverse = tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, w))
-        xhat = tl.where(mask, (act_inverse(saved, ACT, PARAM, CLAMP) - shift) * inverse, 0.0)
-        if kept_ptr is not None:
-            if FEW > 0:
-                xhat = with_columns(xhat, kept_ptr, slot, j, i, N, FEW, BLOCK_N, BLOCK_L)
+        y = act_inverse(saved, HOW.ACT, HOW.PARAM, HOW.CLAMP)
+        xhat = tl.where(tile.mask, (y - shift) * inverse, 0.0)
+        if kept.ptr is not None:
+            if HOW.FEW > 0:
+                xhat = with_columns(xhat, kept, tile, sizes, SHAPE, HOW.FEW)
             else:
-                kept = mask & (slot >= 0)
-                side = kept_offsets(j, i, slot, N, S, K, STAT, ROWS, BLOCK_N, BLOCK_L)
-                xhat = tl.where(kept, tl.load(kept_ptr + side, mask=kept, other=0.0).to(ACC), xhat)
-        g = act_grad(dz, saved, ACT, PARAM)
-        if kept_ptr is not None and (ACT == "elu" or ACT == "selu"):
+                mask = tile.mask & (kept.slot >= 0)
+                side = kept_offsets(tile, kept, sizes, SHAPE)
+                xhat = tl.where(mask, tl.load(kept.ptr + side, mask=mask, other=0.0).to(ACC), xhat)
+        g = act_grad(dz, saved, HOW.ACT, HOW.PARAM)
+        if kept.ptr is not None and (HOW.ACT == "elu" or HOW.ACT == "selu"):
             # Near the limit of z, rounding takes the digits of phi'(y) = z + p too.  The sign of z decides on which
             # side of the kink a value is.
             y = tl.minimum(xhat * w + shift, 0.0)
-            g = tl.where((slot >= 0) & (saved < 0), act_grad_of_input(dz, y, ACT, PARAM), g)
+            g = tl.where((kept.slot >= 0) & (saved < 0), act_grad_of_input(dz, y, HOW.ACT, HOW.PARAM), g)
     return g, xhat
 
 
@@ -134,10 +145,10 @@ def grad_of_input(g, xhat, s1, s2, w, rstd, STAT: tl.constexpr):
 
 
 @triton.jit
-def store_grads(dx_ptr, dresidual_ptr, offs, mask, dx, g, EVICT: tl.constexpr):
-    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+def store_grads(dx_ptr, dresidual_ptr, tile, dx, g, EVICT: tl.constexpr):
+    tl.store(dx_ptr + tile.offs, dx.to(dx_ptr.dtype.element_ty), mask=tile.mask, eviction_policy=EVICT)
     if dresidual_ptr is not None:
-        tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        tl.store(dresidual_ptr + tile.offs, g.to(dresidual_ptr.dtype.element_ty), mask=tile.mask)
 
 
 @triton.jit
@@ -160,39 +171,38 @@ def norm_act_bwd_reduce_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr
 
     With running statistics (dx_ptr is given) dx needs no sums, and is written here.
     """
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L)
+    HOW: tl.constexpr = How(KEEP, FEW, ACT, PARAM, CLAMP, ACC, ALIGN)
+    inputs = Inputs(saved_ptr, dz_ptr, also_ptr, residual_ptr, P)
     split = tl.program_id(1)
-    i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
-    valid = c < C
-    u = i * C + c
-    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
-    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
-    slot = load_slot(slot_ptr, c, valid)
+    at = channels_of(tl.program_id(0), sizes, SHAPE)
+    u = at.i * sizes.C + at.c
+    w, b = load_affine(weight_ptr, bias_ptr, at.c, at.valid, ACC)
+    mean = load_channel(mean_ptr, u // D, at.valid, 0.0, ACC)
+    rstd = load_channel(rstd_ptr, u // D, at.valid, 0.0, ACC)
+    norm = Norm(mean, rstd, w, b)
+    kept = Kept(kept_ptr, load_slot(slot_ptr, at.c, at.valid), K)
     scale = w * rstd
 
     s1 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
     s2 = tl.zeros((1, BLOCK_N * BLOCK_L // FOLD), ACC)
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    last = tl.minimum(first + tiles_per_split, tile_count(sizes, SHAPE))
     for j in tl.range(first, last, num_stages=STAGES):
-        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        also_offs = also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS, ALIGN, BLOCK_N, BLOCK_L)
-        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT).to(ACC)
-        g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b,
-                                kept_ptr, slot, j, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N,
-                                BLOCK_L, EVICT)  # fmt: skip
+        tile = tile_offsets(j, at, sizes, SHAPE, WHOLE)
+        g, xhat = grad_and_xhat(inputs, tile, at, norm, kept, sizes, SHAPE, HOW, EVICT)
         s1 += tl.sum(folded(g, FOLD), axis=0, keep_dims=True)
         s2 += tl.sum(folded(g * xhat, FOLD), axis=0, keep_dims=True)
         if dx_ptr is not None:
-            store_grads(dx_ptr, dresidual_ptr, offs, mask, g * scale, g, "")
+            store_grads(dx_ptr, dresidual_ptr, tile, g * scale, g, "")
         elif dresidual_ptr is not None:
-            tl.store(dresidual_ptr + offs, g.to(dresidual_ptr.dtype.element_ty), mask=mask)
+            tl.store(dresidual_ptr + tile.offs, g.to(dresidual_ptr.dtype.element_ty), mask=tile.mask)
     if ROWS:
         s1, s2 = as_rows(s1, BLOCK_L), as_rows(s2, BLOCK_L)
-    U = I * C
-    tl.store(partial_ptr + split * U + u, channel_sum(s1, "batch", ROWS), mask=valid)
-    tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=valid)
+    U = I * sizes.C
+    tl.store(partial_ptr + split * U + u, channel_sum(s1, "batch", ROWS), mask=at.valid)
+    tl.store(partial_ptr + (splits + split) * U + u, channel_sum(s2, "batch", ROWS), mask=at.valid)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -205,35 +215,33 @@ def norm_act_bwd_apply_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr,
                               ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
                               WHOLE: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
                               BLOCK_P: tl.constexpr):  # fmt: skip
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L)
+    HOW: tl.constexpr = How(KEEP, FEW, ACT, PARAM, CLAMP, ACC, ALIGN)
+    inputs = Inputs(saved_ptr, dz_ptr, also_ptr, residual_ptr, P)
     split = tl.num_programs(1) - 1 - tl.program_id(1)
-    i, group, c = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), C, STAT, ROWS, BLOCK_L)
-    valid = c < C
-    u = (i * C + c) // D
-    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    mean = load_channel(mean_ptr, u, valid, 0.0, ACC)
-    rstd = load_channel(rstd_ptr, u, valid, 0.0, ACC)
-    slot = load_slot(slot_ptr, c, valid)
-    s1, s2 = load_sums(partial_ptr, u, valid, I * C // D, partials, ROWS, BLOCK_P)
+    at = channels_of(tl.num_programs(0) - 1 - tl.program_id(0), sizes, SHAPE)
+    u = (at.i * sizes.C + at.c) // D
+    w, b = load_affine(weight_ptr, bias_ptr, at.c, at.valid, ACC)
+    mean = load_channel(mean_ptr, u, at.valid, 0.0, ACC)
+    rstd = load_channel(rstd_ptr, u, at.valid, 0.0, ACC)
+    norm = Norm(mean, rstd, w, b)
+    kept = Kept(kept_ptr, load_slot(slot_ptr, at.c, at.valid), K)
+    s1, s2 = load_sums(Parts(partial_ptr, partials, I * sizes.C // D, BLOCK_P), u, at.valid, ROWS)
     if split == 0:
-        store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
+        store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, at.valid)
     # The sums of a group of channels were multiplied by the weight when they were merged.
-    m = tl.cast(N, ACC) * S * D
+    m = tl.cast(sizes.N, ACC) * sizes.S * D
     s1 /= m
     s2 /= m
 
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tile_count(N, S, ROWS, BLOCK_N, BLOCK_L))
+    last = tl.minimum(first + tiles_per_split, tile_count(sizes, SHAPE))
     for k in tl.range(last - first, num_stages=STAGES):
-        j = last - 1 - k
-        offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE)
-        also_offs = also_offsets(also_ptr, offs, j, i, group, N, P, S, ROWS, ALIGN, BLOCK_N, BLOCK_L)
-        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
-        g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, also_offs, residual_ptr, offs, mask, mean, rstd, w, b,
-                                kept_ptr, slot, j, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N,
-                                BLOCK_L, "")  # fmt: skip
-        store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g,
-                    EVICT)  # fmt: skip
+        tile = tile_offsets(last - 1 - k, at, sizes, SHAPE, WHOLE)
+        g, xhat = grad_and_xhat(inputs, tile, at, norm, kept, sizes, SHAPE, HOW, "")
+        dx = grad_of_input(g, xhat, s1, s2, w, rstd, STAT)
+        store_grads(dx_ptr, dresidual_ptr, tile, dx, g, EVICT)
 
 
 @triton.jit
@@ -244,32 +252,33 @@ def norm_act_bwd_onchip_kernel(saved_ptr, dz_ptr, also_ptr, residual_ptr, dx_ptr
                                CLAMP: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr, ALIGN: tl.constexpr,
                                ROWS: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
-    i, c, valid, offs, mask = slab_offsets(tl.program_id(0), I, N, C, S, D, STAT, ROWS, BLOCK_N, BLOCK_L)
-    u = i * C + c
-    w, b = load_affine(weight_ptr, bias_ptr, c, valid, ACC)
-    mean = load_channel(mean_ptr, u // D, valid, 0.0, ACC)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L)
+    at, tile = slab_offsets(tl.program_id(0), I, D, sizes, SHAPE)
+    u = at.i * sizes.C + at.c
+    w, b = load_affine(weight_ptr, bias_ptr, at.c, at.valid, ACC)
+    mean = load_channel(mean_ptr, u // D, at.valid, 0.0, ACC)
     rstd = mean
     if KEEP == "input":
-        rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
-    slot = load_slot(slot_ptr, c, valid)
-    saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(ACC)
-    g, xhat = grad_and_xhat(saved, dz_ptr, also_ptr, offs, residual_ptr, offs, mask, mean, rstd, w, b, kept_ptr,
-                            slot, 0, i, N, S, K, KEEP, FEW, ACT, PARAM, CLAMP, ACC, STAT, ROWS, BLOCK_N, BLOCK_L,
-                            "")  # fmt: skip
+        rstd = load_channel(rstd_ptr, u // D, at.valid, 0.0, ACC)
+    norm = Norm(mean, rstd, w, b)
+    kept = Kept(kept_ptr, load_slot(slot_ptr, at.c, at.valid), K)
+    HOW: tl.constexpr = How(KEEP, FEW, ACT, PARAM, CLAMP, ACC, ALIGN)
+    inputs = Inputs(saved_ptr, dz_ptr, also_ptr, residual_ptr, None)
+    g, xhat = grad_and_xhat(inputs, tile, at, norm, kept, sizes, SHAPE, HOW, "")
     s1 = channel_sum(g, STAT, ROWS)
     s2 = channel_sum(g * xhat, STAT, ROWS)
-    store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, valid)
-    m = tl.cast(N, ACC) * S * D
+    store_dparams(dweight_ptr, dbias_ptr, s1, s2, u, at.valid)
+    m = tl.cast(sizes.N, ACC) * sizes.S * D
     # They are loaded here, the weight again, because fewer registers are in use at this point.
-    w = load_channel(weight_ptr, c, valid, 1.0, ACC)
-    rstd = load_channel(rstd_ptr, u // D, valid, 0.0, ACC)
+    w = load_channel(weight_ptr, at.c, at.valid, 1.0, ACC)
+    rstd = load_channel(rstd_ptr, u // D, at.valid, 0.0, ACC)
     if STAT == "group":
         s1 = group_sum(s1 * w)
         s2 = group_sum(s2 * w)
     s1 /= m
     s2 /= m
-    store_grads(dx_ptr, dresidual_ptr, offs, mask, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
+    store_grads(dx_ptr, dresidual_ptr, tile, grad_of_input(g, xhat, s1, s2, w, rstd, STAT), g, "")
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])

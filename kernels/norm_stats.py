@@ -7,6 +7,8 @@ them for itself.  If there are more, or a group of channels shares statistics, a
 from other ranks are merged in the same way.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ import triton.language as tl
 from .launch import MAX_PARTIALS, MAX_SPLITS, acc_dtype, most_registers, split_blocks, vector_of
 from .launcher import Launcher, plan
 from .tile import (
+    Shape,
     aligned_sizes,
     as_rows,
     chan_merge,
@@ -29,6 +32,9 @@ from .tile import (
 
 # Arguments that differ from shape to shape.  For multiples of 16, Triton would compile a kernel anew, and gain nothing.
 COUNTS = ["tiles_per_split", "splits", "partials"]
+
+# The buffer (k, count, U) of parts, of which a program merges up to BLOCK_P.
+Parts = namedtuple("Parts", "ptr count U BLOCK_P")
 
 
 @triton.jit
@@ -61,12 +67,13 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
     lane's mean and M2.  Lanes are merged at the end.  If no tile is cut short, all lanes have the same count.  In
     planes that are cut short, VECTOR adjacent values are one lane, so that a thread has a single count.
     """
-    C, S = aligned_sizes(C, S, ROWS, ALIGN)
+    sizes = aligned_sizes(N, C, S, ROWS, ALIGN)
+    SHAPE: tl.constexpr = Shape(STAT, ROWS, BLOCK_N, BLOCK_L, PEEL)
     split = tl.program_id(1)
-    i, group, c = channels_of(tl.program_id(0), C, STAT, ROWS, BLOCK_L)
+    at = channels_of(tl.program_id(0), sizes, SHAPE)
     first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tile_count(N, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L))
-    period = cut_period(N, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L)
+    last = tl.minimum(first + tiles_per_split, tile_count(sizes, SHAPE))
+    period = cut_period(sizes, SHAPE)
 
     LANES: tl.constexpr = BLOCK_N * BLOCK_L // FOLD // VECTOR
     count = tl.full((), 0, ACC)
@@ -75,8 +82,8 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
     if WHOLE or ROWS or PEEL > 1:
         for j in tl.range(first, last, num_stages=STAGES):
             if WHOLE or not is_cut(j, period, PEEL):
-                offs, mask, _ = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE or PEEL > 1, PEEL)
-                x = tl.load(x_ptr + offs, mask=mask, other=0.0, eviction_policy=EVICT)
+                tile = tile_offsets(j, at, sizes, SHAPE, WHOLE or PEEL > 1)
+                x = tl.load(x_ptr + tile.offs, mask=tile.mask, other=0.0, eviction_policy=EVICT)
                 x = in_lanes(x.to(ACC), FOLD, VECTOR)
                 tile_mean = lane_sum(x) * (1.0 / (FOLD * VECTOR))
                 d = x - tile_mean[:, :, None]
@@ -90,52 +97,51 @@ def norm_stats_kernel(x_ptr, partial_ptr, N, C, S, U, tiles_per_split, splits, A
             step = period
         for j in tl.range(first, last, step, num_stages=STAGES):
             if PEEL == 1 or is_cut(j, period, PEEL):
-                offs, mask, near = tile_offsets(j, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L, WHOLE, PEEL)
-                x = in_lanes(tl.load(x_ptr + offs, mask=near, other=0.0, eviction_policy=EVICT).to(ACC), FOLD, VECTOR)
-                valid = in_lanes(mask, FOLD, VECTOR)
+                tile = tile_offsets(j, at, sizes, SHAPE, WHOLE)
+                x = tl.load(x_ptr + tile.offs, mask=tile.near, other=0.0, eviction_policy=EVICT)
+                x = in_lanes(x.to(ACC), FOLD, VECTOR)
+                valid = in_lanes(tile.mask, FOLD, VECTOR)
                 if PEEL > 1:
                     x = tl.where(valid, x, 0.0)
                 if ROWS:
                     n = lane_sum(valid.to(ACC))
                 else:
-                    n = lane_counts(j, i, group, N, C, S, LANES, FOLD, VECTOR, BLOCK_N, BLOCK_L, PEEL).to(ACC)
+                    n = lane_counts(j, at, sizes, SHAPE, FOLD, VECTOR).to(ACC)
                 tile_mean = lane_sum(x) / tl.maximum(n, 1.0)
                 d = tl.where(valid, x - tile_mean[:, :, None], 0.0)
                 count, mean, m2 = merge_two(count, mean, m2, n, tile_mean, lane_sum(d * d))
     if ROWS:
         count, mean, m2 = as_rows(count, BLOCK_L), as_rows(mean, BLOCK_L), as_rows(m2, BLOCK_L)
     n, mean, m2 = chan_merge(count, mean, m2, ROWS)
-    u = i * C + c
-    tl.store(partial_ptr + split * U + u, n, mask=c < C)
-    tl.store(partial_ptr + (splits + split) * U + u, mean, mask=c < C)
-    tl.store(partial_ptr + (2 * splits + split) * U + u, m2, mask=c < C)
+    u = at.i * sizes.C + at.c
+    # In place of ``at.valid``, which a thread would hold across the loops.
+    valid = at.c < sizes.C
+    tl.store(partial_ptr + split * U + u, n, mask=valid)
+    tl.store(partial_ptr + (splits + split) * U + u, mean, mask=valid)
+    tl.store(partial_ptr + (2 * splits + split) * U + u, m2, mask=valid)
 
 
 @triton.jit
-def load_partials(partial_ptr, k: tl.constexpr, u, valid, U, partials, BLOCK_P: tl.constexpr):
-    """Entry k of all parts, with shape (BLOCK_P, channels).  The buffer is (k, partials, U)."""
-    p = tl.arange(0, BLOCK_P)[:, None]
+def load_part(parts, k: tl.constexpr, u, valid):
+    """Entry k of all parts, with shape (BLOCK_P, channels)."""
+    p = tl.arange(0, parts.BLOCK_P)[:, None]
     # This is not written with `and`, because Triton's interpreter makes an integer of the single truth value of planes.
-    mask = p < tl.where(valid, partials, 0)
-    return tl.load(partial_ptr + (k * partials + p) * U + u, mask=mask, other=0.0)
+    mask = p < tl.where(valid, parts.count, 0)
+    return tl.load(parts.ptr + (k * parts.count + p) * parts.U + u, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_moments(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
+def load_moments(parts, u, valid, ROWS: tl.constexpr):
     """The (count, mean, M2) of the channels or groups u."""
-    return chan_merge(
-        load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P),
-        load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P),
-        load_partials(partial_ptr, 2, u, valid, U, partials, BLOCK_P),
-        ROWS,
-    )
+    count, mean, m2 = load_part(parts, 0, u, valid), load_part(parts, 1, u, valid), load_part(parts, 2, u, valid)
+    return chan_merge(count, mean, m2, ROWS)
 
 
 @triton.jit
-def load_sums(partial_ptr, u, valid, U, partials, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
+def load_sums(parts, u, valid, ROWS: tl.constexpr):
     """The sums (s1, s2) of the channels or groups u."""
-    s1 = channel_sum(load_partials(partial_ptr, 0, u, valid, U, partials, BLOCK_P), "batch", ROWS)
-    s2 = channel_sum(load_partials(partial_ptr, 1, u, valid, U, partials, BLOCK_P), "batch", ROWS)
+    s1 = channel_sum(load_part(parts, 0, u, valid), "batch", ROWS)
+    s2 = channel_sum(load_part(parts, 1, u, valid), "batch", ROWS)
     return s1, s2
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from .launch import acc_dtype, row_lanes
 from .launcher import Launcher, plan
 from .norm_act import update_running
-from .tile import channel_sum, channels_of, tile_count, tile_offsets
+from .tile import Shape, Sizes, channel_sum, channels_of, tile_count, tile_offsets
 
 # The elements of a tile, and its channels.
 TILE, LANES = 4096, 32
@@ -26,9 +26,11 @@ TILE, LANES = 4096, 32
 def norm_of_sums_kernel(y_ptr, sums_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, momentum: tl.float64,
                         I, N, C, EPS: tl.constexpr, FAR: tl.constexpr, ACC: tl.constexpr, STAT: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    i, group, c = channels_of(tl.program_id(0), C, STAT, True, BLOCK_L)
-    valid = c < C
-    u = i * C + c
+    sizes = Sizes(N, C, 1)
+    SHAPE: tl.constexpr = Shape(STAT, True, BLOCK_N, BLOCK_L)
+    at = channels_of(tl.program_id(0), sizes, SHAPE)
+    c, valid = at.c, at.valid
+    u = at.i * C + c
     m = tl.cast(N, ACC)
     shift = tl.zeros((1, BLOCK_L), ACC)
     if running_mean_ptr is not None:
@@ -43,9 +45,9 @@ def norm_of_sums_kernel(y_ptr, sums_ptr, mean_ptr, rstd_ptr, running_mean_ptr, r
     if tl.max(far.to(tl.int32)) > 0:
         s1 = tl.zeros((1, BLOCK_L), ACC)
         s2 = tl.zeros((1, BLOCK_L), ACC)
-        for j in range(tile_count(N, 1, True, BLOCK_N, BLOCK_L)):
-            offs, mask, _ = tile_offsets(j, i, group, N, C, 1, True, BLOCK_N, BLOCK_L)
-            d = tl.where(mask, tl.load(y_ptr + offs, mask=mask, other=0.0).to(ACC) - mean, 0.0)
+        for j in range(tile_count(sizes, SHAPE)):
+            tile = tile_offsets(j, at, sizes, SHAPE)
+            d = tl.where(tile.mask, tl.load(y_ptr + tile.offs, mask=tile.mask, other=0.0).to(ACC) - mean, 0.0)
             s1 += channel_sum(d, "batch", True)
             s2 += channel_sum(d * d, "batch", True)
         again = s1 / m

@@ -20,8 +20,24 @@ of several channels.  So the same code serves all layouts.  Planes with S > BLOC
 cut short along one axis only.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+# What belongs together is one argument of the functions of kernels.  Where a tuple is assigned to a name, Triton makes
+# values of its constants, unless it has only constants and the name is annotated as a constexpr.  So constants have
+# tuples of their own, whose names are in capitals.
+#
+# The sizes of a tensor, and the constants of its layout and tiles.  ``lanes_before`` explains PEEL.
+Sizes = namedtuple("Sizes", "N C S")
+Shape = namedtuple("Shape", "STAT ROWS BLOCK_N BLOCK_L PEEL", defaults=[tl.constexpr(1)])
+# The channels ``c`` of sample ``i`` over which a program walks, of which block ``group``, and which of them exist.
+Channels = namedtuple("Channels", "i group c valid")
+# Tile j of sample i: the offsets of its elements, which of them exist, and the near ones, which are loaded.
+Tile = namedtuple("Tile", "j i offs mask near")
+# The K kept channels: the side buffer of their xhat, or None, and the place of each channel in it, or -1.
+Kept = namedtuple("Kept", "ptr slot K")
 
 
 @triton.jit
@@ -31,8 +47,8 @@ def tiles_of(size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def aligned_sizes(C, S, ROWS: tl.constexpr, ALIGN: tl.constexpr):
-    """C and S.  The compiler sees that runs in memory, S of planes and C of rows, are multiples of ALIGN.
+def aligned_sizes(N, C, S, ROWS: tl.constexpr, ALIGN: tl.constexpr):
+    """The sizes.  The compiler sees that runs in memory, S of planes and C of rows, are multiples of ALIGN.
 
     By itself it sees multiples of 16 alone, so that 14 x 14 positions were read one at a time.
     """
@@ -41,7 +57,7 @@ def aligned_sizes(C, S, ROWS: tl.constexpr, ALIGN: tl.constexpr):
             C = C // ALIGN * ALIGN
         else:
             S = S // ALIGN * ALIGN
-    return C, S
+    return Sizes(N, C, S)
 
 
 @triton.jit
@@ -55,145 +71,138 @@ def lanes_before(plane, S, PEEL: tl.constexpr):
 
 
 @triton.jit
-def tile_count(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    tiles = tiles_of(N, BLOCK_N)
-    if not ROWS:
-        tiles *= tiles_of(S, BLOCK_L)
-    return tiles
+def tile_count(sizes, SHAPE):
+    count = tiles_of(sizes.N, SHAPE.BLOCK_N)
+    if not SHAPE.ROWS:
+        count *= tiles_of(sizes.S + (SHAPE.PEEL - 1), SHAPE.BLOCK_L)
+    return count
 
 
 @triton.jit
-def cut_period(N, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+def cut_period(sizes, SHAPE):
     """The period of tiles that may be cut short.
 
     Only the last tile of a period may be cut short; it is the last tile of a plane, or of the tensor.  The period is 1
     if planes that do not fill BLOCK_L share tiles, because then every tile may be cut short.
     """
-    if ROWS:
-        period = tiles_of(N, BLOCK_N)
-    elif BLOCK_N == 1:
-        period = tiles_of(S, BLOCK_L)
+    lanes = sizes.S + (SHAPE.PEEL - 1)
+    if SHAPE.ROWS:
+        period = tiles_of(sizes.N, SHAPE.BLOCK_N)
+    elif SHAPE.BLOCK_N == 1:
+        period = tiles_of(lanes, SHAPE.BLOCK_L)
     else:
-        period = tl.where(S == BLOCK_L, tiles_of(N, BLOCK_N), 1)
+        period = tl.where(lanes == SHAPE.BLOCK_L, tiles_of(sizes.N, SHAPE.BLOCK_N), 1)
     return period
 
 
 @triton.jit
-def channels_of(program, C, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The sample i of a program that walks over tiles, and its channel (planes) or its BLOCK_L channels (rows)."""
+def channels_of(program, sizes, SHAPE):
+    """The channels of a program that walks over tiles."""
     i = tl.cast(0, tl.int32)
     group = program
-    if STAT != "batch":
-        groups = C
-        if ROWS:
-            groups = tiles_of(C, BLOCK_L)
+    if SHAPE.STAT != "batch":
+        groups = sizes.C
+        if SHAPE.ROWS:
+            groups = tiles_of(sizes.C, SHAPE.BLOCK_L)
         i = program // groups
         group = program % groups
-    if ROWS:
-        c = group * BLOCK_L + tl.arange(0, BLOCK_L)[None, :]
+    if SHAPE.ROWS:
+        c = group * SHAPE.BLOCK_L + tl.arange(0, SHAPE.BLOCK_L)[None, :]
     else:
         c = group
-    return i, group, c
+    return Channels(i, group, c, c < sizes.C)
 
 
 @triton.jit
-def tile_start(j, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+def tile_start(j, sizes, SHAPE):
     """The first sample and first lane of tile j, in int64, because offsets exceed 2**31 at 64 x 64 x 1024 x 1024."""
-    if ROWS:
-        n0 = tl.cast(j, tl.int64) * BLOCK_N
+    if SHAPE.ROWS:
+        n0 = tl.cast(j, tl.int64) * SHAPE.BLOCK_N
         s0 = tl.cast(0, tl.int64)
     else:
-        tiles_s = tiles_of(S, BLOCK_L)
-        n0 = tl.cast(j // tiles_s, tl.int64) * BLOCK_N
-        s0 = tl.cast(j % tiles_s, tl.int64) * BLOCK_L
+        tiles_s = tiles_of(sizes.S + (SHAPE.PEEL - 1), SHAPE.BLOCK_L)
+        n0 = tl.cast(j // tiles_s, tl.int64) * SHAPE.BLOCK_N
+        s0 = tl.cast(j % tiles_s, tl.int64) * SHAPE.BLOCK_L
     return n0, s0
 
 
 @triton.jit
-def tile_offsets(j, i, group, N, C, S, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-                 WHOLE: tl.constexpr = False, PEEL: tl.constexpr = 1):  # fmt: skip
-    """The offsets and the mask of tile j of a channel group of sample i, both of shape (BLOCK_N, BLOCK_L).
+def tile_offsets(j, at, sizes, SHAPE, WHOLE: tl.constexpr = False):
+    """Tile j of the channels ``at``, with offsets and masks of the shape (BLOCK_N, BLOCK_L).
 
-    A second mask has the lanes to load: with PEEL, those of all vectors that hold elements of the plane.  WHOLE says
-    that no tile of the tensor is cut short, so that the compiler sees that nothing is masked.
+    With PEEL, all lanes are near that are in a vector with elements of the plane.  WHOLE says that no tile of the
+    tensor is cut short, so that the compiler sees that nothing is masked.
     """
-    n0, s0 = tile_start(j, S + (PEEL - 1), ROWS, BLOCK_N, BLOCK_L)
+    n0, s0 = tile_start(j, sizes, SHAPE)
     # Offsets within the tile are int64 too: if planes are small, 128 samples of 2**25 elements are one tile.
-    n = tl.arange(0, BLOCK_N)[:, None].to(tl.int64)
-    lane = tl.arange(0, BLOCK_L)[None, :]
-    group = tl.cast(group, tl.int64)
-    first = tl.cast(i, tl.int64) * N + n0
-    if ROWS:
-        offs = first * C + group * BLOCK_L + (n * C + lane)
-        mask = (n0 + n < N) & (group * BLOCK_L + lane < C)
-    elif BLOCK_N == 1:
+    n = tl.arange(0, SHAPE.BLOCK_N)[:, None].to(tl.int64)
+    lane = tl.arange(0, SHAPE.BLOCK_L)[None, :]
+    group = tl.cast(at.group, tl.int64)
+    first = tl.cast(at.i, tl.int64) * sizes.N + n0
+    if SHAPE.ROWS:
+        offs = first * sizes.C + group * SHAPE.BLOCK_L + (n * sizes.C + lane)
+        mask = (n0 + n < sizes.N) & (group * SHAPE.BLOCK_L + lane < sizes.C)
+    elif SHAPE.BLOCK_N == 1:
         # 32 bits suffice after the subtraction, and take half of the instructions.
-        before = lanes_before(first * C + group, S, PEEL) - tl.cast(s0, tl.int32)
-        offs = (first * C + group) * S // PEEL * PEEL + s0 + lane
-        mask = lane < before + S
+        before = lanes_before(first * sizes.C + group, sizes.S, SHAPE.PEEL) - tl.cast(s0, tl.int32)
+        offs = (first * sizes.C + group) * sizes.S // SHAPE.PEEL * SHAPE.PEEL + s0 + lane
+        mask = lane < before + sizes.S
     else:
-        offs = (first * C + group) * S + (n * C * S + lane)
-        mask = (n0 + n < N) & (lane < S)
+        offs = (first * sizes.C + group) * sizes.S + (n * sizes.C * sizes.S + lane)
+        mask = (n0 + n < sizes.N) & (lane < sizes.S)
     if WHOLE:
-        mask = tl.zeros((BLOCK_N, BLOCK_L), tl.int32) == 0
+        mask = tl.zeros((SHAPE.BLOCK_N, SHAPE.BLOCK_L), tl.int32) == 0
     near = mask
-    if PEEL > 1 and not WHOLE:
-        near = lane < (tl.maximum(before + S, 0) + PEEL - 1) // PEEL * PEEL
+    if SHAPE.PEEL > 1 and not WHOLE:
+        near = lane < (tl.maximum(before + sizes.S, 0) + SHAPE.PEEL - 1) // SHAPE.PEEL * SHAPE.PEEL
         mask = mask & (lane >= before)
-    return offs, mask, near
+    return Tile(j, at.i, offs, mask, near)
 
 
 @triton.jit
-def slab_offsets(program, I, N, C, S, D: tl.constexpr, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_L: tl.constexpr):  # fmt: skip
+def slab_offsets(program, I, D: tl.constexpr, sizes, SHAPE):
     """The tile of a program that holds whole statistics groups.
 
-    Returns the sample, the channels, a mask of existing channels, and the offsets and mask of the tile.  For "batch"
-    the tile is tile 0 of ``tile_offsets``.  Otherwise the rows of the tile are planes of one sample: the planes of a
-    group, or as many planes as fit.
+    For "batch" it is tile 0 of ``tile_offsets``.  Otherwise its rows are planes of one sample: the planes of a group,
+    or as many planes as fit.
     """
-    n = tl.arange(0, BLOCK_N)[:, None]
-    lane = tl.arange(0, BLOCK_L)[None, :]
-    if STAT == "group" and ROWS:
-        i = program // (C // D)
-        c = (program % (C // D)) * D + lane
-        valid = lane < D
-        offs = (tl.cast(i, tl.int64) * N + n) * C + c
-        mask = (n < N) & valid
-    elif STAT == "batch" or ROWS:
-        i, group, c = channels_of(program, C, STAT, ROWS, BLOCK_L)
-        valid = c < C
-        offs, mask, _ = tile_offsets(0, i, group, N, C, S, ROWS, BLOCK_N, BLOCK_L)
+    n = tl.arange(0, SHAPE.BLOCK_N)[:, None]
+    lane = tl.arange(0, SHAPE.BLOCK_L)[None, :]
+    if SHAPE.STAT == "group" and SHAPE.ROWS:
+        groups = sizes.C // D
+        at = Channels(program // groups, program % groups, (program % groups) * D + lane, lane < D)
+        offs = (tl.cast(at.i, tl.int64) * sizes.N + n) * sizes.C + at.c
+        mask = (n < sizes.N) & at.valid
+        tile = Tile(0, at.i, offs, mask, mask)
+    elif SHAPE.STAT == "batch" or SHAPE.ROWS:
+        at = channels_of(program, sizes, SHAPE)
+        tile = tile_offsets(0, at, sizes, SHAPE)
     else:
-        if STAT == "group":
+        if SHAPE.STAT == "group":
             plane = program * D + n
             valid = n < D
         else:
-            plane = program * BLOCK_N + n
-            valid = plane < I * C
-        i = plane // C
-        c = plane % C
-        offs = plane.to(tl.int64) * S + lane
-        mask = valid & (lane < S)
-    return i, c, valid, offs, mask
+            plane = program * SHAPE.BLOCK_N + n
+            valid = plane < I * sizes.C
+        at = Channels(plane // sizes.C, program, plane % sizes.C, valid)
+        offs = plane.to(tl.int64) * sizes.S + lane
+        mask = valid & (lane < sizes.S)
+        tile = Tile(0, at.i, offs, mask, mask)
+    return at, tile
 
 
 @triton.jit
-def kept_offsets(j, i, slot, N, S, K, STAT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_L: tl.constexpr):  # fmt: skip
-    """The offsets of tile j in the side buffer of the K kept channels, which has the tensor's layout.
-
-    A channel with slot < 0 is not kept.
-    """
-    n0, s0 = tile_start(j, S, ROWS, BLOCK_N, BLOCK_L)
-    n = tl.cast(i, tl.int64) * N + n0
+def kept_offsets(tile, kept, sizes, SHAPE):
+    """The offsets of a tile in the side buffer of the kept channels, which has the tensor's layout."""
+    n0, s0 = tile_start(tile.j, sizes, SHAPE)
+    n = tl.cast(tile.i, tl.int64) * sizes.N + n0
     # The rows of a tile are samples, except for planes of one sample.
-    if ROWS or STAT == "batch":
-        n += tl.arange(0, BLOCK_N)[:, None]
-    if ROWS:
-        offs = n * K + slot
+    if SHAPE.ROWS or SHAPE.STAT == "batch":
+        n += tl.arange(0, SHAPE.BLOCK_N)[:, None]
+    if SHAPE.ROWS:
+        offs = n * kept.K + kept.slot
     else:
-        offs = (n * K + slot) * S + s0 + tl.arange(0, BLOCK_L)[None, :]
+        offs = (n * kept.K + kept.slot) * sizes.S + s0 + tl.arange(0, SHAPE.BLOCK_L)[None, :]
     return offs
 
 
@@ -216,20 +225,21 @@ def lane_sum(v):
 
 
 @triton.jit
-def lane_counts(j, i, group, N, C, S, LANES: tl.constexpr, FOLD: tl.constexpr, VECTOR: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, PEEL: tl.constexpr):  # fmt: skip
+def lane_counts(j, at, sizes, SHAPE, FOLD: tl.constexpr, VECTOR: tl.constexpr):
     """How many values of each lane of ``in_lanes`` exist in tile j of planes, (1, lanes).
 
     It is not a sum over the mask of the tile, which the compiler would hold in other threads.
     """
-    n0, s0 = tile_start(j, S + (PEEL - 1), False, BLOCK_N, BLOCK_L)
+    LANES: tl.constexpr = SHAPE.BLOCK_N * SHAPE.BLOCK_L // FOLD // VECTOR
+    n0, s0 = tile_start(j, sizes, SHAPE)
     first = (tl.arange(0, FOLD)[:, None] * LANES + tl.arange(0, LANES)[None, :]) * VECTOR
-    before = lanes_before((tl.cast(i, tl.int64) * N + n0) * C + group, S, PEEL) - tl.cast(s0, tl.int32)
-    left = before + S - first % BLOCK_L
+    plane = (tl.cast(at.i, tl.int64) * sizes.N + n0) * sizes.C + at.group
+    before = lanes_before(plane, sizes.S, SHAPE.PEEL) - tl.cast(s0, tl.int32)
+    left = before + sizes.S - first % SHAPE.BLOCK_L
     n = tl.minimum(tl.maximum(left, 0), VECTOR)
-    if PEEL > 1:
-        n -= tl.minimum(tl.maximum(before - first % BLOCK_L, 0), VECTOR)
-    n = tl.where(first // BLOCK_L < tl.cast(N - n0, tl.int32), n, 0)
+    if SHAPE.PEEL > 1:
+        n -= tl.minimum(tl.maximum(before - first % SHAPE.BLOCK_L, 0), VECTOR)
+    n = tl.where(first // SHAPE.BLOCK_L < tl.cast(sizes.N - n0, tl.int32), n, 0)
     return tl.sum(n, axis=0, keep_dims=True)
 
 

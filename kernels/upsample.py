@@ -23,6 +23,7 @@ memory:
 """
 
 import math
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -41,18 +42,28 @@ PROGRAMS_PER_SM = 16
 # 25 values of a volume would take 168 registers.
 UNROLLED, UNROLLED_ROWS = tl.constexpr(5), tl.constexpr(16)
 
+# The sizes of an axis, and the numbers of the formula above.
+Axis = namedtuple("Axis", "small large step shift den")
+# The tensor that a program reads, with B lines of W positions for each a, and its axes a and w.
+Lines = namedtuple("Lines", "ptr pitch B W a w")
+# The lanes of a program: their a and w in the result, the first values that they read along these axes, and the part of
+# their offset that does not depend on a line.
+Lanes = namedtuple("Lanes", "a first_a w first_w rest mask")
+# How a program reads: the numbers of values along a and w that a position of the result reads, and the direction.
+How = namedtuple("How", "KA KW ACC FORWARD")
+
 
 @triton.jit
-def position(o, small, step, shift, den):
-    """The position of output o on an axis of ``small`` inputs, in units of 1 / den."""
-    return tl.minimum(tl.maximum(o * step + shift, 0), (small - 1) * den)
+def position(o, axis):
+    """The position of output o on an axis, in units of 1 / den."""
+    return tl.minimum(tl.maximum(o * axis.step + axis.shift, 0), (axis.small - 1) * axis.den)
 
 
 @triton.jit
-def weight_of(s, i, den, ACC: tl.constexpr):
+def weight_of(s, i, axis, ACC: tl.constexpr):
     """The weight of input i for an output at position s."""
     # The compiler takes the reciprocal out of loops.
-    return tl.maximum(den - tl.abs(s - i * den), 0).to(ACC) * (tl.full((), 1.0, ACC) / den)
+    return tl.maximum(axis.den - tl.abs(s - i * axis.den), 0).to(ACC) * (tl.full((), 1.0, ACC) / axis.den)
 
 
 @triton.jit
@@ -63,73 +74,71 @@ def add(acc, weight, x):
 
 
 @triton.jit
-def first_reader(i, step, shift, den):
+def first_reader(i, axis):
     """The first output behind input i - 1, which is the first one that reads input i."""
-    before = (i - 1) * den - shift
-    return tl.where(before < 0, 0, before // step + 1)
+    before = (i - 1) * axis.den - axis.shift
+    return tl.where(before < 0, 0, before // axis.step + 1)
 
 
 @triton.jit
-def first_read(p, small, step, shift, den, FORWARD: tl.constexpr):
+def first_read(p, axis, FORWARD: tl.constexpr):
     """The first value along an axis that position p of the result reads.
 
     It is computed before all loops, because a compiler does not move a division out of a loop.
     """
-    return position(p, small, step, shift, den) // den if FORWARD else first_reader(p, step, shift, den)
+    return position(p, axis) // axis.den if FORWARD else first_reader(p, axis)
 
 
 @triton.jit
-def tap(p, first, k, small, large, step, shift, den, ACC: tl.constexpr, FORWARD: tl.constexpr):
+def tap(p, first, k, axis, ACC: tl.constexpr, FORWARD: tl.constexpr):
     """The position of the k-th value along an axis that position p of the result reads, and its weight."""
     at = first + k
     if FORWARD:
-        return tl.minimum(at, small - 1), weight_of(position(p, small, step, shift, den), at, den, ACC)
+        return tl.minimum(at, axis.small - 1), weight_of(position(p, axis), at, axis, ACC)
     else:
-        weight = weight_of(position(at, small, step, shift, den), p, den, ACC)
-        return tl.minimum(at, large - 1), tl.where(at < large, weight, 0.0)
+        weight = weight_of(position(at, axis), p, axis, ACC)
+        return tl.minimum(at, axis.large - 1), tl.where(at < axis.large, weight, 0.0)
 
 
 @triton.jit
-def read_row(x_ptr, w, first_w, rest, mask, pitch, w_small, w_large, w_step, w_shift, w_den, KW: tl.constexpr,
-             ACC: tl.constexpr, FORWARD: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):  # fmt: skip
-    """A line that begins at ``x_ptr``, interpolated along w."""
-    row = tl.zeros((BLOCK_O, BLOCK_I), ACC)
-    if KW <= UNROLLED:
-        for k in tl.static_range(KW):
-            at, weight = tap(w, first_w, k, w_small, w_large, w_step, w_shift, w_den, ACC, FORWARD)
-            row = add(row, weight, tl.load(x_ptr + (at * pitch + rest), mask=mask, other=0.0))
+def add_value(row, row_ptr, k, lines, lanes, HOW):
+    at, weight = tap(lanes.w, lanes.first_w, k, lines.w, HOW.ACC, HOW.FORWARD)
+    return add(row, weight, tl.load(row_ptr + (at * lines.pitch + lanes.rest), mask=lanes.mask, other=0.0))
+
+
+@triton.jit
+def read_row(lines, a, b, lanes, HOW):
+    """Line b of a, interpolated along w."""
+    row_ptr = lines.ptr + ((a * lines.B + b) * lines.W).to(tl.int64) * lines.pitch
+    row = tl.zeros(lanes.mask.shape, HOW.ACC)
+    if HOW.KW <= UNROLLED:
+        for k in tl.static_range(HOW.KW):
+            row = add_value(row, row_ptr, k, lines, lanes, HOW)
     else:
-        for k in range(KW):
-            at, weight = tap(w, first_w, k, w_small, w_large, w_step, w_shift, w_den, ACC, FORWARD)
-            row = add(row, weight, tl.load(x_ptr + (at * pitch + rest), mask=mask, other=0.0))
+        for k in range(HOW.KW):
+            row = add_value(row, row_ptr, k, lines, lanes, HOW)
     return row
 
 
 @triton.jit
-def read_line(x_ptr, b, a, first_a, w, first_w, rest, mask, pitch, B, W, a_small, a_large, a_step, a_shift, a_den,
-              w_small, w_large, w_step, w_shift, w_den, KA: tl.constexpr, KW: tl.constexpr, ACC: tl.constexpr,
-              FORWARD: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):  # fmt: skip
-    """Line b of the tensor that is read, which has B lines of W positions for each a, interpolated along a and w."""
-    if KA == 1:
-        line = ((a * B + b) * W).to(tl.int64) * pitch
-        acc = read_row(x_ptr + line, w, first_w, rest, mask, pitch, w_small, w_large, w_step, w_shift, w_den,
-                       KW, ACC, FORWARD, BLOCK_O, BLOCK_I)  # fmt: skip
-    elif KA * KW <= UNROLLED_ROWS:
-        acc = tl.zeros((BLOCK_O, BLOCK_I), ACC)
-        for k in tl.static_range(KA):
-            at, weight = tap(a, first_a, k, a_small, a_large, a_step, a_shift, a_den, ACC, FORWARD)
-            line = ((at * B + b) * W).to(tl.int64) * pitch
-            row = read_row(x_ptr + line, w, first_w, rest, mask, pitch, w_small, w_large, w_step, w_shift, w_den,
-                           KW, ACC, FORWARD, BLOCK_O, BLOCK_I)  # fmt: skip
-            acc = add(acc, weight, row)
+def add_row(acc, k, lines, b, lanes, HOW):
+    at, weight = tap(lanes.a, lanes.first_a, k, lines.a, HOW.ACC, HOW.FORWARD)
+    return add(acc, weight, read_row(lines, at, b, lanes, HOW))
+
+
+@triton.jit
+def read_line(lines, b, lanes, HOW):
+    """Line b of the tensor that is read, interpolated along a and w."""
+    if HOW.KA == 1:
+        acc = read_row(lines, lanes.a, b, lanes, HOW)
+    elif HOW.KA * HOW.KW <= UNROLLED_ROWS:
+        acc = tl.zeros(lanes.mask.shape, HOW.ACC)
+        for k in tl.static_range(HOW.KA):
+            acc = add_row(acc, k, lines, b, lanes, HOW)
     else:
-        acc = tl.zeros((BLOCK_O, BLOCK_I), ACC)
-        for k in range(KA):
-            at, weight = tap(a, first_a, k, a_small, a_large, a_step, a_shift, a_den, ACC, FORWARD)
-            line = ((at * B + b) * W).to(tl.int64) * pitch
-            row = read_row(x_ptr + line, w, first_w, rest, mask, pitch, w_small, w_large, w_step, w_shift, w_den,
-                           KW, ACC, FORWARD, BLOCK_O, BLOCK_I)  # fmt: skip
-            acc = add(acc, weight, row)
+        acc = tl.zeros(lanes.mask.shape, HOW.ACC)
+        for k in range(HOW.KA):
+            acc = add_row(acc, k, lines, b, lanes, HOW)
     return acc
 
 
@@ -187,30 +196,26 @@ def upsample_fwd_kernel(x_ptr, y_ptr, N, C, x_pitch, y_pitch, run, a_small, a_la
     x_ptr += n * x_size * x_pitch
     y_ptr += n * y_size * y_pitch
     y_rest += w * y_pitch
-    first_a = first_read(a, a_small, a_step, a_shift, a_den, True)
-    first_w = first_read(w, w_small, w_step, w_shift, w_den, True)
-    i = position(start, b_small, b_step, b_shift, b_den) // b_den
+    along_a = Axis(a_small, a_large, a_step, a_shift, a_den)
+    along_b = Axis(b_small, b_large, b_step, b_shift, b_den)
+    along_w = Axis(w_small, w_large, w_step, w_shift, w_den)
+    lanes = Lanes(a, first_read(a, along_a, True), w, first_read(w, along_w, True), x_rest, mask)
+    lines = Lines(x_ptr, x_pitch, b_small, w_small, along_a, along_w)
+    HOW: tl.constexpr = How(KA, KW, ACC, True)
+    i = position(start, along_b) // b_den
     if KB > 1:
-        low = read_line(x_ptr, i, a, first_a, w, first_w, x_rest, mask, x_pitch, b_small, w_small, a_small, a_large,
-                        a_step, a_shift, a_den, w_small, w_large, w_step, w_shift, w_den, KA, KW, ACC, True, BLOCK_O,
-                        BLOCK_I)  # fmt: skip
-        high = read_line(x_ptr, tl.minimum(i + 1, b_small - 1), a, first_a, w, first_w, x_rest, mask, x_pitch, b_small,
-                         w_small, a_small, a_large, a_step, a_shift, a_den, w_small, w_large, w_step, w_shift, w_den,
-                         KA, KW, ACC, True, BLOCK_O, BLOCK_I)  # fmt: skip
+        low = read_line(lines, i, lanes, HOW)
+        high = read_line(lines, tl.minimum(i + 1, b_small - 1), lanes, HOW)
     for o in range(start, tl.minimum(start + run, b_large)):
         if KB > 1:
-            s = position(o, b_small, b_step, b_shift, b_den)
+            s = position(o, along_b)
             while s >= (i + 1) * b_den:
                 i += 1
                 low = high
-                high = read_line(x_ptr, tl.minimum(i + 1, b_small - 1), a, first_a, w, first_w, x_rest, mask, x_pitch,
-                                 b_small, w_small, a_small, a_large, a_step, a_shift, a_den, w_small, w_large, w_step,
-                                 w_shift, w_den, KA, KW, ACC, True, BLOCK_O, BLOCK_I)  # fmt: skip
-            y = add(weight_of(s, i, b_den, ACC) * low, weight_of(s, i + 1, b_den, ACC), high)
+                high = read_line(lines, tl.minimum(i + 1, b_small - 1), lanes, HOW)
+            y = add(weight_of(s, i, along_b, ACC) * low, weight_of(s, i + 1, along_b, ACC), high)
         else:
-            y = read_line(x_ptr, o, a, first_a, w, first_w, x_rest, mask, x_pitch, b_small, w_small, a_small, a_large,
-                          a_step, a_shift, a_den, w_small, w_large, w_step, w_shift, w_den, KA, KW, ACC, True, BLOCK_O,
-                          BLOCK_I)  # fmt: skip
+            y = read_line(lines, o, lanes, HOW)
         line = ((a * b_large + o) * w_large).to(tl.int64) * y_pitch
         tl.store(y_ptr + line + y_rest, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -236,8 +241,12 @@ def upsample_bwd_kernel(dy_ptr, dx_ptr, N, C, dy_pitch, dx_pitch, run, a_small, 
     dy_ptr += n * dy_size * dy_pitch
     dx_ptr += n * dx_size * dx_pitch + a * b_small * w_small * dx_pitch
     dx_rest += w * dx_pitch
-    first_a = first_read(a, a_small, a_step, a_shift, a_den, False)
-    first_w = first_read(w, w_small, w_step, w_shift, w_den, False)
+    along_a = Axis(a_small, a_large, a_step, a_shift, a_den)
+    along_b = Axis(b_small, b_large, b_step, b_shift, b_den)
+    along_w = Axis(w_small, w_large, w_step, w_shift, w_den)
+    lanes = Lanes(a, first_read(a, along_a, False), w, first_read(w, along_w, False), dy_rest, mask)
+    lines = Lines(dy_ptr, dy_pitch, b_large, w_large, along_a, along_w)
+    HOW: tl.constexpr = How(KA, KW, ACC, False)
     stop = tl.minimum(start + run, b_small)
     if KB > 1:
         # ``low`` and ``high`` are the gradients of inputs i and i + 1.
@@ -246,8 +255,8 @@ def upsample_bwd_kernel(dy_ptr, dx_ptr, N, C, dy_pitch, dx_pitch, run, a_small, 
         high = tl.zeros((BLOCK_O, BLOCK_I), ACC)
         # The first output at input ``stop``, or behind it.  Behind the last input there is none.
         end = tl.where(stop < b_small, (stop * b_den - b_shift + b_step - 1) // b_step, b_large)
-        for o in range(first_reader(start, b_step, b_shift, b_den), tl.minimum(end, b_large)):
-            s = position(o, b_small, b_step, b_shift, b_den)
+        for o in range(first_reader(start, along_b), tl.minimum(end, b_large)):
+            s = position(o, along_b)
             while s >= (i + 1) * b_den:
                 if i >= start:
                     line = (i * w_small).to(tl.int64) * dx_pitch
@@ -255,11 +264,9 @@ def upsample_bwd_kernel(dy_ptr, dx_ptr, N, C, dy_pitch, dx_pitch, run, a_small, 
                 i += 1
                 low = high
                 high = tl.zeros((BLOCK_O, BLOCK_I), ACC)
-            dy = read_line(dy_ptr, o, a, first_a, w, first_w, dy_rest, mask, dy_pitch, b_large, w_large, a_small,
-                           a_large, a_step, a_shift, a_den, w_small, w_large, w_step, w_shift, w_den, KA, KW, ACC,
-                           False, BLOCK_O, BLOCK_I)  # fmt: skip
-            low = add(low, weight_of(s, i, b_den, ACC), dy)
-            high = add(high, weight_of(s, i + 1, b_den, ACC), dy)
+            dy = read_line(lines, o, lanes, HOW)
+            low = add(low, weight_of(s, i, along_b, ACC), dy)
+            high = add(high, weight_of(s, i + 1, along_b, ACC), dy)
         while i < stop:
             if i >= start:
                 line = (i * w_small).to(tl.int64) * dx_pitch
@@ -269,9 +276,7 @@ def upsample_bwd_kernel(dy_ptr, dx_ptr, N, C, dy_pitch, dx_pitch, run, a_small, 
             high = tl.zeros((BLOCK_O, BLOCK_I), ACC)
     else:
         for o in range(start, stop):
-            dx = read_line(dy_ptr, o, a, first_a, w, first_w, dy_rest, mask, dy_pitch, b_large, w_large, a_small,
-                           a_large, a_step, a_shift, a_den, w_small, w_large, w_step, w_shift, w_den, KA, KW, ACC,
-                           False, BLOCK_O, BLOCK_I)  # fmt: skip
+            dx = read_line(lines, o, lanes, HOW)
             line = (o * w_small).to(tl.int64) * dx_pitch
             tl.store(dx_ptr + line + dx_rest, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -3,7 +3,7 @@
 # afterwards, and prints a table.
 #
 #     tests/versions.sh                         # the versions below
-#     tests/versions.sh 2.6.0 2.15.0            # these
+#     tests/versions.sh 2.8.0 2.15.0            # these
 #     PYTHON=python3.12 tests/versions.sh       # with another Python
 #
 # pip brings the Triton that each version asks for.  A build with CUDA needs about 6 GB of disk, and most of the time of
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset FUSEDSEG_BACKEND TRITON_INTERPRET
 
 versions=("$@")
-[ $# -gt 0 ] || versions=(2.6.0 2.8.0 2.10.0 2.11.0 2.13.0 2.15.0)
+[ $# -gt 0 ] || versions=(2.8.0 2.10.0 2.11.0 2.13.0 2.15.0)
 core=${TESTS:-tests/ops tests/nn tests/conversion tests/training tests/losses tests/test_activation.py tests/test_import.py tests/test_private.py tests/test_doctor.py}
 work=$(mktemp -d)
 table=$work/table

@@ -22,7 +22,7 @@ from .gpu import Outcome, kinds_of_gpu, outcomes
 
 # The oldest and the newest version that the tests have passed with (``tests/versions.sh``).  ``pyproject.toml`` demands
 # the oldest ones, and no version is refused for being newer.
-TESTED = {"python": ("3.10", "3.13"), "torch": ("2.6", "2.15"), "triton": ("3.2", "3.9")}
+TESTED = {"python": ("3.10", "3.13"), "torch": ("2.8", "2.15"), "triton": ("3.4", "3.9")}
 
 DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 

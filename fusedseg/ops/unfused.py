@@ -14,7 +14,7 @@ def _exporting() -> bool:
 
     In compiled code the answer of PyTorch 2.11 is always True.
     """
-    return _torch.is_exporting()
+    return torch.compiler.is_exporting()
 
 
 def wanted() -> bool:
