@@ -27,7 +27,8 @@ import triton.language as tl
 
 # What belongs together is one argument of the functions of kernels.  Where a tuple is assigned to a name, Triton makes
 # values of its constants, unless it has only constants and the name is annotated as a constexpr.  So constants have
-# tuples of their own, whose names are in capitals.
+# tuples of their own, whose names are in capitals.  Triton's cache on disk knows the text of functions, but not these
+# lines: whoever puts fields into another order must rename one, so that the texts of the functions change.
 #
 # The sizes of a tensor, and the constants of its layout and tiles.  ``lanes_before`` explains PEEL.
 Sizes = namedtuple("Sizes", "N C S")
