@@ -37,6 +37,7 @@ class Kind:
     dims: the fewest and the most dimensions of the input of a module of this package.
     spatial: the words for them in errors.
     channels: the attribute of a module with the number of its channels.
+    settings: the arguments of the constructor of a module before ``affine``.
     statistic: the values that share a statistic; None if they are groups, whose number each call gives.
     autocast: whether the modules return the dtype of their input under autocast.
     """
@@ -49,8 +50,13 @@ class Kind:
     dims: tuple[int, int]
     spatial: str
     channels: str = "num_features"
+    settings: Callable[[Any], tuple[Any, ...]] = lambda norm: (norm.num_features, norm.eps, norm.momentum)
     statistic: Statistic | None = BATCH
     autocast: bool = True
+
+    def module(self, dims: int) -> Any:
+        """The module of PyTorch for ``dims`` spatial dimensions."""
+        return [*self.modules][min(dims, len(self.modules)) - 1]
 
     def over(self, num_groups: int | None = None) -> Statistic:
         """The values that share a statistic; ``num_groups`` counts for groups only."""
@@ -104,7 +110,8 @@ INSTANCE_NORM = Kind(
 )  # fmt: skip
 GROUP_NORM = Kind(
     "group", F.group_norm, "", nn.GroupNorm, {nn.GroupNorm: (2, sys.maxsize)},
-    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels", statistic=None, autocast=False,
+    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels",
+    settings=lambda norm: (norm.num_groups, norm.num_channels, norm.eps), statistic=None, autocast=False,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
 OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}
