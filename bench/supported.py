@@ -95,8 +95,8 @@ def moved(network: Network) -> list[Any] | None:
     return [largest.codegen, *largest.moved]
 
 
-def losses(name: str, way: str) -> list[float]:
-    """The losses of ``STEPS`` steps of SGD, exact, with the same weights and input in each step.
+def losses(name: str, way: str, steps: int) -> list[float]:
+    """The losses of steps of SGD, exact, with the same weights and input in each step.
 
     way: "float64" in eager mode; or in fp32 "eager" and "ours".
     """
@@ -110,7 +110,7 @@ def losses(name: str, way: str) -> list[float]:
     options = {"codegen": "aten"}
     run = torch.compile(net, backend=fusedseg.compiler.backend, options=options) if way == "ours" else net
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         found.append(step(run, x).item())
         optimizer.step()
@@ -118,10 +118,10 @@ def losses(name: str, way: str) -> list[float]:
     return found
 
 
-def loss_errors(name: str) -> dict[str, float]:
+def loss_errors(name: str, steps: int = STEPS) -> dict[str, float]:
     """The largest relative distance of a loss from that of the run in float64, for eager mode and for the backend."""
-    exact = losses(name, "float64")
-    pairs = {way: zip(losses(name, way), exact, strict=True) for way in ("eager", "ours")}
+    exact = losses(name, "float64", steps)
+    pairs = {way: zip(losses(name, way, steps), exact, strict=True) for way in ("eager", "ours")}
     return {way: max(abs(loss - truth) / abs(truth) for loss, truth in both) for way, both in pairs.items()}
 
 

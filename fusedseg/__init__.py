@@ -87,6 +87,10 @@ class _Package(types.ModuleType):
             'torch.compile(model, backend="fusedseg")'
         )
 
+    def __deepcopy__(self, memo: object) -> types.ModuleType:
+        """Lightning copies what it gives ``torch.compile``, before Dynamo calls it."""
+        return self
+
     @property
     def backend(self) -> _backend.Backend:
         """The implementation that runs: "auto" (Triton on a GPU, aten elsewhere), "triton" or "aten"."""

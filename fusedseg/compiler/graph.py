@@ -457,8 +457,11 @@ def has_own_memory(node: fx.Node) -> bool:
 
     The schema of an op does not say so, nor do tensors without values: ``unsafe_split`` returns parts of its argument,
     and ``col2im`` a tensor in memory of several times its size.  So ops that the table does not know are not trusted.
+    The memory of a view is that of what it shows.
     """
     made = node_at(node, 0) if node.target is operator.getitem else node
+    if calls_view(made):
+        return has_own_memory(made.all_input_nodes[0])
     op = op_of(made)
     is_known = op is None or row_of(made) is not UNKNOWN
     return is_known or op.namespace == "fusedseg" or torch.Tag.pointwise in op.tags

@@ -82,6 +82,8 @@ def test_caches_know_what_is_left_out(monkeypatch):
 
 
 def test_the_package_in_place_of_its_name():
+    # Lightning copies the arguments of torch.compile.
+    assert copy.deepcopy({"backend": fusedseg}) == {"backend": fusedseg}
     run = torch.compile(net(), backend=fusedseg)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r'write its name.*backend="fusedseg"'):
         run(torch.randn(1, 1, 5, 5))

@@ -69,8 +69,8 @@ def drawn(name: str, number: int) -> Way:
     if pick.random() < 0.6:
         options["memory_format"] = pick.choice(("keep", way.options["memory_format"]))
     kernels, autocast = pick.random() < 0.5, pick.random() < 0.15
-    # The interpreter takes seconds for tensors large enough to be packed.
-    kernels = kernels and ("bits" not in kind or number > 0)
+    # The interpreter takes seconds for tensors large enough to be packed, so one number alone has both.
+    kernels = kernels and ("bits" not in kind or number == 1)
     if kernels and not autocast and not options:
         options["fused_convolutions"] = pick.random() < 0.5
     dtype = torch.float32 if autocast or pick.random() < 0.3 else torch.float64
