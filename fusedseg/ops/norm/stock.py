@@ -79,22 +79,18 @@ class Kind:
         False.
         """
         over = self.statistic or Statistic(True, module.num_groups)
-        if not self.own:
-            given = Operands(x, module.weight, module.bias, residual, slope)
-            return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
-        training, tracked, momentum = module.training, module.track_running_stats, module.momentum
-        mean, var = module.running_mean, module.running_var
-        if training and not moves:
-            mean = var = None
-        if over.of_samples:
-            norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, over, process_group)
-            return Operands(x, module.weight, module.bias, residual, slope, mean, var), norm
-        batches = module.num_batches_tracked if training and tracked and moves else None
-        if training and not tracked:
-            mean = var = None
-        if momentum is None:
-            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-        norm = Norm(keep, act, module.eps, momentum, training or mean is None, over, process_group)
+        mean = var = batches = None
+        own, momentum = True, 0.0
+        if self.own:
+            own, tracked, momentum = module.training, module.track_running_stats, module.momentum
+            if not own or (moves and (tracked or over.of_samples)):
+                mean, var = module.running_mean, module.running_var
+            if own and moves and tracked and not over.of_samples:
+                batches = module.num_batches_tracked
+            if momentum is None:
+                momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+            own = own or (not tracked if over.of_samples else mean is None)
+        norm = Norm(keep, act, module.eps, momentum, own, over, process_group)
         return Operands(x, module.weight, module.bias, residual, slope, mean, var, batches), norm
 
 
