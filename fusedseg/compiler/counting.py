@@ -4,6 +4,9 @@ The model is that of ``plan/schedule.py`` and ``plan/peak.py``, which decide by 
 makes it to its last reader, and results are written over inputs where ``codegen/in_place.py`` allows it.  With the
 codegen "aten" these are the graphs as they run; for Inductor elementwise functions have no memory where other kernels
 compute them.
+
+Workspaces alone are counted in another way.  A decision counts a copy of each image of a convolution, the most that a
+kernel may make; a report, as the estimate of eager mode beside it, counts those that are not in channels_last.
 """
 
 import operator

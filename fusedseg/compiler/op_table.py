@@ -82,7 +82,8 @@ class OpRow:
 
     What may be recomputed, and at what price:
 
-    cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.
+    cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.  Views, and
+        ops that PyTorch marks as pointwise, may whatever their row says.
     compute_intensive: whether it is a convolution or a matrix product, whose result mixes values of many places.
     batched: whether both factors are activations.
     images: the places of the arguments that are images, of which kernels may make copies in another layout.

@@ -163,8 +163,7 @@ PASSES = (
         after=("codegen.casts:batch_casts", "codegen.shorter:shorten_calls"),
     ),
     Pass(
-        "codegen.concatenation:concatenate_in_place", Stage.CALLS, PARTS, where=TRITON,
-        after=("rewrite.late_bias:defer_biases",),
+        "codegen.concatenation:concatenate_in_place", Stage.CALLS, PARTS, after=("rewrite.late_bias:defer_biases",),
     ),
     Pass("codegen.concatenation:make_dense", Stage.CALLS, PARTS),
     Pass(

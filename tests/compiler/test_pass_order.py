@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import fusedseg
 from fusedseg.compiler import estimate, partition
+from fusedseg.compiler.codegen import concatenation
 from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, ROUNDED_OR_BITS, Pass, Stage, run
 from fusedseg.compiler.plan import eager_mode
 from fusedseg.compiler.plan.keep import LABEL
@@ -78,9 +79,13 @@ def test_where_a_pass_changes_nothing(monkeypatch):
 
     monkeypatch.setattr(Pass, "__call__", call)
     monkeypatch.setattr(fusedseg, "backend", "aten")
-    for name, options in (("skip", {}), ("residual blocks", {"bits": 8}), ("three gradients", {})):
+    # Small maps are those of large images.
+    monkeypatch.setattr(concatenation, "SLAB_BYTES", 2**12)
+    rows, planes = torch.channels_last, torch.contiguous_format
+    programs = ("skip", {}, rows), ("residual blocks", {"bits": 8}, rows), ("three gradients", {}, rows)
+    for name, options, fmt in (*programs, ("skip, interpolated", {}, planes)):
         net, x = made(name, 3)
-        net, x = (of.to(memory_format=torch.channels_last) for of in (net, x))
+        net, x = (of.to(memory_format=fmt) for of in (net, x))
         step(net, compiled(net, **options), x)
     optional = {"rewrite.fused_convolutions:fuse_norms"}
     assert counts == dict.fromkeys({row.function for row in PASSES if row.where} - optional, 0)

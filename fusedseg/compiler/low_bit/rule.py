@@ -86,6 +86,10 @@ class Packed:
     sign: "recompute.NormActForm | fx.Node | None" = None
     needed_by: str = ""
 
+    def unit_for(self, norm_of_samples: bool) -> str:
+        """The unit once such a norm reads the tensor too: planes, if any of its norms has statistics of samples."""
+        return "plane" if norm_of_samples or self.unit == "plane" else "batch"
+
     def __str__(self) -> str:
         why = f" ({self.needed_by} reads them)" if self.needed_by else ""
         return f"{self.bits} bit{'s' if self.bits > 1 else ''}{why}"
@@ -308,7 +312,7 @@ class Rule:
             if value.dim() < 3 or value.shape[0] != hinted(value_of(x)).shape[0] or layout_of(value) is None:
                 return self.roots[one]
             of_samples = "group" in name_of(norm) if made is None else made.norm.over.of_samples
-            self.packed[one].unit = max("plane" if of_samples else "batch", self.packed[one].unit)
+            self.packed[one].unit = self.packed[one].unit_for(of_samples)
         return set()
 
     def _give_more_bits(self, roots: set[fx.Node], reader: fx.Node) -> None:
@@ -357,7 +361,7 @@ class Rule:
             x = node_at(x, 0)
         if x not in self.packed or self.packed[x].sign not in (None, norm):
             return False
-        value, unit = hinted(value_of(x)), max("plane" if norm.of_samples else "batch", self.packed[x].unit)
+        value, unit = hinted(value_of(x)), self.packed[x].unit_for(norm.of_samples)
         kinks = value.shape[1] * (value.shape[0] if norm.of_samples else 1)
         if value.dim() < 3 or lines_of(value, unit).S * kinks > value.numel():
             return False

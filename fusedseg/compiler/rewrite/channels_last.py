@@ -119,13 +119,11 @@ def _images(node: fx.Node, dims: Iterable[int]) -> list[fx.Node]:
     if not _may_pass_on(node):
         return []
     found = [source for source in node.all_input_nodes if is_tensor(source) and value_of(source).dim() in dims]
-    if _torch.depends_on_data(*map(value_of, found), *tensors_of(node)):
-        return []
     results = [t for t in tensors_of(node) if t.dim() in dims and t.numel()]
     row = row_of(node)
     if row.images:
         found = [source for source in found if source in map(node.args.__getitem__, row.images)]
-    elif row.layout != KEEPS and graphs.op_of(node) not in (*VIEWS, *INSTEAD):
+    elif row.layout != KEEPS and graphs.op_of(node) not in (*SLICES, *INSTEAD):
         # Of an elementwise op, an image that is repeated along a dimension is read as it is.
         shapes = {t.shape for t in results}
         found = [x for x in found if value_of(x).shape in shapes and not _is_repeated(value_of(x))]
@@ -137,7 +135,7 @@ def _is_repeated(t: Tensor) -> bool:
 
 
 # Parts of an image in channels_last are so too, with gaps.
-VIEWS = (aten.slice.Tensor,)
+SLICES = (aten.slice.Tensor,)
 
 
 def _may_pass_on(node: fx.Node) -> bool:
@@ -155,7 +153,7 @@ def _may_pass_on(node: fx.Node) -> bool:
     if row.returns_input:
         return is_tensor(node) and graphs.has_same_form(value_of(graphs.node_at(node, 0)), value_of(node))
     # Copies are written in the format that they are to have.
-    if op in VIEWS or row.copies:
+    if op in SLICES or row.copies:
         return True
     return row.layout == KEEPS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
 
