@@ -176,9 +176,9 @@ def norm_act(
         x: as in ``inplace_abn``, but it keeps its values.
         running_mean, running_var, weight, bias, training, momentum, eps: as in ``inplace_abn``.
         activation, activation_param: see ``BatchNormAct``.
-        norm: "batch"; "instance", for ``instance_norm`` with ``use_input_stats=training``; or "group", for
-            ``group_norm``, which always takes the statistics of ``x`` and has no running statistics.
-        num_groups: the number of groups, for "group" only.
+        norm: a kind of norm, by the name of its module: "group" stands for the norm of ``GroupNormAct``.  ``training``
+            is the ``use_input_stats`` of ``instance_norm``; norms of groups always take the statistics of ``x``.
+        num_groups: the number of groups, for norms of groups only.
         residual: a tensor like ``x``, or None.
         slope: the slope of prelu, (1,) or (C,), in the dtype of ``weight``.
 
@@ -190,9 +190,10 @@ def norm_act(
     op = NAMES["input"]
     act = parse_activation(op, activation, activation_param)
     check_choice(op, "norm", norm, tuple(KINDS))
-    kind = KINDS[norm]
-    if (kind.statistic is None) != (num_groups is not None):
-        raise ValueError(f"{op}: num_groups must be given for norm 'group' and for no other, got {num_groups!r}")
+    kind, grouped = KINDS[norm], [name for name, kind in KINDS.items() if kind.statistic is None]
+    if (norm in grouped) != (num_groups is not None):
+        names = " or ".join(map(repr, grouped))
+        raise ValueError(f"{op}: num_groups must be given for norm {names} and for no other, got {num_groups!r}")
     if not kind.own and (running_mean is not None or running_var is not None):
         raise ValueError(f"{op}: norm {norm!r} has no running statistics, running_mean and running_var must be None")
     own, over = training or not kind.own, kind.over(num_groups)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._module_hooks import has_backward_hooks
 from ..activation import Activation
@@ -15,7 +14,7 @@ from ..ops.norm.call import Norm, Operands
 from ..ops.norm.checks import check
 from ..ops.norm.eager import normalise
 from ..ops.norm.kept import Kept, recomputing
-from ..ops.norm.stock import Kind
+from ..ops.norm.stock import INSTANCE_NORM, Kind
 from .unscriptable import Unscriptable
 
 COUNTED = "running_mean", "running_var", "num_batches_tracked"
@@ -83,7 +82,7 @@ class StockNorm(Unscriptable, nn.Module):
             return
         text = f"{self.OP}: x must have shape (N, {channels}) {self.KIND.spatial}, got {tuple(x.shape)}"
         # Without parameters and running statistics, an instance norm takes any number of channels.
-        if not fits or not isinstance(self, _InstanceNorm) or self.affine or self.running_mean is not None:
+        if not fits or self.KIND is not INSTANCE_NORM or self.affine or self.running_mean is not None:
             raise ValueError(text)
         # The caller of the module is five frames above.
         warnings.warn(f"{text}; the number of channels makes no difference, since affine is False", stacklevel=5)
@@ -94,9 +93,7 @@ class StockNorm(Unscriptable, nn.Module):
         if type(norm) not in cls.KIND.modules:
             names = ", ".join(f"nn.{c.__name__}" for c in cls.KIND.modules)
             raise TypeError(f"{cls.OP}.from_norm: norm must be one of {names}, got {type(norm).__name__}")
-        made = cls(*_arguments(norm), **options)
-        _adopt(made, norm)
-        return made
+        return _sharing(norm, cls.KIND, cls, **options)
 
     def to_norm(self, dims: int = 2) -> nn.Module:
         """Makes the stock norm for ``dims`` spatial dimensions, which shares this module's parameters and buffers.
@@ -108,10 +105,7 @@ class StockNorm(Unscriptable, nn.Module):
         """
         if dims not in (1, 2, 3):
             raise ValueError(f"{self.OP}.to_norm: dims must be 1, 2 or 3, got {dims!r}")
-        classes: list[Any] = [*self.KIND.modules]
-        norm = classes[min(dims, len(classes)) - 1](*_arguments(self))
-        _adopt(norm, self)
-        return norm
+        return _sharing(self, self.KIND, self.KIND.module(dims))
 
 
 class OfBatch:
@@ -151,19 +145,16 @@ class OfBatch:
         del self.__dict__["qconfig"]
 
 
-def _arguments(norm: nn.Module) -> tuple:
-    """The constructor's arguments for a norm without parameters and buffers, which then adopts those of ``norm``."""
-    if isinstance(norm, nn.GroupNorm):
-        return norm.num_groups, norm.num_channels, norm.eps, False
-    return norm.num_features, norm.eps, norm.momentum, False, False
-
-
-def _adopt(norm: nn.Module, other: nn.Module) -> None:
-    norm.affine, norm.weight, norm.bias = other.affine, other.weight, other.bias
-    if not isinstance(norm, nn.GroupNorm):
-        norm.track_running_stats = other.track_running_stats
+def _sharing(norm: Any, kind: Kind, cls: Any, **options: Any) -> Any:
+    """Makes a module of a class with the settings of ``norm``, which shares its parameters and buffers."""
+    if kind.own:
+        options["track_running_stats"] = False
+    made = cls(*kind.settings(norm), affine=False, **options)
+    made.affine, made.weight, made.bias = norm.affine, norm.weight, norm.bias
+    if kind.own:
+        made.track_running_stats = norm.track_running_stats
         for name in COUNTED:
             # Without this, a buffer that was registered as None would take another place in the state dict.
-            delattr(norm, name)
-            norm.register_buffer(name, other._buffers[name])
-    norm.train(other.training)
+            delattr(made, name)
+            made.register_buffer(name, norm._buffers[name])
+    return made.train(norm.training)

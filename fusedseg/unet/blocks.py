@@ -23,14 +23,12 @@ from ..nn import (
 from ..ops.check import check_choice
 
 NormAct = Callable[[int], nn.Module]
-NORMS = ("batch", "instance", "group")
+NORMS: dict[str, Any] = {norm.KIND.name: norm for norm in (InPlaceABN, InPlaceInstanceNormAct, InPlaceGroupNormAct)}
 
 CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
 JOIN_CONV: dict[int, type[JoinConv2d | JoinConv3d]] = {2: JoinConv2d, 3: JoinConv3d}
 CONV_ABN = {2: ConvABN2d, 3: ConvABN3d}
 CONV_TRANSPOSE: dict[int, type[nn.Module]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-BATCH_NORM: dict[int, type[nn.Module]] = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-INSTANCE_NORM: dict[int, type[nn.Module]] = {2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 PLAIN_MAX_POOL: dict[int, type[nn.Module]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
 MAX_POOL: dict[int, type[nn.Module]] = {2: MaxPool2d, 3: MaxPool3d}
 LINEAR = {2: "bilinear", 3: "trilinear"}
@@ -53,18 +51,14 @@ def norm_act_of(norm_act: NormAct | str | None, dims: int, plain: bool) -> NormA
     if norm_act is not None and not isinstance(norm_act, str):
         return norm_act
     name = norm_act or "batch"
-    check_choice("fusedseg.unet.ConvNormAct", "norm_act", name, NORMS)
-    if not plain:
-        if name == "group":
-            return lambda channels: InPlaceGroupNormAct(groups_of(channels), channels)
-        return InPlaceABN if name == "batch" else lambda channels: InPlaceInstanceNormAct(channels, affine=True)
+    check_choice("fusedseg.unet.ConvNormAct", "norm_act", name, tuple(NORMS))
+    cls = NORMS[name].KIND.module(dims) if plain else NORMS[name]
 
-    def stock(channels: int) -> nn.Module:
-        if name == "group":
-            return nn.GroupNorm(groups_of(channels), channels)
-        return BATCH_NORM[dims](channels) if name == "batch" else INSTANCE_NORM[dims](channels, affine=True)
+    def made(channels: int) -> nn.Module:
+        norm = cls(*([groups_of(channels)] if name == "group" else []), channels, affine=True)
+        return nn.Sequential(norm, nn.LeakyReLU(0.01, inplace=True)) if plain else norm
 
-    return lambda channels: nn.Sequential(stock(channels), nn.LeakyReLU(0.01, inplace=True))
+    return made
 
 
 class ConvNormAct(nn.Module):

@@ -18,16 +18,12 @@ The pass runs on the graph that Dynamo captures, where a norm and a convolution 
 """
 
 from collections.abc import Iterator
-from inspect import getcallargs
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ... import _torch
 from ...ops.norm.graph import RUNNING_MEAN, NormCall, norm_op
-from ...ops.norm.statistic import Statistic
-from ...ops.norm.stock import OF_FUNCTION
 from ..graph import captured_arguments_of, captured_value_of, in_one_grad_mode, items_of
 from ..op_table import OF_NAME
 from ..settings import Settings
@@ -36,31 +32,13 @@ from ..settings import Settings
 CONVOLUTIONS = {*OF_NAME["convolution"].calls, torch.convolution}
 
 
-def _given(node: fx.Node) -> tuple[object, object, object] | None:
-    """What a norm is given, if it removes a constant that is added to a channel; None for all other calls.
-
-    Its input, and the running mean with its momentum if the norm moves one.
-    """
-    if node.target is norm_op:
-        call = NormCall.of_arguments(node.args)
-        removes = call.norm.own and call.norm.process_group is None and _removes(call.norm.over, call.x)
-        # The graph moves the running mean towards the one that this op returns.
-        return (call.x, None, None) if removes else None
-    function: Any = node.target
-    kind = OF_FUNCTION.get(function)
-    if kind is None:
+def _removing(node: fx.Node) -> NormCall | None:
+    """The call of a norm that removes a constant which is added to a channel; None for all other nodes."""
+    call = NormCall.captured(node)
+    if call is None or call.norm.own is not True or call.norm.process_group is not None:
         return None
-    given = getcallargs(function, *node.args, **node.kwargs)
-    own, over = not kind.own or given[kind.own] is True, kind.over(given.get("num_groups"))
-    if not own or not _removes(over, given["input"]):
-        return None
-    return given["input"], given.get("running_mean"), given.get("momentum")
-
-
-def _removes(over: Statistic, x: object) -> bool:
-    """Whether norms of these statistics remove a constant of a channel of a node, which alone has a mean."""
-    value = captured_value_of(x)
-    return value is not None and _torch.known(over.groups_of(value.shape[1]) == value.shape[1])
+    value = captured_value_of(call.x)
+    return call if value is not None and _torch.known(call.norm.over.removes_constants(value.shape[1])) else None
 
 
 class _NoEffect(torch.autograd.Function):
@@ -109,53 +87,41 @@ move_op = _torch.composite_op(
 with_bias_op = _torch.composite_op("fusedseg::with_bias", "(Tensor mean, Tensor bias) -> Tensor", with_bias)
 
 
-class _Dead(NamedTuple):
-    """A norm with what it is given, the convolution before it, and the bias that has no effect.
-
-    may_round: whether last bits of outputs may change.
-    """
-
-    norm: fx.Node
-    conv: fx.Node
-    bias: fx.Node
-    x: Any
-    running_mean: Any
-    momentum: Any
-    may_round: bool
-
-
 def remove_dead_biases(module: fx.GraphModule, settings: Settings) -> int:
-    """Leaves these biases out, or their gradients, and returns their number."""
-    found = list(_found(module.graph, settings))
-    convolutions = {dead.conv for dead in found}
-    alone = [dead for dead in found if set(dead.bias.users) <= convolutions]
-    for dead in alone:
-        (_leave_out if dead.may_round else _stop_gradient)(module.graph, dead)
+    """Leaves these biases out, or their gradients where last bits may not change, and returns their number."""
+    graph = module.graph
+    found = list(_found(graph, settings))
+    convolutions = {conv for _, _, conv, _ in found}
+    alone = [dead for dead in found if set(dead[-1].users) <= convolutions]
+    for norm, call, conv, bias in alone:
+        if settings.may_round(captured_value_of(conv).device):
+            _leave_out(graph, norm, call, conv, bias)
+        else:
+            _stop_gradient(graph, conv, bias)
     if alone:
         module.recompile()
     return len(alone)
 
 
-def _found(graph: fx.Graph, settings: Settings) -> Iterator[_Dead]:
+def _found(graph: fx.Graph, settings: Settings) -> Iterator[tuple[fx.Node, NormCall, fx.Node, fx.Node]]:
+    """Norms with their calls, the convolutions before them, and the biases of these, which have no effect."""
     for norm in graph.nodes:
-        given = _given(norm) if norm.op == "call_function" else None
-        conv = None if given is None else _convolution_of(given[0], norm)
-        if given is None or conv is None or not in_one_grad_mode(conv, norm):
+        call = _removing(norm)
+        conv = None if call is None else _convolution_of(call.x, norm)
+        if call is None or conv is None or not in_one_grad_mode(conv, norm):
             continue
-        x, running_mean, momentum = given
         arguments = captured_arguments_of(conv, ("input", "weight", "bias"))
         bias, y = arguments.get("bias"), captured_value_of(conv)
         # A convolution without a batch has its channels where the norm has positions.
         is_batch = y.dim() == captured_value_of(arguments["weight"]).dim()
-        may_round = settings.may_round(y.device)
-        if not isinstance(bias, fx.Node) or not is_batch or not (may_round or settings.bits):
+        if not isinstance(bias, fx.Node) or not is_batch or not (settings.may_round(y.device) or settings.bits):
             continue
         if 0 in [n for n in y.shape if isinstance(n, int)]:
             # PyTorch's norm of an empty batch does not move the running mean.
             continue
-        if isinstance(running_mean, fx.Node) and not isinstance(momentum, (int, float)):
+        if isinstance(call.running_mean, fx.Node) and not isinstance(call.norm.momentum, (int, float)):
             continue
-        yield _Dead(norm, conv, bias, x, running_mean, momentum, may_round)
+        yield norm, call, conv, bias
 
 
 def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
@@ -172,25 +138,26 @@ def _convolution_of(x: object, reader: fx.Node) -> fx.Node | None:
     return x if x.op == "call_function" and x.target in CONVOLUTIONS else None
 
 
-def _stop_gradient(graph: fx.Graph, dead: _Dead) -> None:
-    with graph.inserting_before(dead.conv):
-        stopped = graph.call_function(without_gradient_op, (dead.bias,))
-    stopped.meta.update(dead.bias.meta)
-    dead.conv.replace_input_with(dead.bias, stopped)
+def _stop_gradient(graph: fx.Graph, conv: fx.Node, bias: fx.Node) -> None:
+    with graph.inserting_before(conv):
+        stopped = graph.call_function(without_gradient_op, (bias,))
+    stopped.meta.update(bias.meta)
+    conv.replace_input_with(bias, stopped)
 
 
-def _leave_out(graph: fx.Graph, dead: _Dead) -> None:
-    norm, conv, bias, x, running_mean, momentum, _ = dead
+def _leave_out(graph: fx.Graph, norm: fx.Node, call: NormCall, conv: fx.Node, bias: fx.Node) -> None:
     if len(conv.args) > 2:
         conv.update_arg(2, None)
     else:
         conv.update_kwarg("bias", None)
     with graph.inserting_before(norm):
-        norm.replace_input_with(x, graph.call_function(without_effect_op, (x, bias)))
-    if isinstance(running_mean, fx.Node):
-        with graph.inserting_after(norm):
-            graph.call_function(move_op, (running_mean, bias, float(momentum)))
-    if norm.target is norm_op and RUNNING_MEAN in items_of(norm):
+        norm.replace_input_with(call.x, graph.call_function(without_effect_op, (call.x, bias)))
+    if norm.target is not norm_op:
+        if isinstance(call.running_mean, fx.Node):
+            with graph.inserting_after(norm):
+                graph.call_function(move_op, (call.running_mean, bias, float(call.norm.momentum)))
+    elif RUNNING_MEAN in items_of(norm):
+        # The graph moves the running mean towards the one that this op returns.
         mean = items_of(norm)[RUNNING_MEAN]
         with graph.inserting_after(mean):
             whole = graph.call_function(with_bias_op, (mean, bias))

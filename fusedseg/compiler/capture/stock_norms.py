@@ -10,7 +10,6 @@ op, or else the functions that were captured.
 
 import operator
 from collections.abc import Iterator, Sequence
-from inspect import getcallargs
 from typing import Any, NamedTuple
 
 import torch
@@ -57,18 +56,6 @@ def wanted_by(settings: Settings, for_gpu: bool) -> How:
     return How(not whole or (for_gpu and not settings.by_inductor), whole)
 
 
-def call_of(function: Any, given: dict[str, Any]) -> NormCall:
-    """A call of a norm of PyTorch with these arguments, as one of the op."""
-    kind = stock.OF_FUNCTION[function]
-    own = not kind.own or bool(given[kind.own])
-    over = kind.over(given.get("num_groups"))
-    norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
-    named = {name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")}
-    return NormCall(norm, given["input"], **named)
-
-
-# The arguments of norms that are numbers.
-NUMBERS = ("eps", "momentum", "num_groups", *(kind.own for kind in stock.KINDS.values() if kind.own))
 # The sums of two tensors, and those that are written over the first one.
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
@@ -240,31 +227,13 @@ def normalised(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
     return z, mean, rstd
 
 
-class _Found(NamedTuple):
-    """A norm, and what follows it in one op: the sum with a residual, and the activation; or None."""
-
-    norm: fx.Node
-    sum: fx.Node | None = None
-    residual: fx.Node | None = None
-    act: fx.Node | None = None
-
-    @property
-    def last(self) -> fx.Node:
-        return self.act or self.sum or self.norm
-
-    @property
-    def place(self) -> fx.Node:
-        """The node in whose place the op reads what it needs."""
-        return self.sum or self.norm
-
-
 def replace_norms(graph: fx.Graph, how: How) -> int:
     """Puts the op into a captured graph, and returns how often."""
     for node in graph.nodes:
         if node.target is norm_op:
             node.target, node.args = of_module_op, (*node.args, *how)
     # Of two norms that are added, the later one takes the sum, and the earlier one is its residual.
-    norms = [node for node in graph.nodes if node.op == "call_function" and node.target in stock.OF_FUNCTION]
+    norms = [node for node in graph.nodes if NormCall.captured(node) is not None]
     _copy_what_moves(graph, norms)
     # What stays a function of PyTorch can be found in the compiler's caches.
     norms = [node for node in norms if how.is_for(captured_value_of(node))]
@@ -279,11 +248,10 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
     moving: set[fx.Node] = set()
     reading: list[tuple[fx.Node, fx.Node]] = []
     for node in norms:
-        function: Any = node.target
-        given = getcallargs(function, *node.args, **node.kwargs)
-        buffers = [given.get(name) for name in ("running_mean", "running_var")]
-        found = [buffer for buffer in buffers if isinstance(buffer, fx.Node)]
-        if call_of(function, given).norm.own:
+        call = NormCall.captured(node)
+        assert call is not None
+        found = [buffer for buffer in (call.running_mean, call.running_var) if isinstance(buffer, fx.Node)]
+        if call.norm.own:
             moving.update(found)
         else:
             reading += [(node, buffer) for buffer in found]
@@ -296,50 +264,52 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
 
 
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
-    function: Any = node.target
-    norm = getcallargs(function, *node.args, **node.kwargs)
-    value, x = captured_value_of(node), _source_value(norm["input"])
-    numbers = (norm[name] for name in NUMBERS if name in norm)
+    call = NormCall.captured(node)
+    assert call is not None
+    value, x, norm = captured_value_of(node), _source_value(call.x), call.norm
+    numbers = norm.eps, norm.momentum, norm.own, norm.over.groups or 1
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
-    call = call_of(function, norm)
-    found = _after(node, call) if how.whole else _Found(node)
-    act = IDENTITY if found.act is None else activation_of(found.act)
+    total, residual, act_node = _after(node, call) if how.whole else (None, None, None)
+    act = IDENTITY if act_node is None else activation_of(act_node)
     assert act is not None
-    with graph.inserting_before(found.place):
+    # The op reads what it needs in the place of the sum.
+    with graph.inserting_before(total or node):
         if value.dtype != x.dtype:
             # Autocast runs this norm in another dtype.
             call = call._replace(x=graph.call_method("to", (call.x, value.dtype)))
-        call = call._replace(residual=found.residual).with_act(act)
+        call = call._replace(residual=residual).with_act(act)
         made = graph.call_function(of_stock_op, (*call.arguments, *how))
     # Reports speak of the module of the norm.
     made.meta = dict(node.meta)
-    if found.sum is not None and node.next in _moves(call.running_mean):
+    if total is not None and node.next in _moves(call.running_mean):
         # The norm moves its mean first.
         made.append(node.next)
-    name = _name_of(act, found.act is not None and _is_in_place(found.act))
+    name = _name_of(act, act_node is not None and _is_in_place(act_node))
     made.meta["source_fn_stack"] = [*made.meta.get("source_fn_stack", ())[:-1], (made.name, name)]
-    found.last.replace_all_uses_with(made)
-    for old in (found.act, found.sum, node):
+    (act_node or total or node).replace_all_uses_with(made)
+    for old in (act_node, total, node):
         if old is not None:
             graph.erase_node(old)
     return True
 
 
-def _after(node: fx.Node, norm: NormCall) -> _Found:
-    """What follows a norm, as far as nobody else reads the results between."""
+def _after(node: fx.Node, norm: NormCall) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None]:
+    """What follows a norm in one op: the sum with a residual, the residual, and the activation; None for no such node.
+
+    Nobody else reads the results between.
+    """
     y, residual = _only_reader(node), None
     if y is not None and _is_undisturbed(node, y, norm):
         residual = _residual_of(y, node)
-    last = node if residual is None else y
-    assert last is not None
+    total = None if residual is None else y
+    last = total or node
     act = _only_reader(last)
     is_act = act is not None and act.args[:1] == (last,) and activation_of(act) is not None
     if not is_act or not is_alike(captured_value_of(node), captured_value_of(act)):
         act = None
-    found = _Found(node, None if residual is None else last, residual, act)
     # A norm without gradients, of a frozen part, must not take what follows with gradients, nor the reverse.
-    return found if in_one_grad_mode(node, found.last) else _Found(node)
+    return (total, residual, act) if in_one_grad_mode(node, act or last) else (None, None, None)
 
 
 def _source_value(node: object) -> Tensor | None:

@@ -35,7 +35,7 @@ from ..check import HALF
 from ..layout import FORMATS, dense, is_rows
 from ..norm import dispatch, triton
 from ..norm.call import BackwardCall, Norm, Operands, Statistics, move_running, stats_dtype
-from ..norm.statistic import BATCH, INSTANCE
+from ..norm.statistic import Statistic
 from ..registry import graph_op, serve, whole
 from . import choice, conv3d
 from .geometry import Geometry
@@ -126,7 +126,7 @@ class NormConv(NamedTuple):
 
 
 def norm_of(name: str, param: float, of_samples: bool, eps: float = 0.0, momentum: float = 0.0) -> Norm:
-    return Norm("input", Activation(name, param), eps, momentum, over=INSTANCE if of_samples else BATCH)
+    return Norm("input", Activation(name, param), eps, momentum, over=Statistic(of_samples))
 
 
 # Kernels of a vendor, or PyTorch's ops: y, and the sums of y - shift and of its square if ``after`` is given; of the

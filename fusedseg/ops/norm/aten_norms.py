@@ -18,7 +18,7 @@ statistics with other tiles or processes, sums come first, and a second sweep wr
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ..._torch import FakeTensor
 from ...activation import TABLE, Activation
 from .call import BackwardCall, Exchange, Gradients, Norm, Operands, Statistics, cast, move_running, stats_dtype
 from .kept import Kept, finite_inverse
+from .statistic import BATCH, Statistic
 
 # A tile is a sixteenth of the tensor, so that a few temporaries in fp32 are small beside it, and has between
 # TILE_LEAST and TILE elements.  At most TILE, the temporaries fit into a CPU's caches.  On a GPU the number of launches
@@ -68,7 +69,7 @@ def forward(given: Operands, norm: Norm, kept: Kept | None, out: Tensor | None) 
 
 def _by_formulas(given: Operands, norm: Norm, out: Tensor | None) -> tuple[Tensor, Statistics]:
     """z and the statistics of a norm for which no stock function is fit."""
-    mean, var = (norm.over.flat(v) for v in _moments(norm.over.view(given.x), norm))
+    mean, var = (norm.over.flat(v) for v in _moments(norm.over.view(given.x), norm.over))
     move_running(given, norm, mean, var, given.x.numel() // len(mean))
     stats = Statistics(mean, torch.rsqrt(var + norm.eps))
     return recompute(given, stats, norm, out), stats
@@ -160,22 +161,17 @@ def recompute(given: Operands, stats: Statistics, norm: Norm, out: Tensor | None
 
 def backward(call: BackwardCall) -> Gradients:
     """The gradients, in the dtypes of the parameters; dz and the residual stay, unless ``call.into`` is one of them."""
-    dz, given, stats, norm, kept, needs, into, also, _, exchange = call
-    if also is not None:
-        dz = dz + also
-    dx = torch.empty_like(given.x) if into is None else into
-    dresidual = torch.empty_like(given.x) if needs[3] else None
-    dzv, dxv = norm.over.view(dz), norm.over.view(dx)
-    drv = None if dresidual is None else norm.over.view(dresidual)
-    tensors = _Call(given, stats, norm, kept)
-    sums = _Sums.zeros(tensors)
-    planes = _plane_tiles(tensors.source, norm) if exchange is None else None
+    given, exchange = call.given, call.exchange
+    dx = torch.empty_like(given.x) if call.into is None else call.into
+    dresidual = torch.empty_like(given.x) if call.needs[3] else None
+    gradient = _Gradient(call, dx, dresidual)
+    planes = _plane_tiles(gradient.source, call.norm) if exchange is None else None
     if planes is None:
-        _two_sweeps(tensors, norm, exchange, sums, dzv, dxv, drv)
+        gradient.write_in_two_sweeps(exchange)
     for tile in planes or ():
-        _of_planes(tensors, norm, tile, sums, dzv, dxv, drv)
-    dbias, dweight = sums.of_channels()
-    dslope = None if given.slope is None else cast(sums.dslope, given.slope.dtype)
+        gradient.write_planes(tile)
+    dbias, dweight = gradient.sums_of_channels()
+    dslope = None if given.slope is None else cast(gradient.dslope, given.slope.dtype)
     return _of_parameters(given, dx, dweight, dbias)._replace(dresidual=dresidual, dslope=dslope)
 
 
@@ -183,69 +179,6 @@ def _of_parameters(given: Operands, dx: Tensor, dweight: Tensor, dbias: Tensor) 
     """The gradients of x and of the parameters, in the dtypes of these."""
     pairs = ((dweight, given.weight), (dbias, given.bias))
     return Gradients(dx, *(None if v is None else cast(dv, v.dtype) for dv, v in pairs))
-
-
-def _of_planes(
-    call: "_Call", norm: Norm, tile: Tile, sums: "_Sums", dz: Tensor, dx: Tensor, dresidual: Tensor | None
-) -> None:
-    """Writes the gradients of a tile of whole planes, and adds its sums."""
-    g, xhat, dslope = call.gradient(dz[tile], tile)
-    if dresidual is not None:
-        dresidual[tile] = g
-    # Without an activation g is a part of dz.
-    g, (n, c, S), nc, mask = g.contiguous(), g.shape, tile[:2], [True, True, True]
-    rstd, weight = call.rstd[nc], call.weight[0, tile[1], 0].contiguous()
-    if not norm.over.of_samples:
-        mean, one = torch.zeros_like(weight), torch.ones_like(weight)
-        dx[tile], dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            g, xhat, weight * rstd[0, :, 0], None, None, save_mean=mean, save_invstd=one,
-            train=True, eps=0.0, output_mask=mask,
-        )  # fmt: skip
-    else:
-        groups = c * norm.over.groups_of(call.source.shape[1]) // call.source.shape[1]
-        mean, one = rstd.new_zeros((n, groups)), rstd.new_ones((n, groups))
-        found, dweight, dbias = torch.ops.aten.native_group_norm_backward(
-            g, xhat, mean, one, weight, N=n, C=c, HxW=S, group=groups, output_mask=mask
-        )
-        dx[tile] = found.mul_(rstd)
-    sums.g[0, tile[1], 0] += dbias
-    sums.g_xhat[0, tile[1], 0] += dweight
-    sums.add_slope(tile, dslope)
-
-
-def _two_sweeps(
-    call: "_Call",
-    norm: Norm,
-    exchange: Exchange | None,
-    sums: "_Sums",
-    dz: Tensor,
-    dx: Tensor,
-    dresidual: Tensor | None,
-) -> None:
-    """Writes the gradients, and adds up the sums, by the formulas."""
-    tiles = _tiles(call.source)
-    # Calls of ``add`` and of ``write`` hold the temporaries of a tile, so that these are free before the next tile.
-    for tile in tiles:
-        sums.add(tile, *call.gradient(dz[tile], tile))
-    if exchange is None:
-        of_statistic = [norm.over.summed(call.weight * s) for s in (sums.g, sums.g_xhat)]
-    else:
-        of_statistic = [call.weight * s.view(1, -1, 1) for s in exchange(*sums.of_channels())]
-    mean_g, mean_g_xhat = (s / norm.over.shared_by(call.source) for s in of_statistic)
-
-    def write(tile: Tile) -> None:
-        g, xhat, _ = call.gradient(dz[tile], tile)
-        if dresidual is not None:
-            dresidual[tile] = g
-        nc = tile[:2]
-        dx_of_tile = g * call.weight[nc]
-        if norm.own:
-            dx_of_tile.sub_(mean_g[nc]).sub_(xhat.mul_(mean_g_xhat[nc]))
-        dx[tile] = dx_of_tile.mul_(call.rstd[nc])
-
-    # Backwards, because the last tiles are still in the cache.
-    for tile in reversed(tiles):
-        write(tile)
 
 
 def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
@@ -261,8 +194,7 @@ def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
 
 def moments(x: Tensor) -> Tensor:
     """(count, mean, M2) of each channel, (1, 3, C), for statistics of all processes."""
-    of_batch = Norm("input", Activation("identity", 0.0))
-    mean, var = (of_batch.over.flat(v) for v in _moments(of_batch.over.view(x), of_batch))
+    mean, var = (BATCH.flat(v) for v in _moments(BATCH.view(x), BATCH))
     count = x.numel() // len(mean)
     return torch.stack([torch.full_like(mean, count), mean, var * count]).unsqueeze(0)
 
@@ -340,28 +272,82 @@ class _Call:
         return g, xhat, None
 
 
-class _Sums(NamedTuple):
-    """What backward adds up over all positions: g and g * xhat, (N, C, 1) each, and the gradient of learned slopes."""
+class _Gradient(_Call):
+    """The tensors of a backward pass, with those that it writes, and what it adds up over all positions.
 
-    g: Tensor
-    g_xhat: Tensor
-    dslope: Tensor | None
+    ``g`` and ``g_xhat`` are the sums of g and of g * xhat, (N, C, 1) each, ``dslope`` the gradient of learned slopes.
+    """
 
-    @classmethod
-    def zeros(cls, call: _Call) -> "_Sums":
-        g, g_xhat = call.rstd.new_zeros((2, *call.source.shape[:2], 1))
-        return cls(g, g_xhat, None if call.slope is None else torch.zeros_like(call.slope))
+    def __init__(self, call: BackwardCall, dx: Tensor, dresidual: Tensor | None) -> None:
+        super().__init__(call.given, call.stats, call.norm, call.kept)
+        self.norm, view = call.norm, call.norm.over.view
+        self.dz = view(call.dz if call.also is None else call.dz + call.also)
+        self.dx, self.dresidual = view(dx), None if dresidual is None else view(dresidual)
+        self.g, self.g_xhat = self.rstd.new_zeros((2, *self.source.shape[:2], 1))
+        self.dslope = None if self.slope is None else torch.zeros_like(self.slope)
 
-    def add(self, tile: Tile, g: Tensor, xhat: Tensor, dslope: Tensor | None) -> None:
+    def write_planes(self, tile: Tile) -> None:
+        """Writes the gradients of a tile of whole planes, and adds its sums."""
+        g, xhat, dslope = self.gradient(self.dz[tile], tile)
+        if self.dresidual is not None:
+            self.dresidual[tile] = g
+        # Without an activation g is a part of dz.
+        g, (n, c, S), nc, mask = g.contiguous(), g.shape, tile[:2], [True, True, True]
+        rstd, weight = self.rstd[nc], self.weight[0, tile[1], 0].contiguous()
+        if not self.norm.over.of_samples:
+            mean, one = torch.zeros_like(weight), torch.ones_like(weight)
+            self.dx[tile], dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                g, xhat, weight * rstd[0, :, 0], None, None, save_mean=mean, save_invstd=one,
+                train=True, eps=0.0, output_mask=mask,
+            )  # fmt: skip
+        else:
+            C = self.source.shape[1]
+            groups = c * self.norm.over.groups_of(C) // C
+            mean, one = rstd.new_zeros((n, groups)), rstd.new_ones((n, groups))
+            found, dweight, dbias = torch.ops.aten.native_group_norm_backward(
+                g, xhat, mean, one, weight, N=n, C=c, HxW=S, group=groups, output_mask=mask
+            )
+            self.dx[tile] = found.mul_(rstd)
+        self.g[0, tile[1], 0] += dbias
+        self.g_xhat[0, tile[1], 0] += dweight
+        self._add_slope(tile, dslope)
+
+    def write_in_two_sweeps(self, exchange: Exchange | None) -> None:
+        """Adds up the sums, and then writes the gradients, by the formulas."""
+        tiles = _tiles(self.source)
+        # Calls of ``_add`` and of ``_write`` hold the temporaries of a tile, which are free before the next tile.
+        for tile in tiles:
+            self._add(tile)
+        if exchange is None:
+            of_statistic = [self.norm.over.summed(self.weight * s) for s in (self.g, self.g_xhat)]
+        else:
+            of_statistic = [self.weight * s.view(1, -1, 1) for s in exchange(*self.sums_of_channels())]
+        means = [s / self.norm.over.shared_by(self.source) for s in of_statistic]
+        # Backwards, because the last tiles are still in the cache.
+        for tile in reversed(tiles):
+            self._write(tile, *means)
+
+    def _add(self, tile: Tile) -> None:
+        g, xhat, dslope = self.gradient(self.dz[tile], tile)
         self.g[tile[:2]] += g.sum(2, keepdim=True)
         self.g_xhat[tile[:2]] += xhat.mul_(g).sum(2, keepdim=True)
-        self.add_slope(tile, dslope)
+        self._add_slope(tile, dslope)
 
-    def add_slope(self, tile: Tile, dslope: Tensor | None) -> None:
+    def _add_slope(self, tile: Tile, dslope: Tensor | None) -> None:
         if self.dslope is not None and dslope is not None:
             (self.dslope if len(self.dslope) == 1 else self.dslope[tile[1]]).add_(dslope)
 
-    def of_channels(self) -> tuple[Tensor, Tensor]:
+    def _write(self, tile: Tile, mean_g: Tensor, mean_g_xhat: Tensor) -> None:
+        g, xhat, _ = self.gradient(self.dz[tile], tile)
+        if self.dresidual is not None:
+            self.dresidual[tile] = g
+        nc = tile[:2]
+        dx = g * self.weight[nc]
+        if self.norm.own:
+            dx.sub_(mean_g[nc]).sub_(xhat.mul_(mean_g_xhat[nc]))
+        self.dx[tile] = dx.mul_(self.rstd[nc])
+
+    def sums_of_channels(self) -> tuple[Tensor, Tensor]:
         """The sums of g and of g * xhat over the samples too."""
         return self.g.sum(0).flatten(), self.g_xhat.sum(0).flatten()
 
@@ -407,15 +393,15 @@ def _plane_tiles(x: Tensor, norm: Norm) -> list[Tile] | None:
     return [(slice(n, n + samples), slice(c, c + channels), slice(None)) for n, c in starts]
 
 
-def _moments(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, over: Statistic) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of (N, C, S): (N, C, 1) each, with the value of its statistic for a channel."""
-    acc, (N, C, _), m = stats_dtype(x), x.shape, norm.over.shared_by(x)
+    acc, (N, C, _), m = stats_dtype(x), x.shape, over.shared_by(x)
 
     def mean_of(values: Callable[[Tensor, Tile], Tensor]) -> Tensor:
         sums = torch.zeros((N, C, 1), dtype=acc, device=x.device)
         for tile in _tiles(x):
             sums[tile[:2]] += values(x[tile].to(acc), tile).sum(2, keepdim=True)
-        return norm.over.summed(sums) / m
+        return over.summed(sums) / m
 
     mean = mean_of(lambda x, tile: x)
     return mean, mean_of(lambda x, tile: (x - mean[tile[:2]]).square_())

@@ -120,8 +120,8 @@ def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     ``call.dz`` is g.  ``sums`` are those of g and of g * xhat, (2, values of a statistic).  dx is written over g.
     """
     x = call.given.x
-    run = triton if _backend.use_triton(x, triton.FAMILY) else aten_norms
-    return run.backward_of_sums(call._replace(dz=like(call.dz, x), given=_prepared(call.given)), sums)
+    prepared = call._replace(dz=like(call.dz, x), given=_prepared(call.given))
+    return implementation_of(x).backward_of_sums(prepared, sums)
 
 
 def fits(dz: Tensor, source: Tensor, norm: Norm) -> bool:

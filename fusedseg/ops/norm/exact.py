@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activation import TABLE, Activation
+from ...activation import IDENTITY, TABLE
 from ..at_size import FUNCTION, STEPS, Compared, Rounded, U, channel_ranges, exactly, wide
 from . import aten_norms, sync
 from .call import BackwardCall, Gradients, Norm, Operands, Statistics
 from .kept import Kept, finite_inverse
 
-OF_BATCH = Norm("input", Activation("identity", 0.0))
+OF_BATCH = Norm("input", IDENTITY)
 # Kernels of rows have other code for more kept channels (MAX_COLUMNS in kernels/launch.py).
 MANY = 5
 

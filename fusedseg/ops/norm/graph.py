@@ -15,12 +15,13 @@ are.  ``NormCall`` and ``GradientCall`` name the arguments; nothing else knows t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import getcallargs
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from ...activation import TABLE, Activation
+from ...activation import IDENTITY, TABLE, Activation
 from ..double_backward import refused
 from ..layout import dense, like
 from ..registry import graph_op, whole
@@ -28,6 +29,7 @@ from . import dispatch
 from .call import BackwardCall, Norm, Operands, Statistics, cast, stats_dtype
 from .kept import Kept
 from .statistic import SCHEMA, Statistic
+from .stock import OF_FUNCTION
 
 # The arguments of ``flat`` in a schema.
 _SPEC = (
@@ -95,6 +97,25 @@ class NormCall(NamedTuple):
             return cls(node.target.norm, *node.args)
         found = cls.of_arguments(node.args) if node.target is norm_op else None
         return found if found is not None and is_plain(found.norm) else None
+
+    @classmethod
+    def captured(cls, node: fx.Node) -> "NormCall | None":
+        """The call of a node of a captured graph, of the op or of a norm of PyTorch; None for other nodes.
+
+        Its numbers may be nodes of the graph.
+        """
+        function: Any = node.target
+        if function is norm_op:
+            return cls.of_arguments(node.args)
+        if node.op != "call_function" or function not in OF_FUNCTION:
+            return None
+        kind = OF_FUNCTION[function]
+        given: dict[str, Any] = getcallargs(kind.function, *node.args, **node.kwargs)
+        own = not kind.own or given[kind.own]
+        over = kind.over(given.get("num_groups"))
+        norm = Norm("input", IDENTITY, given["eps"], given.get("momentum", 0.0), own, over)
+        vectors = (given.get(name) for name in ("weight", "bias", "residual", "running_mean", "running_var"))
+        return cls(norm, given["input"], *vectors)
 
     @classmethod
     def of_arguments(cls, call: Sequence[Any]) -> "NormCall":

@@ -34,6 +34,10 @@ class Statistic(NamedTuple):
         """The number of statistics of C channels: of all samples, or of each one."""
         return C if self.groups is None else self.groups
 
+    def removes_constants(self, C: int) -> bool:
+        """Whether a mean belongs to one of C channels alone, so that a constant which is added to a channel is lost."""
+        return self.groups_of(C) == C
+
     def count(self, x: Tensor) -> int:
         """The number of means of ``x``."""
         groups = self.groups_of(x.shape[1])

@@ -37,6 +37,7 @@ class Kind:
     dims: the fewest and the most dimensions of the input of a module of this package.
     spatial: the words for them in errors.
     channels: the attribute of a module with the number of its channels.
+    settings: the arguments of the constructor of a module before ``affine``.
     statistic: the values that share a statistic; None if they are groups, whose number each call gives.
     autocast: whether the modules return the dtype of their input under autocast.
     """
@@ -49,8 +50,13 @@ class Kind:
     dims: tuple[int, int]
     spatial: str
     channels: str = "num_features"
+    settings: Callable[[Any], tuple[Any, ...]] = lambda norm: (norm.num_features, norm.eps, norm.momentum)
     statistic: Statistic | None = BATCH
     autocast: bool = True
+
+    def module(self, dims: int) -> Any:
+        """The module of PyTorch for ``dims`` spatial dimensions."""
+        return [*self.modules][min(dims, len(self.modules)) - 1]
 
     def over(self, num_groups: int | None = None) -> Statistic:
         """The values that share a statistic; ``num_groups`` counts for groups only."""
@@ -73,22 +79,18 @@ class Kind:
         False.
         """
         over = self.statistic or Statistic(True, module.num_groups)
-        if not self.own:
-            given = Operands(x, module.weight, module.bias, residual, slope)
-            return given, Norm(keep, act, module.eps, over=over, process_group=process_group)
-        training, tracked, momentum = module.training, module.track_running_stats, module.momentum
-        mean, var = module.running_mean, module.running_var
-        if training and not moves:
-            mean = var = None
-        if over.of_samples:
-            norm = Norm(keep, act, module.eps, momentum or 0.0, training or not tracked, over, process_group)
-            return Operands(x, module.weight, module.bias, residual, slope, mean, var), norm
-        batches = module.num_batches_tracked if training and tracked and moves else None
-        if training and not tracked:
-            mean = var = None
-        if momentum is None:
-            momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
-        norm = Norm(keep, act, module.eps, momentum, training or mean is None, over, process_group)
+        mean = var = batches = None
+        own, momentum = True, 0.0
+        if self.own:
+            own, tracked, momentum = module.training, module.track_running_stats, module.momentum
+            if not own or (moves and (tracked or over.of_samples)):
+                mean, var = module.running_mean, module.running_var
+            if own and moves and tracked and not over.of_samples:
+                batches = module.num_batches_tracked
+            if momentum is None:
+                momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+            own = own or (not tracked if over.of_samples else mean is None)
+        norm = Norm(keep, act, module.eps, momentum, own, over, process_group)
         return Operands(x, module.weight, module.bias, residual, slope, mean, var, batches), norm
 
 
@@ -104,7 +106,8 @@ INSTANCE_NORM = Kind(
 )  # fmt: skip
 GROUP_NORM = Kind(
     "group", F.group_norm, "", nn.GroupNorm, {nn.GroupNorm: (2, sys.maxsize)},
-    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels", statistic=None, autocast=False,
+    (2, sys.maxsize), "with any spatial dimensions after it", "num_channels",
+    settings=lambda norm: (norm.num_groups, norm.num_channels, norm.eps), statistic=None, autocast=False,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (BATCH_NORM, INSTANCE_NORM, GROUP_NORM)}
 OF_FUNCTION: dict[Any, Kind] = {kind.function: kind for kind in KINDS.values()}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._backend import launching
-from ...activation import Activation
+from ...activation import IDENTITY
 from ..at_size import checked
 from ..check import HALF
 from ..layout import Layout, layout_of, pitch_of
@@ -166,7 +166,7 @@ def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     tensors = g, given.x, _layout(given.x, norm), given.weight, given.bias, stats.rstd, None
     with launching(g):
         dx, dweight, dbias = kernels.norm_act_bwd(
-            *tensors, kept=None, training=True, act=("identity", 0.0), dx=g, mean=stats.mean,
+            *tensors, kept=None, training=True, act=IDENTITY, dx=g, mean=stats.mean,
             dparam_dtype=None if parameter is None else parameter.dtype, sums=sums.unsqueeze(1),
         )  # fmt: skip
     return Gradients(dx, dweight, dbias)
@@ -258,7 +258,7 @@ def _self_test_of_sums(dtype: torch.dtype, device: torch.device) -> Iterator[Res
     x = image(SHAPE, dtype, device, "channels_last", 0) + 1
     wide, exact = x.to(stats_dtype(x)), x.double()
     mean, var = exact.mean((0, 2, 3)), exact.var((0, 2, 3), correction=0)
-    norm = Norm("input", Activation("identity", 0.0), EPS, MOMENTUM)
+    norm = Norm("input", IDENTITY, EPS, MOMENTUM)
     # The second shift is so far from the mean that x is read again.
     for shift in (0.5, 1000.0):
         start = wide.new_full(SHAPE[1:2], shift)
