@@ -176,9 +176,9 @@ def norm_act(
         x: as in ``inplace_abn``, but it keeps its values.
         running_mean, running_var, weight, bias, training, momentum, eps: as in ``inplace_abn``.
         activation, activation_param: see ``BatchNormAct``.
-        norm: a kind of norm, by the name of its module: "group" stands for the norm of ``GroupNormAct``.  ``training``
-            is the ``use_input_stats`` of ``instance_norm``; norms of groups always take the statistics of ``x``.
-        num_groups: the number of groups, for norms of groups only.
+        norm: "batch"; "instance", for ``instance_norm`` with ``use_input_stats=training``; or "group", for
+            ``group_norm``, which always takes the statistics of ``x`` and has no running statistics.
+        num_groups: the number of groups, for "group" only.
         residual: a tensor like ``x``, or None.
         slope: the slope of prelu, (1,) or (C,), in the dtype of ``weight``.
 
