@@ -96,7 +96,7 @@ def moved(network: Network) -> list[Any] | None:
 
 
 def losses(name: str, way: str, steps: int) -> list[float]:
-    """The losses of steps of SGD, exact, with the same weights and input in each step.
+    """The losses of so many steps of SGD, exact, with the same weights and input in each step.
 
     way: "float64" in eager mode; or in fp32 "eager" and "ours".
     """
