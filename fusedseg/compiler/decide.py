@@ -1,7 +1,7 @@
 """The decision about a joint graph: what forward keeps, what backward recomputes, and what is packed.
 
-Without options the rules decide (``plan/default_rules.py``), with a budget a search (``plan/choose.py``).  With bits
-what is kept is packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
+``plan/choose.py`` chooses, without a budget by the first of the prices of a second run.  With bits what is kept is
+packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
 """
 
 from collections import Counter
@@ -86,7 +86,7 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
     choices = packing.RoundedChoices(Joint(graph, outputs), settings.by_inductor, settings.bits, exact.cost)
-    chosen, met = None, True
+    chosen, met = choices.first(), True
     if settings.limits is not None:
         choice, met = choose.nearest(choices, settings.limits, exact.cost)
         chosen = choice.decision

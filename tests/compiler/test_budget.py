@@ -250,7 +250,7 @@ def least_arithmetic(choices, nbytes):
     optimize = pytest.importorskip("scipy.optimize")
     rows = []
     cut = choices.cut()
-    needed = {node for _, node in decision.entries(choices.joint, decision.readers_of_forward(choices.joint))}
+    needed = set(decision.read_of_forward(choices.joint, decision.readers_of_forward(choices.joint)))
     place, price = {}, []
 
     def variable(what, flops=0):

@@ -16,9 +16,7 @@ from ... import _torch
 from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_tensor, node_at, nodes_from, row_of, size_of, value_of
 from ..op_table import FACTOR
-from ..plan import nearly_free
 from ..plan.decision import Decision, call_node, decision_that_recomputes, is_view, sources_of
-from ..plan.default_rules import by_rules
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
 from .rule import Facts, Packed, Rule, asked_for_its_sign, is_piecewise_linear, is_predicate, source_of_sign
 
@@ -108,24 +106,21 @@ def _key_of(predicate: fx.Node) -> object:
     return predicate.target, *(predicate.args if source is None else (source_of_sign(source),))
 
 
-def settled(graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None) -> Rule:
-    """What is kept, and how it is packed; ops with branches become pointwise chains where they need exact values.
+def settled(graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision) -> Rule:
+    """What is kept of a decision, and how it is packed.
 
-    chosen: what backward recomputes, where a budget has chosen it.
+    Ops with branches become pointwise chains where they need exact values.  Each round but the last adds a value to
+    ``exact``, or replaces an op with branches, which no chain has; so there is a last one.
     """
     exact, before = set[fx.Node](), set(graph.nodes)
     while True:
         # A chain that is added to answer a question is another one in each round.
         nodes, joint = set(graph.nodes), Joint(graph, outputs)
-        if chosen is None:
-            recomputed = set(by_rules(joint, nearly_free.scores).recomputed)
-        else:
-            chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
-            recomputed = chains.union(chosen.recomputed)
-        attempt = _Attempt(joint, recomputed, bits, exact & nodes)
+        chains = {node for node in graph.nodes if node not in before and sources_of(node, joint) is not None}
+        attempt = _Attempt(joint, chains.union(chosen.recomputed), bits, exact & nodes)
         rule = attempt.settle()
         if not rule.branching and attempt.exact & nodes == exact & nodes:
-            rule.found.peak_target = None if chosen is None else chosen.peak_target
+            rule.found.peak_target = chosen.peak_target
             return rule
         # In the order of the graph, so that nodes have the same names in every process, which caches ask for.
         for node in [node for node in graph.nodes if node in rule.branching]:

@@ -16,7 +16,6 @@ from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
 from ..plan import nearly_free, write
 from ..plan.choose import Choice, Choices
 from ..plan.decision import RECOMPUTE, SAVE, Decision, call_node, decision_that_recomputes
-from ..plan.default_rules import by_rules
 from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
 from ..plan.recompute import Norm
@@ -103,7 +102,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> Decision:
-        return by_rules(self.joint, nearly_free.scores)
+        return self._at_first_price(nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

@@ -36,8 +36,10 @@ from ...ops.norm.graph import GradientCall, NormCall
 from ..graph import Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, KEEPS, LINEAR, NORM, ROWS, SLOPE, SUM
 from ..plan import recompute
-from ..plan.decision import SMALL, Decision, call_node, is_view
+from ..plan.decision import Decision, call_node, is_view
 
+# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
+SMALL = 16
 # Gradients of activations that are linear between kinks.
 PIECEWISE_LINEAR = {row.backward for row in ROWS if row.backward and row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
@@ -252,7 +254,7 @@ class Rule:
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What backward reads the values of to compute a node."""
-        is_needed = node in self.own or (node in self.found.recomputed and node in self.found.readers)
+        is_needed = node in self.own or node in self.found.recomputed
         if not is_needed or not size_of(node) or row_of(node).reads == FORM:
             return []
         if row_of(node).reads == FIRST:

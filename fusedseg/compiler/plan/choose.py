@@ -1,7 +1,11 @@
-"""A budget: which values forward keeps, and which convolutions and matrix products run twice for it.
+"""Which values forward keeps, and which convolutions and matrix products run twice.
 
-``min_cut.py`` gives the values that are recomputed, for falling prices of arithmetic.  Each of these choices has a
-price of its own, counted on the schedule that will run: kept bytes, repeated arithmetic, and the peak (``peak.py``).
+``min_cut.py`` gives the values that are recomputed for a price of what runs again.  Without a budget it is the highest
+of the prices, and no compute-intensive op runs again, but for those of which a second run is nearly free
+(``nearly_free.py``).
+
+For a budget the prices fall.  Each of these choices has a price of its own, counted on the schedule that will run: kept
+bytes, repeated arithmetic, and the peak (``peak.py``).
 The choices do not depend on the budget.  Each keeps less than the one before it, and one whose peak is above the lowest
 before it is left out.  So a smaller budget has no higher peak, but for ``PEAK_SLACK``.  With ``extra_flops`` alone the
 last choice counts: none may peak above the first.
@@ -12,8 +16,9 @@ They run a third time where the peak loses as many bytes for it as the choice ke
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -25,14 +30,15 @@ from ...memory.step_bytes import StepBytes
 from ..budget import Budget
 from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
+from . import nearly_free, recompute
 from .decision import Decision, call_node, decision_that_recomputes
-from .default_rules import by_rules
-from .min_cut import Cut
+from .min_cut import FIRST_PRICE, UNIT, Cut
 from .peak import ByteModel
-from .schedule import PeakTarget
+from .schedule import PeakTarget, is_inlined
 
-# A cheap call costs so much arithmetic for each byte that it reads or writes, so that long chains are not for nothing.
-CHEAP = 1
+# A call that Inductor computes inside the kernels that read it costs 1 / INLINED of the bytes that it would move, so
+# that endless chains are not for nothing.
+INLINED = 32
 # A choice is left out if it keeps less by so small a share of eager mode's bytes, but for the last one.
 LEAST_SAVED = 0.004
 # The search ends after so many choices in a row that peak higher.
@@ -44,11 +50,10 @@ PEAK_SLACK = 1e-3
 
 
 class Choice(NamedTuple):
-    """A decision, what it costs, and the values that may be recomputed in it; None for the rules' own decision."""
+    """A decision, and what it costs."""
 
     decision: Decision
     cost: StepBytes
-    recomputed: frozenset[fx.Node] | None = None
 
 
 class Choices:
@@ -65,17 +70,35 @@ class Choices:
         self.flops, self.total = self.model.flops, self.model.total
 
     def _price(self, call: fx.Node) -> int:
-        """What a second run of a call costs."""
-        return self.flops.get(call) or CHEAP * sum(map(nbytes_of, (call, *call.all_input_nodes)))
+        """What a second run of a call costs: arithmetic, or the bytes that it reads and writes."""
+        if flops := self.flops.get(call):
+            return flops
+        other = recompute.recomputation_of(call)
+        read = call.all_input_nodes if other is None else recompute.read_by(other)
+        moved = sum(map(nbytes_of, (call, *read)))
+        return moved // INLINED if self.by_inductor and is_inlined(call) else moved
 
     def nbytes(self, node: fx.Node) -> int:
         return 0 if node in self.joint.free_to_save else nbytes_of(node)
 
     def first(self) -> Decision:
         """The decision without a budget."""
-        decided = by_rules(self.joint)
-        decided.peak_target = self.peak_target
-        return decided
+        return self._at_first_price(nearly_free.repeated)
+
+    def _at_first_price(self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]]) -> Decision:
+        """What is decided at the highest price if just those compute-intensive ops run again that ``repeats`` names."""
+        cut = Cut(self.joint, partial(Choices.nbytes, self), self._price)
+
+        def decided(intensive: AbstractSet[fx.Node]) -> Decision:
+            recomputed = cut.with_intensive(intensive, UNIT * FIRST_PRICE)
+            return replace(decision_that_recomputes(self.joint, recomputed), peak_target=self.peak_target)
+
+        choices = [decided(frozenset())]
+        # There results of compute-intensive ops are kept themselves, and not what follows from them.
+        if twice_run := repeats(decision_that_recomputes(self.joint, cut.all_cheap()).saved, self.joint):
+            # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
+            choices.insert(0, decided(twice_run))
+        return min(choices, key=lambda choice: sum(map(nbytes_of, choice.saved)))
 
     def cut(self) -> Cut:
         return Cut(self.joint, self.nbytes, self._price)
@@ -112,13 +135,9 @@ class Choices:
                 found += itertools.islice(search, 1)
             if place == len(found):
                 return
-            decision, cost, recomputed = found[place]
-            if recomputed is None:
-                yield Choice(self.first(), cost)
-            else:
-                of_own = decision_that_recomputes(self.joint, {own[node] for node in recomputed})
-                of_own.peak_target = decision.peak_target
-                yield Choice(of_own, cost)
+            decision, cost = found[place]
+            of_own = decision_that_recomputes(self.joint, {own[node] for node in decision.recomputed})
+            yield Choice(replace(of_own, peak_target=decision.peak_target), cost)
 
     def frontier(self, most_flops: float, falling_peak: bool = True) -> Iterator[Choice]:
         """The choices within so much arithmetic that keep less and less.
@@ -218,7 +237,7 @@ class Search:
         # A byte of the peak is worth as much as one that is kept.
         price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
         decision.peak_target = PeakTarget(self._most * (1 + PEAK_SLACK), self.most_flops, price)
-        found = of.counted(decision)._replace(recomputed=tried)
+        found = of.counted(decision)
         cost = found.cost
         if cost.kept > enough or cost.peak > decision.peak_target.peak or cost.repeated * of.total > self.most_flops:
             self.refused.add(tried)

@@ -5,22 +5,30 @@ counts as any other value, and where it is saved, a copy of it is.
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graph import POLICY, Joint, calls_view, is_cheap, is_compute_intensive, is_op, is_random, node_at, tensors_of
+from ...ops.low_bit.spec import FEWEST_VALUES
+from ..graph import (
+    POLICY,
+    Joint,
+    calls_view,
+    is_cheap,
+    is_compute_intensive,
+    is_op,
+    is_random,
+    node_at,
+    size_of,
+    tensors_of,
+)
 from . import recompute
 from .schedule import PeakTarget
 
 RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
-# A value is saved if recomputing it needs a recomputed input of at least this many times its size.
-LARGER = 4
-# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
-SMALL = 16
 
 
 @dataclass
@@ -30,7 +38,6 @@ class Decision:
     Attributes:
         saved: the nodes that forward saves for backward.
         recomputed: the nodes that backward recomputes, each with the nodes that this reads.
-        readers: for each of these nodes, who reads it: nodes of ``recomputed`` and nodes of backward.
         backward: the nodes of backward.
         replacements: nodes that backward reads in place of others, with the same value.
         peak_target: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
@@ -40,7 +47,6 @@ class Decision:
 
     saved: set[fx.Node] = field(default_factory=set)
     recomputed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     replacements: dict[fx.Node, fx.Node] = field(default_factory=dict)
     peak_target: PeakTarget | None = None
     backward: list[fx.Node] = field(default_factory=list)
@@ -75,14 +81,14 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return list(call_node(node).all_input_nodes) if other is None else recompute.read_by(other)
 
 
-def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
-    """The nodes from which backward may recompute a node; None if it must be kept.
-
-    intensive: those that may be recomputed; None for all that are not random.
-    """
+def sources_of(node: fx.Node, joint: Joint) -> list[fx.Node] | None:
+    """The nodes from which backward may recompute a node; None if it must be kept."""
     made = call_node(node)
-    repeats = node in intensive if intensive is not None else is_compute_intensive(made) and not is_random(made)
+    repeats = is_compute_intensive(made) and not is_random(made)
     if node in joint.free_to_save or not (repeats or _may_run_again(node)):
+        return None
+    if isinstance(recompute.recomputation_of(node), recompute.MaxPool) and size_of(node) < FEWEST_VALUES:
+        # A result that is too small to be rounded has no noise.
         return None
     sources = _sources(node)
     if not is_view(node) and any(source in joint.overwritten for source in sources):
@@ -91,13 +97,11 @@ def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | Non
     return sources
 
 
-def entries(joint: Joint, backward: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The nodes of backward that read nodes of forward, and what they read.  The end of the graph reads gradients."""
+def read_of_forward(joint: Joint, backward: list[fx.Node]) -> list[fx.Node]:
+    """The nodes of forward that nodes of backward read.  The end of the graph reads gradients."""
     own = set(backward)
-    for reader in (*backward, joint.end):
-        for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
-            if node not in own and not is_available(node):
-                yield reader, node
+    read = [*(source for node in backward for source in node.all_input_nodes), *joint.gradients]
+    return [node for node in dict.fromkeys(read) if node not in own and not is_available(node)]
 
 
 def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> list[fx.Node]:
@@ -130,32 +134,14 @@ def decision_that_recomputes(
     """What backward reads if just these values are recomputed, and others are read in place of some nodes."""
     backward = readers_of_forward(joint, recomputed)
     found = Decision(backward=backward, replacements=dict(replacements))
-    for reader, entry in entries(joint, backward):
-        node = replacements.get(entry, entry)
-        found.readers.setdefault(node, set()).add(reader)
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            if one in found.saved or one in found.recomputed:
-                continue
-            if one not in recomputed:
-                found.saved.add(one)
-                continue
-            found.recomputed[one] = [replacements.get(source, source) for source in _sources(one)]
-            stack += [source for source in found.recomputed[one] if not is_available(source)]
-        note_readers(node, found)
-    return found
-
-
-def note_readers(node: fx.Node, found: Decision) -> None:
-    """Notes who reads the nodes from which a node is recomputed."""
-    stack = [node]
+    stack = [replacements.get(node, node) for node in reversed(read_of_forward(joint, backward))]
     while stack:
-        reader = stack.pop()
-        for source in found.recomputed.get(reader, ()):
-            if is_available(source):
-                continue
-            readers = found.readers.setdefault(source, set())
-            if reader not in readers:
-                readers.add(reader)
-                stack.append(source)
+        node = stack.pop()
+        if node in found.saved or node in found.recomputed:
+            continue
+        if node not in recomputed:
+            found.saved.add(node)
+            continue
+        found.recomputed[node] = [replacements.get(source, source) for source in _sources(node)]
+        stack += [source for source in found.recomputed[node] if not is_available(source)]
+    return found

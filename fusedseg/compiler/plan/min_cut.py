@@ -1,9 +1,9 @@
-"""Which values forward keeps at the least price of bytes and arithmetic: a minimum cut.
+"""Which values forward keeps at the least price of bytes and of what runs again: a minimum cut.
 
-A value of forward that backward reads is kept, which costs its bytes, or recomputed, which costs its arithmetic,
-and then backward reads the values from which it follows.  For one price of arithmetic in bytes the best choice is a
-minimum cut of a network with two vertices for each value: the value is available to backward, and it is recomputed.
-With a lower price more values are recomputed, and all that was before still is.
+A value of forward that backward reads is kept, which costs its bytes, or recomputed, which costs its arithmetic, or the
+bytes that it moves if it is cheap, and then backward reads the values from which it follows.  For one price of these in
+kept bytes the best choice is a minimum cut of a network with two vertices for each value: the value is available to
+backward, and it is recomputed.  With a lower price more values are recomputed, and all that was before still is.
 """
 
 from collections import deque
@@ -14,15 +14,16 @@ from torch import fx
 
 from ..graph import Joint, is_compute_intensive
 from . import recompute
-from .decision import call_node, entries, is_available, is_view, readers_of_forward, sources_of
+from .decision import call_node, is_available, is_view, read_of_forward, readers_of_forward, sources_of
 
 # Capacities are whole numbers: this many for a byte.
 UNIT = 1 << 10
 ENDLESS = 1 << 80
-# The prices of arithmetic, in bytes: each is this share of the one before it.
-FIRST_PRICE = 1 / 4
+# The prices of arithmetic, and of bytes that cheap calls move, in kept bytes: each is this share of the one before it.
+# At the first one cheap calls run again if they move less than sixteen bytes for each that is kept less.
+FIRST_PRICE = 1 / 16
 NEXT_PRICE = 0.85
-PRICES = 90
+PRICES = 82
 
 
 class Flow:
@@ -129,7 +130,7 @@ class Cut:
         is_rounded: Callable[[fx.Node], bool] | None = None,
     ) -> None:
         flow = self._flow = Flow()
-        needed = [node for _, node in entries(joint, readers_of_forward(joint))]
+        needed = read_of_forward(joint, readers_of_forward(joint))
         self.sources = _all_sources(needed, joint)
         # The vertices of a value: it is available to backward; it is recomputed.
         self._of_available: dict[fx.Node, int] = {}
@@ -212,6 +213,12 @@ class Cut:
                 self._flow.left[self._priced[place][0]] = ENDLESS
         cheap = set(range(len(self._priced))).difference(self._intensive.values())
         return self._recomputed(self._at_price(price, cheap))
+
+    def all_cheap(self) -> frozenset[fx.Node]:
+        """As many values as can be recomputed if cheap calls cost nothing, and no compute-intensive op runs again."""
+        self.with_intensive(frozenset(), 0)
+        kept = self._flow.after_the_start()
+        return frozenset(node for node, vertex in self._of_recomputed.items() if not kept[vertex])
 
     def _vertex(self, place: int) -> int:
         return self._flow.heads[self._priced[place][0]]

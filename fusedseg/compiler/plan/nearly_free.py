@@ -10,10 +10,11 @@
 from torch import fx
 
 from ..graph import Joint, calls_view, flops_of, nbytes_of, row_of, size_of
-from .decision import LARGER
 
 # The share of forward's arithmetic that may be recomputed.
 SHARE = 0.02
+# The scores of attention are at least this many times as large as what they are computed from.
+LARGER = 4
 
 
 def scores(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
