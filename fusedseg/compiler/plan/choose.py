@@ -83,11 +83,13 @@ class Choices:
 
     def first(self) -> Decision:
         """The decision without a budget."""
-        return self._at_first_price(nearly_free.repeated)
+        return self._at_first_price(nearly_free.repeated, from_larger=False)
 
-    def _at_first_price(self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]]) -> Decision:
+    def _at_first_price(
+        self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]], from_larger: bool = True
+    ) -> Decision:
         """What is decided at the highest price if just those compute-intensive ops run again that ``repeats`` names."""
-        cut = Cut(self.joint, partial(Choices.nbytes, self), self._price)
+        cut = Cut(self.joint, partial(Choices.nbytes, self), self._price, from_larger=from_larger)
 
         def decided(intensive: AbstractSet[fx.Node]) -> Decision:
             recomputed = cut.with_intensive(intensive, UNIT * FIRST_PRICE)

@@ -10,15 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
+import torch
 from torch import fx
 
-from ..graph import Joint, is_compute_intensive
+from ..graph import Joint, is_compute_intensive, size_of, tensors_of
 from . import recompute
 from .decision import call_node, is_available, is_view, read_of_forward, readers_of_forward, sources_of
 
 # Capacities are whole numbers: this many for a byte.
 UNIT = 1 << 10
 ENDLESS = 1 << 80
+# Without a budget a value is kept if one of this many times its size would have to be recomputed for it.
+LARGER = 4
 # The prices of arithmetic, and of bytes that cheap calls move, in kept bytes: each is this share of the one before it.
 # At the first one cheap calls run again if they move less than sixteen bytes for each that is kept less.
 FIRST_PRICE = 1 / 16
@@ -120,6 +123,8 @@ class Cut:
         nbytes: the bytes that keeping a value costs.
         price: the arithmetic that a second run of a call costs.
         is_rounded: whether a value is rounded if it is kept; compute-intensive ops run again from exact values alone.
+        from_larger: whether a value may be recomputed where one of ``LARGER`` times its size has to be recomputed for
+            it too, and is alive at that time.
     """
 
     def __init__(
@@ -128,10 +133,13 @@ class Cut:
         nbytes: Callable[[fx.Node], int],
         price: Callable[[fx.Node], int],
         is_rounded: Callable[[fx.Node], bool] | None = None,
+        from_larger: bool = True,
     ) -> None:
         flow = self._flow = Flow()
         needed = read_of_forward(joint, readers_of_forward(joint))
         self.sources = _all_sources(needed, joint)
+        if not from_larger:
+            self.sources |= dict.fromkeys(filter(self._follows_larger, self.sources))
         # The vertices of a value: it is available to backward; it is recomputed.
         self._of_available: dict[fx.Node, int] = {}
         self._of_recomputed: dict[fx.Node, int] = {}
@@ -166,6 +174,15 @@ class Cut:
         if is_rounded is not None:
             self._from_exact_values(calls, is_rounded)
         self._start = flow.left.copy()
+
+    def _follows_larger(self, node: fx.Node) -> bool:
+        """Whether a value would be recomputed from a much larger one that is recomputed, too."""
+        made = call_node(node)
+        # Positions in int64 take more bytes than the values beside them.
+        if is_view(node) or any(t.dtype == torch.int64 for t in tensors_of(made)):
+            return False
+        larger = (source for source in self.sources[node] or () if size_of(source) >= LARGER * size_of(made))
+        return any(self.sources[source] and not is_compute_intensive(call_node(source)) for source in larger)
 
     def _from_exact_values(self, calls: dict[fx.Node, int], is_rounded: Callable[[fx.Node], bool]) -> None:
         """A compute-intensive op runs again only if its inputs are exact: recomputed from exact values."""
