@@ -151,10 +151,10 @@ class _Search:
 
     def _peak(self, exact: Way) -> list[Way]:
         """The way with a budget that leaves room for the state of the optimizer, if the wanted batch does not fit."""
-        if any(option.fits for option in self.options if option.way == exact):
+        option = next(option for option in self.options if option.way == exact)
+        if option.fits:
             return []
         # The backend's peak has the arguments of the graph, and neither the optimizer's state nor workspaces.
-        option = next(option for option in self.options if option.way == exact)
         room = self.usable - self.before["optimizer state"] - option.workspaces
         return [replace(exact, options={"budget": peak_text(room)})]
 
