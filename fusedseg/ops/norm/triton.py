@@ -122,7 +122,8 @@ def backward(call: BackwardCall) -> Gradients:
             found = kernels.norm_act_bwd(*tensors, training=norm.own, also=also, pitch=pitch, **options)
         else:
             found = kernels.norm_act_bwd_of_all_processes(*tensors, exchange=exchange, **options)
-    return Gradients(*found, dresidual=dresidual)
+    dx, dweight, dbias = found
+    return Gradients(dx, dweight, dbias, dresidual)
 
 
 def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
