@@ -68,8 +68,8 @@ def stock_counts(logits: torch.Tensor, truth: torch.Tensor) -> None:
 
 def count(name: str, classes: int, way: str) -> Bytes:
     shape = (BATCH, 1, PATCH, PATCH, PATCH)
-    with fake_mode() as mode:
-        net, loss = fake_model(lambda: network(name, classes), mode, torch.float32), stock_loss()
+    with fake_mode():
+        net, loss = fake_model(lambda: network(name, classes), torch.float32), stock_loss()
         if way == FUSED:
             fusedseg.convert(net)
             loss = fused_loss(loss)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import _torch
 from .._backend import EstimateMode
-from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from .meter import Footprint, mean_of, measure, tensors_of
 
 OP = "fusedseg.memory"
@@ -19,7 +19,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
-def fake_mode() -> Iterator[FakeTensorMode]:
+def fake_mode() -> Iterator[_torch.FakeTensorMode]:
     """A context in which new tensors have no values, and stand for tensors on a GPU.
 
     A model may hold real tensors beside parameters and buffers.
@@ -102,7 +102,7 @@ def eager_step(
     own = [*model.parameters(), *model.buffers(), *inputs]
     try:
         found = measure(forward, *inputs, loss=scalar, owned=own)
-    except DataDependentOutputException as error:
+    except _torch.DataDependentOutputException as error:
         name = type(model).__name__
         raise RuntimeError(f"{OP}: {name} asks for the value of a tensor ({error}), and there are none here") from error
     for parameter in model.parameters():
@@ -158,12 +158,12 @@ def _without_values(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return bare.requires_grad_(tensor.requires_grad)
 
 
-def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def fake_model(model: Model, dtype: torch.dtype) -> nn.Module:
     """The model without values, on the CPU, in ``dtype``; must be called inside the fake mode."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"{OP}: model must be a module or a function that builds one, got {type(model).__name__}")
-        model = build(model, mode)
+        model = build(model)
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         bare = _without_values(tensor, dtype if tensor.is_floating_point() else None)
@@ -182,29 +182,19 @@ class _PlainTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         # A tensor that a constructor made without values may have some nevertheless, such as a list of sizes.
-        memo[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else _without_values(tensor)
+        memo[id(tensor)] = tensor if isinstance(tensor, _torch.FakeTensor) else _without_values(tensor)
         return memo[id(tensor)]
 
 
-def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     """Builds the model without values, or with real tensors if its constructor asks for values."""
     try:
         built = make()
-    except (DataDependentOutputException, UnsupportedFakeTensorException):
-        with unfaked(mode):
+    except (_torch.DataDependentOutputException, _torch.UnsupportedFakeTensorException):
+        with _torch.unset_fake_temporarily():
             built = make()
     if not isinstance(built, nn.Module):
         raise TypeError(
             f"{OP}: model must be a module or build one, and built an object of class {type(built).__name__}"
         )
     return built
-
-
-@contextmanager
-def unfaked(mode: FakeTensorMode):
-    """A context inside the fake mode in which tensors are real."""
-    mode.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        mode.__enter__()

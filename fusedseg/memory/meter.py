@@ -209,14 +209,6 @@ def _workspace(func: Any, args: tuple, out: Any) -> int:
     return copies_of(args[:2]) if func is torch.ops.aten.convolution_backward.default else 0
 
 
-def without_nan_checks() -> torch.autograd.set_detect_anomaly:
-    """A context in which anomaly mode does not look for NaN.
-
-    Tensors without values cannot show NaN, and the masks of the search would be counted.
-    """
-    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
-
-
 def mean_of(out: object) -> torch.Tensor:
     means = [tensor.float().mean() for tensor in tensors_of(out)]
     if not means:
@@ -245,7 +237,9 @@ def measure(
     owned = list(owned)
     if isinstance(fn, torch.nn.Module):
         owned += [*fn.parameters(), *fn.buffers()]
-    with without_nan_checks(), LiveBytes(where) as live:
+    # Tensors without values cannot show NaN, and the masks of anomaly mode's search for it would be counted.
+    no_search = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+    with no_search, LiveBytes(where) as live:
         with SavedBytes(owned) as saved:
             out = fn(*inputs)
         saved.add_attributes(out)

@@ -74,10 +74,10 @@ def plan(
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
     say = progress or (lambda text: None)
-    with fake_mode() as mode:
-        nets = {EAGER: fake_model(model, mode, dtype)}
+    with fake_mode():
+        nets = {EAGER: fake_model(model, dtype)}
         if convert is not None:
-            nets[CONVERT] = convert(fake_model(model, mode, dtype))
+            nets[CONVERT] = convert(fake_model(model, dtype))
         search = _Search(nets, input_shape, dtype, optimizer, codegen, usable, batch, code=code, say=say)
         for amp in (False, True) if dtype.itemsize > 2 else (False,):
             search.run(amp)

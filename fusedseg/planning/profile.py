@@ -164,14 +164,14 @@ def profile(
 
     say = progress or (lambda text: None)
     left_out: dict[str, str] = {}
-    with fake_mode() as mode:
-        net, given = fake_model(model, mode, dtype), fake_inputs(inputs, dtype)
+    with fake_mode():
+        net, given = fake_model(model, dtype), fake_inputs(inputs, dtype)
         say(EAGER)
         before = bytes_before(net, given, optimizer=optimizer)
         ways = {EAGER: eager_step(net, given, autocast=autocast).needs}
         if convert is not None:
             say(CONVERT)
-            converted = convert(fake_model(model, mode, dtype))
+            converted = convert(fake_model(model, dtype))
             ways[CONVERT] = eager_step(converted, given, autocast=autocast).needs
         say(BACKEND)
         try:
