@@ -68,14 +68,14 @@ def stock_counts(logits: torch.Tensor, truth: torch.Tensor) -> None:
 
 def count(name: str, classes: int, way: str) -> Bytes:
     shape = (BATCH, 1, PATCH, PATCH, PATCH)
-    with fake_mode() as mode:
-        net, loss = fake_model(lambda: network(name, classes), mode, torch.float32), stock_loss()
+    with fake_mode():
+        net, loss = fake_model(lambda: network(name, classes), torch.float32), stock_loss()
         if way == FUSED:
             fusedseg.convert(net)
             loss = fused_loss(loss)
         truth = [torch.empty(BATCH, 1, *(PATCH >> i,) * 3, dtype=torch.int16) for i in range(5)]
         inputs = fake_inputs(shape, torch.float32)
-        step = eager_step(net, inputs, loss=loss, targets=truth, autocast=torch.float16)
+        step = eager_step(net, inputs, loss=lambda outputs: loss(outputs, truth), autocast=torch.float16)
         x = torch.empty(shape)
         with LiveBytes() as live, torch.no_grad(), torch.autocast("cpu", torch.float16):
             outputs = net.eval()(x)

@@ -210,8 +210,8 @@ def counted(network: Network, way: str, device: torch.device) -> Result:
 def of_compiler(name: str) -> dict[float, fusedseg.compiler.Report]:
     """What the compiler's own budgets repeat."""
     network = here(name)
-    with FakeTensorMode() as mode:
-        net = fake_model(network.make, mode, torch.float32)
+    with FakeTensorMode():
+        net = fake_model(network.make, torch.float32)
         if name == "SwinUNETR":
             # Its check of the input calls NumPy, which would end the compiler's graph.
             net._check_input_size = lambda spatial_shape: None

@@ -83,8 +83,8 @@ class Network(NamedTuple):
 
     def report(self, way: str) -> memory.Footprint:
         """One training step in fp16, on tensors without values."""
-        with fake_mode() as mode:
-            model = fake_model(partial(self.make, plain=way != FUSED), mode, torch.float16)
+        with fake_mode():
+            model = fake_model(partial(self.make, plain=way != FUSED), torch.float16)
             return memory.measure(model, *fake_inputs(self.shapes, torch.float16))
 
 

@@ -28,19 +28,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks or backward or backward_pre)
 
 
-def is_observed(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a forward of its own in place of its class's."""
-    if has_hooks(module):
-        return True
-    own = module.__dict__
-    # The compiler traces the forward that it finds, and cannot follow this question.
-    return not torch.compiler.is_compiling() and ("forward" in own or "_conv_forward" in own)
-
-
 def is_called_unseen(*modules: nn.Module) -> bool:
-    """Whether other code may do the work of these modules, because nobody looks at their calls."""
+    """Whether other code may do the work of these modules: they have no hooks, and the forward of their class."""
     # The compiler of early versions follows no generator here.
     for module in modules:
-        if is_observed(module):
+        # The compiler traces the forward that it finds, and cannot follow the question for one of the module's own.
+        own = () if torch.compiler.is_compiling() else module.__dict__
+        if has_hooks(module) or "forward" in own or "_conv_forward" in own:
             return False
     return not has_global_hooks()

@@ -487,8 +487,10 @@ def saves_result(node: Any) -> bool:
     return hasattr(type(node), "_raw_saved_result")
 
 
-def write_gradient(op: Any, out: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Writes the gradient that a backward op of ``torch.ops.aten`` computes into ``out``, and returns it."""
+def write_gradient(op: Any, out: torch.Tensor | None, *args: object, **kwargs: object) -> torch.Tensor:
+    """The gradient that a backward op of ``torch.ops.aten`` computes, in ``out`` unless ``out`` is None."""
+    if out is None:
+        return op.default(*args, **kwargs)
     try:
         return op.grad_input(*args, **kwargs, grad_input=out)
     except KeyError:

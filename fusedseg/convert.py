@@ -1,15 +1,9 @@
 """``convert``: blocks of a stock model run their norms, activations and pools as lean ops, in eager mode.
 
-``convert(model)`` changes the class of *blocks*, in place, and returns the model; ``revert(model)`` undoes it.  A block
-is a module whose class says which child reads what, so that nothing has to be observed:
-
-* a container whose forward is that of ``nn.Sequential``, which many libraries subclass;
-* a class of ``LIBRARY``, a table of blocks of published libraries; each is pinned to the source that was read;
-* ``nn.MaxPool2d`` and ``nn.MaxPool3d``, which then keep one byte for each element of their output.
-
-The children stay the same stock modules.  Only the call of a *block* does their work: ``BlockPlan`` finds the pairs of
-norm and activation once, and a call looks at a few attributes of each module before it does that module's work.
-Whatever else calls a child, or looks at its calls, meets the stock module.
+A *block* is a module whose class says which child reads what, so that nothing has to be observed (``_steps_of``).  The
+children stay the same stock modules.  Only the call of a block does their work: ``BlockPlan`` finds the pairs of norm
+and activation once, and a call looks at a few attributes of each module before it does that module's work.  Whatever
+else calls a child, or looks at its calls, meets the stock module.
 """
 
 import functools
@@ -64,15 +58,8 @@ class Add:
 Step = nn.Module | Add
 
 
-class Block(NamedTuple):
-    """What is known about a class of a library.
-
-    digests: of the sources of its ``__init__`` and ``forward`` that were read (``digest_of``).
-    steps: block -> the modules that its forward calls one after the other; None if this block does something else.
-    """
-
-    digests: tuple[str, ...]
-    steps: Callable[[Any], Sequence[Step] | None]
+# Block -> the modules that its forward calls one after the other; None if this block does something else.
+Steps = Callable[[Any], Sequence[Step] | None]
 
 
 def _residual(block: Any, before: Sequence[nn.Module], act: nn.Module) -> Sequence[Step] | None:
@@ -92,20 +79,21 @@ def _unet_res_block(block: Any) -> Sequence[Step] | None:
 
 _DNA = "dynamic_network_architectures.building_blocks"
 _DYNUNET = "monai.networks.blocks.dynunet_block"
-# By the module and the name of the class, so that no library is imported.
-LIBRARY: dict[tuple[str, str], Block] = {
-    (f"{_DNA}.simple_conv_blocks", "ConvDropoutNormReLU"): Block(("f35871bdc10c906f",), lambda b: (b.all_modules,)),
-    (f"{_DNA}.residual", "BasicBlockD"): Block(
-        ("1e095a395dea0d83",), lambda b: _residual(b, (b.conv1, b.conv2), b.nonlin2)
+# The module and the name of a class, so that no library is imported -> the digest of its source that was read
+# (``digest_of``), and its steps.
+LIBRARY: dict[tuple[str, str], tuple[str, Steps]] = {
+    (f"{_DNA}.simple_conv_blocks", "ConvDropoutNormReLU"): ("f35871bdc10c906f", lambda b: (b.all_modules,)),
+    (f"{_DNA}.residual", "BasicBlockD"): ("1e095a395dea0d83", lambda b: _residual(b, (b.conv1, b.conv2), b.nonlin2)),
+    (f"{_DNA}.residual", "BottleneckD"): (
+        "cbff1eccf9e39eb8",
+        lambda b: _residual(b, (b.conv1, b.conv2, b.conv3), b.nonlin3),
     ),
-    (f"{_DNA}.residual", "BottleneckD"): Block(
-        ("cbff1eccf9e39eb8",), lambda b: _residual(b, (b.conv1, b.conv2, b.conv3), b.nonlin3)
+    (_DYNUNET, "UnetBasicBlock"): (
+        "bbd7da61637874c5",
+        lambda b: (b.conv1, b.norm1, b.lrelu, b.conv2, b.norm2, b.lrelu),
     ),
-    (_DYNUNET, "UnetBasicBlock"): Block(
-        ("bbd7da61637874c5",), lambda b: (b.conv1, b.norm1, b.lrelu, b.conv2, b.norm2, b.lrelu)
-    ),
-    (_DYNUNET, "UnetResBlock"): Block(("b68da2459286bea6",), _unet_res_block),
-    ("monai.networks.nets.vnet", "LUConv"): Block(("f250e5d356e5f8c5",), lambda b: (b.conv_block, b.act_function)),
+    (_DYNUNET, "UnetResBlock"): ("b68da2459286bea6", _unet_res_block),
+    ("monai.networks.nets.vnet", "LUConv"): ("f250e5d356e5f8c5", lambda b: (b.conv_block, b.act_function)),
 }
 
 
@@ -119,10 +107,10 @@ def digest_of(cls: type[nn.Module]) -> str:
 
 
 @functools.cache
-def _library_block(cls: type[nn.Module]) -> Block | None:
-    """What is known about a stock class; None for other classes, and for other versions of a known one."""
-    block = LIBRARY.get((cls.__module__, cls.__qualname__))
-    return block if block is not None and digest_of(cls) in block.digests else None
+def _library_steps(cls: type[nn.Module]) -> Steps | None:
+    """The steps of a known class; None for other classes, and for other versions of a known one."""
+    known = LIBRARY.get((cls.__module__, cls.__qualname__))
+    return known[1] if known is not None and known[0] == digest_of(cls) else None
 
 
 def _stock_class(module: nn.Module) -> type[nn.Module]:
@@ -139,8 +127,8 @@ def _steps_of(module: nn.Module) -> Sequence[Step] | None:
         plain = cls.forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__
         children = tuple(module._modules.values())
         return children if plain and None not in children else None  # type: ignore[return-value]
-    block = _library_block(cls)
-    return None if block is None else block.steps(module)
+    steps = _library_steps(cls)
+    return None if steps is None else steps(module)
 
 
 # The plan of a block -------------------------------------------------------------------------------------------------
@@ -581,7 +569,7 @@ def _reasons(model: nn.Module) -> dict[Any, str]:
     for parent in model.modules():
         steps = _steps_of(parent)
         cls: Any = _stock_class(parent)
-        another = (cls.__module__, cls.__qualname__) in LIBRARY and _library_block(cls) is None
+        another = (cls.__module__, cls.__qualname__) in LIBRARY and _library_steps(cls) is None
         for child in parent.children():
             if steps is None and child not in why:
                 why[child] = f"the forward of {'another version of ' if another else ''}{cls.__name__} calls it"

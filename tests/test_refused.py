@@ -88,8 +88,8 @@ def windows(**change):
 
 
 def without_values(model, *shapes):
-    with fake_mode() as mode:
-        return eager_step(fake_model(model, mode, torch.float32), fake_inputs(shapes, torch.float32))
+    with fake_mode():
+        return eager_step(fake_model(model, torch.float32), fake_inputs(shapes, torch.float32))
 
 
 def from_modules(conv, bn, *activation):
@@ -296,7 +296,10 @@ VALUES = {
     },
     "fusedseg.DiceCELoss: other_act must be None, .* use monai.losses.DiceCELoss":
         lambda: fusedseg.DiceCELoss(other_act=torch.tanh),
-    "sigmoid and softmax must not both be True": lambda: fusedseg.DiceLoss(sigmoid=True, softmax=True),
+    "DiceLoss: sigmoid and softmax must not both be True": lambda: fusedseg.DiceLoss(sigmoid=True, softmax=True),
+    # These two named DiceLoss.
+    "DiceCELoss: sigmoid and softmax must not both": lambda: fusedseg.DiceCELoss(sigmoid=True, softmax=True),
+    "DiceFocalLoss: sigmoid and softmax must not both": lambda: losses.DiceFocalLoss(sigmoid=True, softmax=True),
     "DiceLoss: reduction must be one of mean, sum, none, got 'max'": lambda: fusedseg.DiceLoss(reduction="max"),
     "DiceCELoss: reduction must be one of mean, sum, got 'none'": lambda: fusedseg.DiceCELoss(reduction="none"),
     "lambda_ce must be at least 0, got -1": lambda: fusedseg.DiceCELoss(lambda_ce=-1),
@@ -332,7 +335,7 @@ VALUES = {
     "TopKLoss: k must be above 0 and at most 100 per cent, got 0": lambda: losses.TopKLoss(k=0),
     "TopKLoss: k must be above 0 and at most 100 per cent, got 101": lambda: losses.TopKLoss(k=101),
     "TopKLoss: k must leave at least one of 60 positions, got 1": lambda: losses.TopKLoss(k=1)(LOGITS, LABELS),
-    r"dice_class must be one of SoftDiceLoss, .* got Tensor":
+    r"dice_class must be one of SoftDiceLoss, .* got 'Tensor'":
         lambda: losses.DC_and_CE_loss({}, {}, dice_class=torch.Tensor),
     "DC_and_CE_loss: reduction must be mean or sum, got 'none'":
         lambda: losses.DC_and_CE_loss({}, {"reduction": "none"}),
@@ -437,13 +440,13 @@ TYPES = {
     "join_conv: x must be a tensor, an Interpolated, or a sequence": lambda: join_conv((X, None), W),
     "join_conv: x must be a tensor, .*": lambda: join_conv((), W),
     "Interpolated: x must be a tensor, got list": lambda: Interpolated([1], (4, 4), "nearest"),
-    "DC_and_topk_loss: .* may have weight, ignore_index, k and label_smoothing, got reduction":
+    "DC_and_topk_loss: .* may have weight, ignore_index, k, label_smoothing, got reduction":
         lambda: losses.DC_and_topk_loss({}, {"reduction": "sum"}),
     r"DC_and_topk_loss: soft_dice_kwargs may have batch_dice, .*, got wrong":
         lambda: losses.DC_and_topk_loss({"wrong": 1}, {}),
     r"DC_and_CE_loss: soft_dice_kwargs may have batch_dice, .* got apply_nonlin":
         lambda: losses.DC_and_CE_loss({"apply_nonlin": None}, {}),
-    "bce_kwargs may have pos_weight and reduction, got weight":
+    "bce_kwargs may have pos_weight, reduction, got weight":
         lambda: losses.DC_and_BCE_loss({"weight": None}, {}),
     "sliding_window_labels: .*image must be a tensor, got list": lambda: windows(image=[1.0]),
     "sliding_window_labels: .*image must be float16, bfloat16, float32 or":

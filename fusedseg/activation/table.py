@@ -96,18 +96,6 @@ class ActivationRow:
     learned: bool = False
 
 
-def _leaky_relu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None) -> Tensor:
-    if out is None:
-        return aten.leaky_relu_backward.default(dz, z, p, True)
-    return write_gradient(aten.leaky_relu_backward, out, dz, z, p, True)
-
-
-def _elu_grad(dz: Tensor, z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
-    if out is None:
-        return aten.elu_backward.default(dz, p, scale, 1, True, z)
-    return write_gradient(aten.elu_backward, out, dz, p, scale, 1, True, z)
-
-
 def _elu_inverse(z: Tensor, p: float, out: Tensor | None, scale: float = 1) -> Tensor:
     # The tail saturates at -1.  For a tail of -1, the inverse is that of the middle of the values that round to -1.
     least = math.log(torch.finfo(z.dtype).eps / 8)
@@ -165,7 +153,7 @@ _ROWS = (
         keeps_result="in place",
         inverse=Inverse(
             y=lambda z, p, out: _nn.leaky_relu(z, 1.0 / p, out=out),
-            grad=_leaky_relu_grad,
+            grad=lambda dz, z, p, out: write_gradient(aten.leaky_relu_backward, out, dz, z, p, True),
             slope=lambda p: min(p, 1.0),
         ),
     ),
@@ -179,7 +167,7 @@ _ROWS = (
         keeps_result="in place",
         inverse=Inverse(
             y=_elu_inverse,
-            grad=_elu_grad,
+            grad=lambda dz, z, p, out: write_gradient(aten.elu_backward, out, dz, p, 1, 1, True, z),
             slope=lambda p: min(p, 1.0),
             saturates=True,
         ),
@@ -193,7 +181,7 @@ _ROWS = (
         keeps_result="in place",
         inverse=Inverse(
             y=lambda z, p, out: _elu_inverse(z, _SELU_ALPHA, out, _SELU_SCALE),
-            grad=lambda dz, z, p, out: _elu_grad(dz, z, _SELU_ALPHA, out, _SELU_SCALE),
+            grad=lambda dz, z, p, out: write_gradient(aten.elu_backward, out, dz, _SELU_ALPHA, _SELU_SCALE, 1, True, z),
             saturates=True,
         ),
     ),

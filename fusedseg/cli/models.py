@@ -164,8 +164,8 @@ def _fused_preset(make: Callable[[], nn.Module], model: nn.Module) -> nn.Module:
 def build(source: ModelSource) -> nn.Module:
     """The stock model without values; raises Refused if the constructor fails, or returns no module."""
     try:
-        with fake.fake_mode() as mode:
-            return fake.build(source.build, mode)
+        with fake.fake_mode():
+            return fake.build(source.build)
     # A constructor may raise any error.
     except Exception as error:
         raise Refused(f"{source.name} cannot be built: {first_line(error)}{place_of(error)}") from error

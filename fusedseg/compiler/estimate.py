@@ -58,8 +58,8 @@ def estimate(
         NotCompiled: a RuntimeError; the compiler refuses the model, or no part of it needs a gradient.
         TypeError, ValueError: the model is no module and builds none; an option does not exist.
     """
-    with fake_mode() as mode:
-        net = fake_model(model, mode, dtype)
+    with fake_mode():
+        net = fake_model(model, dtype)
         (found,) = estimate_ways(net, fake_inputs(inputs, dtype), [options or {}], autocast, stock=True)
     return found
 

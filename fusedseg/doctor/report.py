@@ -127,14 +127,9 @@ def _check_left_out() -> None:
 
 
 def doctor(gpu: bool = False, path: str | None = None, overwrite: bool = False) -> int:
-    """Prints the report, and writes it to ``path``.
+    """Prints the report, and writes it to ``path`` in JSON, for an issue.
 
     Returns 1 if something does not work that fusedseg would use here, otherwise 0.
-
-    Args:
-        gpu: whether to test the kernels on each kind of GPU.
-        path: a file in JSON to attach to an issue.
-        overwrite: whether the file may exist.
 
     Raises:
         Refused: the file cannot be written, there is nothing to test, or FUSEDSEG_WITHOUT has a wrong name.

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._backend import Backend
+from .. import _backend
 from ..activation import parse_invertible
+from ..ops.check import check_choice
 from ..ops.conv import conv_abn as _conv_abn
 from ..ops.conv import join_conv as _join_conv
-from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.sources import Source
 from ..ops.norm.call import Norm, Operands
 from ..ops.norm.kept import find
@@ -33,7 +33,7 @@ def conv_abn(
     *,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
-    conv_backend: Backend = "auto",
+    conv_backend: _backend.Backend = "auto",
 ) -> Tensor:
     """Convolution, batch normalisation and an invertible activation as one op, in two or three dimensions.
 
@@ -65,7 +65,7 @@ def conv_abn(
     ``ConvABN2d`` lists the errors and the source.
     """
     act = parse_invertible(_conv_abn.OP, activation, activation_param)
-    check_conv_backend(_conv_abn.OP, conv_backend)
+    check_choice(_conv_abn.OP, "conv_backend", conv_backend, _backend.NAMES)
     call = _join_conv.parsed(_conv_abn.OP, x, conv_weight, conv_bias, stride, padding, dilation, groups)
     call = call._replace(conv_backend=conv_backend)
     given = Operands(call.w, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)

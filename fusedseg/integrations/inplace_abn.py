@@ -194,7 +194,8 @@ def equal_weights(state_dict: Weights, model: nn.Module, *classes: type) -> Weig
     # A copy of a state dict has its `_metadata`, which a new dictionary lacks.
     state, found = copy.copy(state_dict), False
     wanted: Any = classes or (InPlaceABN, InPlaceABNSync)
-    for name, module in model.named_modules():
+    # A state dict has the weight of a shared module under each of its names.
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, wanted) and getattr(module, "weight", None) is not None:
             key, found = f"{name}.weight" if name else "weight", True
             if key not in state:

@@ -216,12 +216,12 @@ class DiceFocalLoss(_Loss):
         name = "fusedseg.losses.DiceFocalLoss"
         super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum"))
         check_not_negative(name, gamma=gamma, lambda_dice=lambda_dice, lambda_focal=lambda_focal)
+        InputForm(name, include_background, to_onehot_y, sigmoid, softmax).check(other_act)
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, weight=class_weight(name, weight),
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
-        self.dice.form.check(other_act)
         self.focal = Focal(name, include_background, number_or_values(alpha), self.reduction)
         self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
 

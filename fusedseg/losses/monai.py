@@ -247,10 +247,8 @@ class DiceCELoss(_Loss):
 
     Target, errors and source are those of ``DiceLoss``.
 
-    Kept for backward: the logits and the target, which the caller has anyway, and a mask of the positions if a target
-    with channels has an ignore_index.  With 118 classes in half precision MONAI's loss keeps six times the bytes of the
-    logits and peaks at nine times; this one peaks at their gradient.  With three classes the peak of a network is
-    elsewhere, and this loss does not lower it.
+    Kept for backward: as in ``DiceLoss``.  With 118 classes in half precision MONAI's loss peaks at nine times the
+    bytes of the logits, and this one at their gradient.
     """
 
     def __init__(
@@ -276,13 +274,13 @@ class DiceCELoss(_Loss):
         name = "fusedseg.DiceCELoss"
         super().__init__(reduction=checked_reduction(name, reduction, "mean", "sum"))
         check_not_negative(name, lambda_dice=lambda_dice, lambda_ce=lambda_ce)
+        InputForm(name, include_background, to_onehot_y, sigmoid, softmax).check(other_act)
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, ignore_index=ignore_index,
             weight=weight if weight is None or include_background else weight[1:],
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
-        self.dice.form.check(other_act)
         self.register_buffer("weight", weight)
         self.weight: Tensor | None
         self.lambda_dice, self.lambda_ce, self.label_smoothing = lambda_dice, lambda_ce, label_smoothing

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
+from ..ops.check import check_choice
 from ..ops.norm.sync import gather
 from ..ops.segmentation.conv_logits import Logits
 from ..ops.segmentation.positions import cross_entropy
@@ -31,6 +32,12 @@ class _SumOfProcesses(torch.autograd.Function):
         return gather(dt.contiguous(), ctx.group).sum(0)
 
 
+def _check_keys(op: str, name: str, given: Mapping[str, Any], *keys: str) -> None:
+    unknown = sorted(set(given) - set(keys))
+    if unknown:
+        raise TypeError(f"{op}: {name} may have {', '.join(keys)}, got {', '.join(unknown)}")
+
+
 class SoftDice(NamedTuple):
     """The arguments of nnU-Net's ``SoftDiceLoss`` and ``MemoryEfficientSoftDiceLoss``, which agree in value."""
 
@@ -42,11 +49,9 @@ class SoftDice(NamedTuple):
 
     @classmethod
     def parse(cls, op: str, options: Mapping[str, Any], dice_class: type | None) -> "SoftDice":
-        unknown = sorted(set(options) - set(cls._fields))
-        if unknown:
-            raise TypeError(f"{op}: soft_dice_kwargs may have {', '.join(cls._fields)}, got {', '.join(unknown)}")
-        if dice_class is not None and dice_class.__name__ not in DICE_CLASSES:
-            raise ValueError(f"{op}: dice_class must be one of {', '.join(DICE_CLASSES)}, got {dice_class.__name__}")
+        _check_keys(op, "soft_dice_kwargs", options, *cls._fields)
+        if dice_class is not None:
+            check_choice(op, "dice_class", dice_class.__name__, DICE_CLASSES)
         return cls(**options)
 
     def loss(self, found: Tensor) -> Tensor:
@@ -173,9 +178,7 @@ class DC_and_BCE_loss(nn.Module):
     ) -> None:
         super().__init__()
         self.dice = SoftDice.parse(self.name, soft_dice_kwargs, dice_class)
-        unknown = sorted(set(bce_kwargs) - {"pos_weight", "reduction"})
-        if unknown:
-            raise TypeError(f"{self.name}: bce_kwargs may have pos_weight and reduction, got {', '.join(unknown)}")
+        _check_keys(self.name, "bce_kwargs", bce_kwargs, "pos_weight", "reduction")
         self.reduction = bce_kwargs.get("reduction", "mean")
         if not use_ignore_label:
             check_reduction(self.name, self.reduction, "torch.nn.BCEWithLogitsLoss")
@@ -303,11 +306,7 @@ class DC_and_topk_loss(nn.Module):
     ) -> None:
         super().__init__()
         self.dice = SoftDice.parse(self.name, soft_dice_kwargs, None)
-        unknown = sorted(set(ce_kwargs) - {"weight", "ignore_index", "k", "label_smoothing"})
-        if unknown:
-            raise TypeError(
-                f"{self.name}: ce_kwargs may have weight, ignore_index, k and label_smoothing, got {', '.join(unknown)}"
-            )
+        _check_keys(self.name, "ce_kwargs", ce_kwargs, "weight", "ignore_index", "k", "label_smoothing")
         ignored = {} if ignore_label is None else {"ignore_index": ignore_label}
         self.top_k = TopKLoss(**{**ce_kwargs, **ignored})
         self.weight_ce, self.weight_dice, self.ignore_label = weight_ce, weight_dice, ignore_label

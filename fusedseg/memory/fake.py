@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import _torch
 from .._backend import EstimateMode
-from .._torch import DataDependentOutputException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from .meter import Footprint, mean_of, measure, tensors_of
 
 OP = "fusedseg.memory"
@@ -19,7 +19,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
-def fake_mode() -> Iterator[FakeTensorMode]:
+def fake_mode() -> Iterator[_torch.FakeTensorMode]:
     """A context in which new tensors have no values, and stand for tensors on a GPU.
 
     A model may hold real tensors beside parameters and buffers.
@@ -52,21 +52,14 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def bytes_before(
-    model: nn.Module, inputs: Sequence[Tensor], *, targets: object = None, optimizer: OptimizerFactory | None = None
+    model: nn.Module, inputs: Sequence[Tensor], optimizer: OptimizerFactory | None = None
 ) -> dict[str, int]:
-    """The bytes that are there before a step of a model without values, by kind.
-
-    Args:
-        model: the model.
-        inputs: its arguments.
-        targets: what the loss is given beside the outputs.
-        optimizer: makes the optimizer, whose state is that after a step.
-    """
+    """The bytes that are there before a step of a model without values, by kind; the optimizer has made a step."""
     return {
         "parameters": sum(parameter.nbytes for parameter in model.parameters()),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
         "optimizer state": 0 if optimizer is None else state_bytes(model, optimizer),
-        "inputs": sum(tensor.nbytes for tensor in tensors_of((inputs, targets))),
+        "inputs": sum(tensor.nbytes for tensor in tensors_of(inputs)),
     }
 
 
@@ -83,17 +76,13 @@ def eager_step(
     model: nn.Module,
     inputs: Sequence[Tensor],
     *,
-    loss: Callable[..., Tensor] | None = None,
-    targets: object = None,
+    loss: Callable[[Any], Tensor] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Footprint:
     """Runs a step of a model without values; must be called inside its fake mode.  Inputs are not in ``saved``.
 
     Args:
-        model: the model.
-        inputs: its arguments.
-        loss: a function of the outputs, and of ``targets`` if they are given; by default the mean of all outputs.
-        targets: the second argument of ``loss``.
+        loss: a function of the outputs; by default the mean of all floating-point outputs.
         autocast: the dtype of autocast around forward and loss.
 
     Raises:
@@ -108,12 +97,12 @@ def eager_step(
         with autocast_without_values(autocast):
             if loss is None:
                 return mean_of([tensor for tensor in tensors_of(out) if tensor.is_floating_point()])
-            return loss(out) if targets is None else loss(out, targets)
+            return loss(out)
 
     own = [*model.parameters(), *model.buffers(), *inputs]
     try:
         found = measure(forward, *inputs, loss=scalar, owned=own)
-    except DataDependentOutputException as error:
+    except _torch.DataDependentOutputException as error:
         name = type(model).__name__
         raise RuntimeError(f"{OP}: {name} asks for the value of a tensor ({error}), and there are none here") from error
     for parameter in model.parameters():
@@ -152,8 +141,8 @@ def state_bytes(model: nn.Module, optimizer: OptimizerFactory) -> int:
 def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     """Inputs without values for shapes, or for one shape; must be called inside the fake mode."""
     # A sequence of integers is a single shape.
-    shapes = [input_shapes] if all(isinstance(size, int) for size in input_shapes) else input_shapes
-    inputs = []
+    one = bool(input_shapes) and all(isinstance(size, int) for size in input_shapes)
+    shapes, inputs = [input_shapes] if one else input_shapes, []
     for shape in shapes:
         if isinstance(shape, Tensor):
             inputs.append(_without_values(shape))
@@ -164,22 +153,21 @@ def fake_inputs(input_shapes: Sequence[Any], dtype: torch.dtype) -> list[Tensor]
     return inputs
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _without_values(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
     return bare.requires_grad_(tensor.requires_grad)
 
 
-def fake_model(model: Model, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def fake_model(model: Model, dtype: torch.dtype) -> nn.Module:
     """The model without values, on the CPU, in ``dtype``; must be called inside the fake mode."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"{OP}: model must be a module or a function that builds one, got {type(model).__name__}")
-        model = build(model, mode)
+        model = build(model)
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+        bare = _without_values(tensor, dtype if tensor.is_floating_point() else None)
+        memo[id(tensor)] = nn.Parameter(bare, bare.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     with _PlainTensors():
         return copy.deepcopy(model, memo)
 
@@ -194,29 +182,19 @@ class _PlainTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         # A tensor that a constructor made without values may have some nevertheless, such as a list of sizes.
-        memo[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else _without_values(tensor)
+        memo[id(tensor)] = tensor if isinstance(tensor, _torch.FakeTensor) else _without_values(tensor)
         return memo[id(tensor)]
 
 
-def build(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     """Builds the model without values, or with real tensors if its constructor asks for values."""
     try:
         built = make()
-    except (DataDependentOutputException, UnsupportedFakeTensorException):
-        with unfaked(mode):
+    except (_torch.DataDependentOutputException, _torch.UnsupportedFakeTensorException):
+        with _torch.unset_fake_temporarily():
             built = make()
     if not isinstance(built, nn.Module):
         raise TypeError(
             f"{OP}: model must be a module or build one, and built an object of class {type(built).__name__}"
         )
     return built
-
-
-@contextmanager
-def unfaked(mode: FakeTensorMode):
-    """A context inside the fake mode in which tensors are real."""
-    mode.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        mode.__enter__()

@@ -101,18 +101,21 @@ class SavedBytes:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
-        self._retain(memory_of(tensor), tensor.untyped_storage().nbytes())
+        self._retain(tensor)
 
     def add_attributes(self, outputs: object) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
         for node in graph_of(outputs):
             for tensor in tensors_of(getattr(node, "__dict__", {})):
-                self._retain(memory_of(tensor), tensor.untyped_storage().nbytes())
+                self._retain(tensor)
 
-    def _retain(self, key: int, nbytes: int) -> None:
+    def _retain(self, tensor: torch.Tensor) -> int:
+        """Counts a storage, and returns its key."""
+        key = memory_of(tensor)
         if key not in self._owned:
             self._savers[key] += 1
-            self._nbytes[key] = nbytes
+            self._nbytes[key] = tensor.untyped_storage().nbytes()
+        return key
 
     def _release(self, key: int) -> None:
         if key in self._nbytes:
@@ -126,9 +129,7 @@ class _SavedTensor:
 
     def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        key = memory_of(tensor)
-        saved._retain(key, tensor.untyped_storage().nbytes())
-        weakref.finalize(self, saved._release, key).atexit = False
+        weakref.finalize(self, saved._release, saved._retain(tensor)).atexit = False
 
 
 def graph_of(outputs: object) -> Iterator[Node]:
@@ -208,14 +209,6 @@ def _workspace(func: Any, args: tuple, out: Any) -> int:
     return copies_of(args[:2]) if func is torch.ops.aten.convolution_backward.default else 0
 
 
-def without_nan_checks() -> torch.autograd.set_detect_anomaly:
-    """A context in which anomaly mode does not look for NaN.
-
-    Tensors without values cannot show NaN, and the masks of the search would be counted.
-    """
-    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
-
-
 def mean_of(out: object) -> torch.Tensor:
     means = [tensor.float().mean() for tensor in tensors_of(out)]
     if not means:
@@ -244,7 +237,9 @@ def measure(
     owned = list(owned)
     if isinstance(fn, torch.nn.Module):
         owned += [*fn.parameters(), *fn.buffers()]
-    with without_nan_checks(), LiveBytes(where) as live:
+    # Tensors without values cannot show NaN, and the masks of anomaly mode's search for it would be counted.
+    no_search = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+    with no_search, LiveBytes(where) as live:
         with SavedBytes(owned) as saved:
             out = fn(*inputs)
         saved.add_attributes(out)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._backend import Backend
+from .. import _backend
 from .._module_hooks import has_hooks, is_called_unseen
 from ..activation import TABLE, Activation
+from ..ops.check import check_choice
 from ..ops.conv import conv_abn as op
-from ..ops.conv.choice import check_conv_backend
 from ..ops.conv.join_conv import prepared
 from ..ops.conv.sources import Source, concatenated
 from .inplace_norm_act import InPlaceABN
@@ -54,12 +54,12 @@ class _ConvABN(Unscriptable, nn.Module):
         track_running_stats: bool = True,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
-        conv_backend: Backend = "auto",
+        conv_backend: _backend.Backend = "auto",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_conv_backend(self._name(), conv_backend)
+        check_choice(self._name(), "conv_backend", conv_backend, _backend.NAMES)
         conv = self.conv_class(
             in_channels, out_channels, kernel_size, stride=stride, padding=padding, dilation=dilation, groups=groups,
             bias=bias, padding_mode=padding_mode, device=device, dtype=dtype,
@@ -70,7 +70,7 @@ class _ConvABN(Unscriptable, nn.Module):
         )  # fmt: skip
         self._adopt(conv, norm, conv_backend)
 
-    def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: Backend) -> None:
+    def _adopt(self, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: _backend.Backend) -> None:
         self.conv, self.norm, self.conv_backend = conv, norm, conv_backend
 
     def forward(self, x: Source | Sequence[Source]) -> Tensor:
@@ -100,7 +100,7 @@ class _ConvABN(Unscriptable, nn.Module):
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
         *,
-        conv_backend: Backend = "auto",
+        conv_backend: _backend.Backend = "auto",
     ):
         """Makes one module that shares the parameters and buffers of ``conv`` and ``bn``.
 
@@ -116,7 +116,7 @@ class _ConvABN(Unscriptable, nn.Module):
             ValueError: the numbers of channels differ, or the activation cannot be inverted.
         """
         name = f"{cls._name()}.from_modules"
-        check_conv_backend(name, conv_backend)
+        check_choice(name, "conv_backend", conv_backend, _backend.NAMES)
         if type(conv) is not cls.conv_class:
             raise TypeError(f"{name}: conv must be an nn.{cls.conv_class.__name__}, got {type(conv).__name__}")
         for what, child in (("conv", conv), ("bn", bn)):
@@ -130,7 +130,7 @@ class _ConvABN(Unscriptable, nn.Module):
         return cls._of(conv, norm, conv_backend)
 
     @classmethod
-    def _of(cls, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: Backend = "auto"):
+    def _of(cls, conv: nn.Conv2d | nn.Conv3d, norm: InPlaceABN, conv_backend: _backend.Backend = "auto"):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._adopt(conv, norm, conv_backend)

@@ -1,6 +1,7 @@
 """``JoinConv2d`` and ``JoinConv3d``: convolutions of a concatenation, which receive its parts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,14 +26,6 @@ def sources_of_input(name: str, x: Source | Sequence[Source], dims: int) -> tupl
             f"{name}: x must have shape (N, C) with {dims} spatial dimensions after it, got {tuple(shape)}"
         )
     return sources
-
-
-def _forward(module: nn.Conv2d | nn.Conv3d, dims: int, x: Source | Sequence[Source]) -> Tensor:
-    name = f"fusedseg.nn.JoinConv{dims}d"
-    sources = sources_of_input(name, x, dims)
-    call = op.prepared(name, sources, module.weight, module.bias, geometry_of(module))
-    op.check(name, call)
-    return op.join_conv(call)
 
 
 DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A large concatenation is never formed.
@@ -62,15 +55,18 @@ DOC = """``nn.Conv{dims}d`` of a concatenation that is not kept for backward.  A
     """
 
 
-class JoinConv2d(Unscriptable, nn.Conv2d):
+class _JoinConv(Unscriptable):
+    def forward(self: Any, x: Source | Sequence[Source]) -> Tensor:
+        dims = len(self.kernel_size)
+        name = f"fusedseg.nn.JoinConv{dims}d"
+        call = op.prepared(name, sources_of_input(name, x, dims), self.weight, self.bias, geometry_of(self))
+        op.check(name, call)
+        return op.join_conv(call)
+
+
+class JoinConv2d(_JoinConv, nn.Conv2d):
     __doc__ = DOC.format(dims=2, sizes="H, W", out_sizes="OH, OW")
 
-    def forward(self, x: Source | Sequence[Source]) -> Tensor:
-        return _forward(self, 2, x)
 
-
-class JoinConv3d(Unscriptable, nn.Conv3d):
+class JoinConv3d(_JoinConv, nn.Conv3d):
     __doc__ = DOC.format(dims=3, sizes="D, H, W", out_sizes="OD, OH, OW")
-
-    def forward(self, x: Source | Sequence[Source]) -> Tensor:
-        return _forward(self, 3, x)

@@ -13,13 +13,6 @@ class _MaxPool(Unscriptable, nn.Module):
     """The base class of ``MaxPool2d`` and ``MaxPool3d``; it stands before the stock module."""
 
     dims: int
-    # The values as they were given; the stock modules store and print them.
-    kernel_size: Any
-    stride: Any
-    padding: Any
-    dilation: Any
-    return_indices: bool
-    ceil_mode: bool
 
     def __init__(
         self,
@@ -33,7 +26,8 @@ class _MaxPool(Unscriptable, nn.Module):
         super().__init__(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
         self._parsed()
 
-    def _parsed(self) -> op.Pool:
+    # The stock modules store and print the values as they were given.
+    def _parsed(self: Any) -> op.Pool:
         name = f"fusedseg.MaxPool{self.dims}d"
         if self.return_indices:
             raise ValueError(

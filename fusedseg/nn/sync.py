@@ -110,7 +110,8 @@ class BatchNormActSync(Synchronised, BatchNormAct):
     """``BatchNormAct`` whose statistics, in training, are computed over the batches of all processes of a group.
 
     Equals ``nn.Sequential(nn.SyncBatchNorm(C, ..., process_group), nn.ReLU())`` for ``activation="relu"``, on GPUs and
-    CPUs.  ``InPlaceABNSync`` describes processes, batch sizes, fallbacks and gradients.
+    CPUs.  ``InPlaceABNSync`` describes processes, batch sizes, fallbacks, gradients and the errors that
+    ``BatchNormAct`` does not raise.
 
     Args:
         process_group: a group of ``torch.distributed``; None means the group of all processes.
@@ -119,11 +120,6 @@ class BatchNormActSync(Synchronised, BatchNormAct):
 
     Kept for backward: the tensors that ``BatchNormAct`` keeps, and for each channel the fraction of the values of all
     processes that this process has.  On aten, backward holds g = dz phi'(y) beside dx, each in one piece.
-
-    Raises:
-        ValueError: ``BatchNormAct`` does not take the arguments.  One value per channel is enough here, if other
-            processes have values too.
-        RuntimeError: ``torch.distributed`` raises it if a process of the group has ended.
 
     Shapes and source are those of ``BatchNormAct``.
     """

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import _torch
+from .. import _backend, _torch
 from .._torch import FakeTensor, forward_ad
 
 HALF = (torch.float16, torch.bfloat16)
@@ -18,6 +18,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def has_values(t: Tensor) -> bool:
     """Whether a tensor has values; fake tensors and those of the device "meta" have none."""
     return not isinstance(t, FakeTensor) and not t.is_meta
+
+
+def is_computed(t: Tensor, family: str) -> bool:
+    """Whether there is something to compute, or a launch to list.  Of symbolic sizes nothing is asked."""
+    return (has_values(t) or _backend.lists_launches(t, family)) and t.numel() > 0
 
 
 def autocast_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -48,6 +53,11 @@ def check_tensor(op: str, x: object, name: str = "x") -> None:
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}")
+
+
+def check_device(op: str, name: str, t: Tensor, device: torch.device, of: str) -> None:
+    if t.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, the device of {of}, got {t.device}")
 
 
 def check_transforms(op: str) -> None:
@@ -97,5 +107,4 @@ def check_channel_vector(
     if v.dtype != dtype and not (v.dtype == torch.float32 and dtype in HALF):
         or_fp32 = " or torch.float32" if dtype in HALF else ""
         raise TypeError(f"{op}: {name} must be {dtype}{or_fp32} for {of} of {dtype}, got {v.dtype}")
-    if v.device != device:
-        raise ValueError(f"{op}: {name} must be on {device}, the device of {of}, got {v.device}")
+    check_device(op, name, v, device, of)

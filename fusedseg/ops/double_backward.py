@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .. import _torch
 
-_is_compiling = torch.compiler.is_compiling
-
 
 def message(op: str) -> str:
     return (
@@ -58,7 +56,7 @@ def differentiated_once(op: str, backward: Callable[..., tuple], dz: Tensor, *re
 
 def is_batch(t: Tensor) -> bool:
     """Whether a tensor stands for a batch of tensors, as a gradient inside ``vmap`` does."""
-    return not _is_compiling() and (_torch.is_batchedtensor(t) or _torch.is_legacy_batchedtensor(t))
+    return not torch.compiler.is_compiling() and (_torch.is_batchedtensor(t) or _torch.is_legacy_batchedtensor(t))
 
 
 def refuse_batches(op: str, dz: Tensor) -> None:

@@ -148,5 +148,7 @@ def like(dz: Tensor, z: Tensor) -> Tensor:
 
 
 def laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy of ``t`` with these strides."""
+    """``t`` with these strides; a copy if it has other ones."""
+    if t.stride() == tuple(stride):
+        return t
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .check import ACTIVATION_DTYPES
+
 
 class Result(NamedTuple):
     """A result of a kernel, the same result in float64, and the largest allowed relative error."""
@@ -22,7 +24,6 @@ class Result(NamedTuple):
 
 
 SelfTest = Callable[[torch.dtype, torch.device], Iterator[Result]]
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Family(NamedTuple):
@@ -36,7 +37,7 @@ class Family(NamedTuple):
     """
 
     self_test: SelfTest
-    dtypes: tuple[torch.dtype, ...] = DTYPES
+    dtypes: tuple[torch.dtype, ...] = ACTIVATION_DTYPES
     runs_on: Callable[[torch.device], bool] = lambda device: True
     instead: str = ""
     compiles: bool = True

@@ -20,7 +20,7 @@ from .self_test.cases import image
 Forms = tuple[Allocation, ...]
 
 
-def allocated(forms: Forms, device: torch.device, in_test: bool = False) -> list[Tensor] | None:
+def allocated(forms: Forms, device: torch.device) -> list[Tensor] | None:
     """Memory for tensors in one call; None if each tensor must be a call of its own.
 
     It must if a mode must see calls, if another GPU is the current one, or if the self-test has failed.  The zeros do
@@ -30,8 +30,12 @@ def allocated(forms: Forms, device: torch.device, in_test: bool = False) -> list
     if not here or (_torch.len_torch_dispatch_stack() and _torch.is_seen()):
         return None
     # A lookup takes less time than a call.
-    if not (in_test or _backend.proven.get(("casts", device)) or _backend.proves("casts", device)):
+    if not (_backend.proven.get(("casts", device)) or _backend.proves("casts", device)):
         return None
+    return _empty(forms, device)
+
+
+def _empty(forms: Forms, device: torch.device) -> list[Tensor]:
     return list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
 
 
@@ -68,12 +72,6 @@ class Zeros:
         return made
 
 
-def _allocated(forms: tuple[Allocation, ...], device: torch.device) -> list[Tensor]:
-    made = allocated(forms, device, in_test=True)
-    assert made is not None
-    return made
-
-
 @family("casts", dtypes=(torch.float32,), instead="Every cast is a call of its own", compiles=False)
 def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     """Casts of many tensors in one call have the bits of casts one by one, and many vectors of zeros are zeros."""
@@ -88,11 +86,11 @@ def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
         given = [image(shape, dtype, device, "contiguous", seed) for seed, shape in enumerate(shapes)]
         for of in (half, dtype):
             forms = tuple(Allocation(tuple(t.shape), t.stride(), of) for t in given)
-            found, wanted = _allocated(forms, device), [t.to(of) for t in given]
+            found, wanted = _empty(forms, device), [t.to(of) for t in given]
             _torch.foreach_copy(found, given)
             yield Result(f"casts from {given[0].dtype} to {of}", joined(found), joined(wanted).double(), 0.0)
             given = found
-    zeros = _allocated(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
+    zeros = _empty(tuple(Allocation((n,), (1,), dtype) for n in range(1, 300)), device)
     _torch.foreach_zero(zeros)
     # An error is relative to what is right, which must not be 0.
     yield Result("zeros plus 1", joined(zeros) + 1, torch.ones(299 * 150, dtype=torch.float64), 0.0)

@@ -12,19 +12,9 @@ PHASES = ("forward", "backward")
 
 
 def draw(path: str | Path, title: str, courses: Mapping[str, Course], before: int, overwrite: bool = False) -> None:
-    """Draws the course of each way: the bytes after each event of forward and of backward.
+    """Draws the course of each way: the bytes after each event of forward and of backward, beside those ``before``.
 
-    Args:
-        path: the file; its suffix sets the format: png, svg, pdf, ...
-        title: the first line of the picture.
-        courses: the bytes of each way, beside ``before``.
-        before: the bytes that are there before the step.
-        overwrite: whether an existing file is replaced.
-
-    Raises:
-        FileExistsError: the file exists, and ``overwrite`` is False.
-        ImportError: matplotlib is not installed.
-        ValueError: the suffix is no known format.
+    The suffix of the path sets the format: png, svg, pdf, ...  ``Profile.plot`` lists the errors.
     """
     figure, ax = _new_figure(path)
     for color, (way, course) in zip(COLORS, courses.items(), strict=False):

@@ -74,10 +74,10 @@ def plan(
         raise ValueError(f"{OP}: batch must be at least 1, got {batch}")
     usable = int(nbytes * (1 - reserve))
     say = progress or (lambda text: None)
-    with fake_mode() as mode:
-        nets = {EAGER: fake_model(model, mode, dtype)}
+    with fake_mode():
+        nets = {EAGER: fake_model(model, dtype)}
         if convert is not None:
-            nets[CONVERT] = convert(fake_model(model, mode, dtype))
+            nets[CONVERT] = convert(fake_model(model, dtype))
         search = _Search(nets, input_shape, dtype, optimizer, codegen, usable, batch, code=code, say=say)
         for amp in (False, True) if dtype.itemsize > 2 else (False,):
             search.run(amp)
@@ -151,10 +151,10 @@ class _Search:
 
     def _peak(self, exact: Way) -> list[Way]:
         """The way with a budget that leaves room for the state of the optimizer, if the wanted batch does not fit."""
-        if any(option.fits for option in self.options if option.way == exact):
+        option = next(option for option in self.options if option.way == exact)
+        if option.fits:
             return []
         # The backend's peak has the arguments of the graph, and neither the optimizer's state nor workspaces.
-        option = next(option for option in self.options if option.way == exact)
         room = self.usable - self.before["optimizer state"] - option.workspaces
         return [replace(exact, options={"budget": peak_text(room)})]
 

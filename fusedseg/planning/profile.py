@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..convert import convert as convert_blocks
 from ..memory.fake import Model, OptimizerFactory, bytes_before, eager_step, fake_inputs, fake_mode, fake_model
@@ -108,13 +107,12 @@ class Profile:
             "convolutions copy into channels_last. In all: that, and what was there before. Repeated: the arithmetic "
             "that backward runs again, as a share of forward's.",
             "Not counted: other workspaces, the loss, what the allocator rounds up and holds in vain.",
-            *(
-                ["Option bits: not used where nothing may be packed, or the step would keep more, or peak higher."]
-                if self.bits_unused
-                else []
-            ),
-            *(f"Left out: {way}: {reason}." for way, reason in self.left_out.items()),
         ]
+        if self.bits_unused:
+            notes.append(
+                "Option bits: not used where nothing may be packed, or the step would keep more, or peak higher."
+            )
+        notes += [f"Left out: {way}: {reason}." for way, reason in self.left_out.items()]
         lines = [title, "═" * len(title), self.table(), "", wrapped("\n".join(notes))]
         if self.modules:
             lines += ["", "Kept for backward, MiB, by the module that has made it", self.module_table()]
@@ -166,14 +164,14 @@ def profile(
 
     say = progress or (lambda text: None)
     left_out: dict[str, str] = {}
-    with fake_mode() as mode:
-        net, given = fake_model(model, mode, dtype), fake_inputs(inputs, dtype)
+    with fake_mode():
+        net, given = fake_model(model, dtype), fake_inputs(inputs, dtype)
         say(EAGER)
         before = bytes_before(net, given, optimizer=optimizer)
         ways = {EAGER: eager_step(net, given, autocast=autocast).needs}
         if convert is not None:
             say(CONVERT)
-            converted = convert(fake_model(model, mode, dtype))
+            converted = convert(fake_model(model, dtype))
             ways[CONVERT] = eager_step(converted, given, autocast=autocast).needs
         say(BACKEND)
         try:
@@ -181,7 +179,8 @@ def profile(
         except NotCompiled as error:
             report = None
             left_out = {f"{COMPILER} and {BACKEND}": str(error).partition(": ")[2]}
-    found = Profile(type(net).__name__, _count(net), before, ways, left_out=left_out)
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    found = Profile(type(net).__name__, parameters, before, ways, left_out=left_out)
     if report is None:
         return found
     stock, (_, ours) = report.stock_step(), report.steps()
@@ -194,7 +193,3 @@ def profile(
         bits_unused=any(graph.unpacked for graph in report.graphs),
         courses=dict(zip((EAGER, BACKEND), report.courses(), strict=True)),
     )
-
-
-def _count(net: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in net.parameters())

@@ -43,10 +43,7 @@ class MultiEncoderUNet(nn.Module):
         up_widths: the channels of the decoder's levels, from the lowest level to full size; by default as many as all
             skips of the level have.
         mode, reduce, fit, align_corners: how the decoder enlarges, see ``Up``.
-        bias: whether the convolutions before a norm have biases.  By default they have none, because the norm subtracts
-            the mean, which contains the bias.
-        norm_act: a function that is called with a number of channels and returns the module after a convolution, which
-            may overwrite its input; or "batch" (or None), "instance" or "group", see ``ConvNormAct``.
+        bias, norm_act: of the convolutions before a norm, and what follows each of them, see ``ConvNormAct``.
         plain: True builds the network from stock modules only (BatchNorm and LeakyReLU unless ``norm_act`` says
             otherwise).  It is the same function, with the same parameters in the same order, for comparison.
 
@@ -183,8 +180,7 @@ class MultiEncoderUNet(nn.Module):
 class UNet(MultiEncoderUNet):
     """A U-Net for one image: (N, in_channels, *spatial) to logits (N, num_classes, *spatial).
 
-    It has ``widths[0]`` channels at full size.  Each further width is one level at half the size, on the way down and
-    up.  ``MultiEncoderUNet`` describes the arguments, the tensors kept for backward and the errors; here
+    ``MultiEncoderUNet`` describes the network, the arguments, the tensors kept for backward and the errors; here
     ``in_channels`` is a number.
 
     ``UNet(..., plain=True)`` is the same function of stock PyTorch modules, with the same parameters in the same order.

@@ -85,13 +85,13 @@ def count(planned: Planned) -> Step:
     optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.99, nesterov=True)
     laid_out = planned.build().to(memory_format=torch.channels_last_3d)
     size = (planned.batch, *planned.sample)
-    with fake_mode() as mode:
+    with fake_mode():
         inputs = fake_inputs(size, torch.float32)
-        stock = fake_model(planned.build, mode, torch.float32)
+        stock = fake_model(planned.build, torch.float32)
         before = bytes_before(stock, inputs, optimizer=optimizer)
         eager = eager_step(stock, inputs, autocast=torch.float16)
         inputs = [image.contiguous(memory_format=torch.channels_last_3d) for image in inputs]
-        network = fake_model(laid_out, mode, torch.float32)
+        network = fake_model(laid_out, torch.float32)
         reports = estimate_ways(network, inputs, [OURS, {**OURS, "bits": 4}], torch.float16)
     exact, four = (report.steps()[1] for report in reports)
     return Step(

@@ -153,6 +153,15 @@ def test_checkpoint_of_the_package():
         plugin.equal_weights({}, net)
 
 
+def test_equal_weights_of_a_shared_module():
+    """The weight under its second name stayed as it was, and was loaded last."""
+    norm = plugin.InPlaceABN(2)
+    net = nn.Sequential(norm, norm)
+    state = {name: -value if name.endswith("weight") else value for name, value in net.state_dict().items()}
+    net.load_state_dict(plugin.equal_weights(state, net))
+    assert torch.equal(norm.weight.detach(), torch.ones(2) + norm.eps)
+
+
 def test_negative_weights_of_others_are_noticed_once():
     plugin._warn_of_negative_weights.cache_clear()
     ours, theirs = plugin.InPlaceABN(2), nn.BatchNorm2d(2)

@@ -63,10 +63,10 @@ def test_footprint(name, record_property):
 )
 def test_under_autocast_they_keep_a_fifth_of_fp32(make, shapes):
     """Autocast's copies of the weights are not kept."""
-    with fake_mode() as mode:
+    with fake_mode():
         inputs = fake_inputs(shapes, torch.float32)
-        eager = eager_step(fake_model(partial(make, plain=True), mode, torch.float32), inputs)
-        ours = eager_step(fake_model(make, mode, torch.float32), inputs, autocast=torch.float16)
+        eager = eager_step(fake_model(partial(make, plain=True), torch.float32), inputs)
+        ours = eager_step(fake_model(make, torch.float32), inputs, autocast=torch.float16)
     # In fp32 the first convolution keeps the input itself, and under autocast a copy, which is counted.
     kept = eager.saved + sum(tensor.nbytes for tensor in inputs)
     print(f"\n{kept / ours.saved:.2f} times less")

@@ -13,7 +13,8 @@ from typing import Any
 from torch import fx
 
 from ... import _torch
-from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
+from ...ops.check import ACTIVATION_DTYPES
+from ...ops.low_bit.spec import FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_tensor, node_at, nodes_from, row_of, size_of, value_of
 from ..op_table import FACTOR
 from ..plan.decision import Decision, call_node, decision_that_recomputes, is_view, sources_of
@@ -37,7 +38,7 @@ def bits_of(node: fx.Node, bits: int) -> int:
         return 0
     if is_predicate(node):
         return 1
-    if value.dtype in DTYPES:
+    if value.dtype in ACTIVATION_DTYPES:
         return 0 if _has_poles(node) else bits
     positions = math.prod(made.args[1]) if row.positions and place == 1 else 0
     return (positions - 1).bit_length() if 1 < positions <= MOST_POSITIONS else 0

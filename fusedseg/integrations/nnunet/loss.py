@@ -35,14 +35,6 @@ def fused_loss(loss: object) -> nn.Module:
     return make(loss)
 
 
-def _deep_supervision(loss: Any) -> nn.Module:
-    return DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
-
-
-def _top_k(loss: Any) -> nn.Module:
-    return TopKLoss(**_options(loss, OF_TOP_K))
-
-
 def _dice_and_cross_entropy(loss: Any) -> nn.Module:
     options = _options(_part(loss.ce, f"{LOSSES}.robust_ce_loss.RobustCrossEntropyLoss"), OF_CROSS_ENTROPY)
     if loss.ignore_label is not None:
@@ -73,8 +65,10 @@ def _dice_and_binary_cross_entropy(loss: Any) -> nn.Module:
 
 # The name of a class -> a function that makes the equal of an object of this class.
 EQUALS: dict[str, Callable[[Any], nn.Module]] = {
-    f"{LOSSES}.deep_supervision.DeepSupervisionWrapper": _deep_supervision,
-    f"{LOSSES}.robust_ce_loss.TopKLoss": _top_k,
+    f"{LOSSES}.deep_supervision.DeepSupervisionWrapper": (
+        lambda loss: DeepSupervision(fused_loss(loss.loss), loss.weight_factors)
+    ),
+    f"{LOSSES}.robust_ce_loss.TopKLoss": lambda loss: TopKLoss(**_options(loss, OF_TOP_K)),
     f"{LOSSES}.compound_losses.DC_and_CE_loss": _dice_and_cross_entropy,
     f"{LOSSES}.compound_losses.DC_and_topk_loss": _dice_and_top_k,
     f"{LOSSES}.compound_losses.DC_and_BCE_loss": _dice_and_binary_cross_entropy,

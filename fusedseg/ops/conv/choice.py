@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ... import _backend, _torch
 from ..._torch import FakeTensor, is_listed
-from ..check import HALF, check_choice
+from ..check import HALF
 from ..layout import layout_of
 from .geometry import Geometry
 
@@ -103,10 +103,6 @@ def takes_tf32(x: Tensor) -> bool:
 def must_repeat() -> bool:
     """Whether results must be the same in each run, so that no choice may depend on a time."""
     return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
-
-
-def check_conv_backend(op: str, name: str) -> None:
-    check_choice(op, "conv_backend", name, _backend.NAMES)
 
 
 def unfit(x: Tensor, positions: int) -> str:

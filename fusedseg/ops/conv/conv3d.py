@@ -5,8 +5,7 @@ convolutions of sources (``convolutions.py``).  They are for code without autogr
 and the gradient of its input.  The gradient of the weight is always the vendor's.
 
 The kernel takes the vendor's place if ``Arguments.served`` allows it, and if a measurement at the first call of a kind
-of convolution found it faster (``choice.py``).  The vendor computes until such a measurement can
-be made, so while a CUDA graph is captured.  It also computes if results must be the same in each run.
+of convolution found it faster (``choice.is_faster``).
 
 Sums are fp32 in a fixed order, and the result is rounded once.  A bias is added before that, where the vendor rounds
 twice.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..check import check_dtype, check_positive, check_transforms
+from ..check import check_device, check_dtype, check_positive, check_transforms
 from ..layout import FORMATS, suggests_channels_last
 
 
@@ -107,8 +107,8 @@ def check_convolution(
     for name, t in (("conv_weight", w), ("conv_bias", bias)):
         if t is not None and t.dtype != dtype:
             raise TypeError(f"{op}: {name} must be {dtype}, the dtype of x, got {t.dtype}")
-        if t is not None and t.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, the device of x, got {t.device}")
+        if t is not None:
+            check_device(op, name, t, device, "x")
     if bias is not None and tuple(bias.shape) != (w.shape[0],):
         raise ValueError(f"{op}: conv_bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
     result = geometry.output_shape(shape, w.shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import unfused
-from ..check import autocast_dtype, check_tangents
+from ..check import autocast_dtype, check_tangents, check_tensor
 from ..double_backward import differentiated_once
 from .convolutions import convolve_sources, convolve_sources_backward, stock_convolution
 from .geometry import RawGeometry, check_convolution
@@ -103,8 +103,7 @@ def prepared(op: str, sources: tuple[Source, ...], w: Tensor, bias: Tensor | Non
 def parsed(op: str, x, w, bias, stride, padding, dilation, groups) -> Convolution:
     """Does what ``prepared`` does, for the arguments of a function."""
     sources = parse_sources(op, x)
-    if not isinstance(w, Tensor):
-        raise TypeError(f"{op}: conv_weight must be a tensor, got {type(w).__name__}")
+    check_tensor(op, w, "conv_weight")
     if w.dim() not in (4, 5):
         raise ValueError(
             f"{op}: conv_weight must have shape (K, C / groups, *kernel) in two or three dimensions, "

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._backend import Backend
 from .. import unfused, upsample
+from ..check import check_tensor
 from ..layout import FORMATS
 from .geometry import Geometry, RawGeometry, parse_geometry
 
@@ -66,8 +67,7 @@ class Interpolated:
     @staticmethod
     def _checked(x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None) -> tuple[int, ...]:
         op = "fusedseg.Interpolated"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+        check_tensor(op, x)
         if x.dim() not in MODES:
             raise ValueError(f"{op}: x must have two or three spatial dimensions, got {tuple(x.shape)}")
         modes = MODES[x.dim()]

@@ -22,7 +22,7 @@ Source: stochastic rounding of groups is that of Chen et al., "ActNN", ICML 2021
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ... import _backend
 from ..at_size import PART, TINY, Compared, Rounded, U, checked
-from ..check import has_values, wide_dtype
+from ..check import has_values, is_computed, wide_dtype
 from ..layout import laid_out
 from ..registry import Result, family, graph_op
 from ..self_test.cases import SHAPE, TOLERANCE, image
@@ -51,11 +51,6 @@ SPREAD, CHOOSE = 0x0101010101010101, 0x8040201008040201 - (1 << 64)
 CHUNK = 1 << 23
 # How many steps there have been, for each seed.
 _steps: defaultdict[int, "itertools.count[int]"] = defaultdict(itertools.count)
-
-
-def _laid_out(t: Tensor, stride: Sequence[int]) -> Tensor:
-    """``t`` in the strides that its graph says, and that ``unpack`` restores: a compiler may have chosen others."""
-    return t if t.stride() == tuple(stride) else laid_out(t, stride)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -159,14 +154,9 @@ def is_moved(t: Tensor, unit: str) -> bool:
     return t.dim() > 1 and t.numel() > 0 and _is_in_other_order(t, lines_of(t, unit))
 
 
-def _is_computed(t: Tensor) -> bool:
-    """Whether there is something to compute, or a launch to list.  Of symbolic sizes nothing is asked."""
-    return (has_values(t) or _backend.lists_launches(t, FAMILY)) and t.numel() > 0
-
-
 def pack(t: Tensor, kink: Tensor | None, bits: int, unit: str, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """The codes, and the lowest and the highest value of each group."""
-    if not _is_computed(t):
+    if not is_computed(t, FAMILY):
         return packed_like(t, bits, unit)
     lines = lines_of(t, unit)
     flat = t.movedim(1, -1).flatten() if _is_in_other_order(t, lines) else _flat(t)
@@ -182,25 +172,18 @@ def packed_like(t: Tensor, bits: int, unit: str) -> tuple[Tensor, Tensor, Tensor
     return t.new_empty(lines.code_bytes(bits), dtype=torch.uint8), t.new_empty(groups), t.new_empty(groups)
 
 
-def _rounding_key(seed):
-    return torch.tensor(mixed(seed, rank(), next(_steps[seed])), dtype=torch.int64)
-
-
 rounding_key = graph_op(
-    "rounding_key(int seed) -> Tensor", _rounding_key, fake=lambda seed: torch.empty((), dtype=torch.int64)
+    "rounding_key(int seed) -> Tensor",
+    lambda seed: torch.tensor(mixed(seed, rank(), next(_steps[seed])), dtype=torch.int64),
+    fake=lambda seed: torch.empty((), dtype=torch.int64),
 )
-
-
-def _round(t, bits, key, place, kink, unit, stride):
-    return pack(_laid_out(t, stride), kink, bits, unit, mixed(int(key), place))
-
-
+# A tensor is packed in the strides that its graph says, and that ``unpack`` restores: a compiler may choose others.
 round_op = graph_op(
     "low_bit_round(Tensor t, int bits, Tensor key, int place, Tensor? kink, str unit, SymInt[] stride)"
     " -> (Tensor, Tensor, Tensor)",
-    _round,
+    lambda t, bits, key, place, kink, unit, stride: pack(laid_out(t, stride), kink, bits, unit, mixed(int(key), place)),
     # The key has no value there, and none is needed.
-    fake=lambda t, bits, key, place, kink, unit, stride: pack(_laid_out(t, stride), kink, bits, unit, place),
+    fake=lambda t, bits, key, place, kink, unit, stride: pack(laid_out(t, stride), kink, bits, unit, place),
     row={"reads": "follows", "cheap": False},
 )
 
@@ -208,7 +191,7 @@ round_op = graph_op(
 def unpack(packed, kink, bits, unit, size, stride):
     codes, lowest, _ = packed
     t = torch.empty_strided(size, stride, dtype=lowest.dtype, device=codes.device)
-    if not _is_computed(t):
+    if not is_computed(t, FAMILY):
         return t
     lines = lines_of(t, unit)
     moved = t.new_empty(t.movedim(1, -1).shape).movedim(-1, 1) if _is_in_other_order(t, lines) else t
@@ -229,14 +212,8 @@ unpack_op = graph_op(
 def kink_of(x, mean, rstd, weight, bias, of_samples):
     """The kinks of a norm of ``x``, (N, C, *spatial).
 
-    Args:
-        mean, rstd: (C,); or with ``of_samples`` one value for each group of channels of each sample.
-        weight, bias: (C,), or None.
-        of_samples: whether each sample has statistics of its own.
-
-    Returns:
-        (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
-        bias.
+    They are (C,) or (N C,), in fp32 or fp64.  A channel whose weight is 0 has any kink, because its sign is that of its
+    bias.  With ``of_samples``, mean and rstd have one value for each group of channels of each sample, otherwise (C,).
     """
     wide = wide_dtype(mean.dtype)
     channels = x.shape[0] * x.shape[1] if of_samples else x.shape[1]
@@ -282,7 +259,7 @@ def _pack_signs(t: Tensor) -> Tensor:
 
 
 def _bits_pack(t, bits, stride):
-    t = _laid_out(t, stride).view(torch.uint8)
+    t = laid_out(t, stride).view(torch.uint8)
     if bits == 1:
         return _pack_signs(t)
     return torch.cat([_pack_signs(t & 1 << place) for place in range(bits)])
@@ -317,11 +294,7 @@ bits_unpack = graph_op(
 def workspace_of(target: object, value: Tensor, numel: int, bits: int) -> int:
     """The most bytes beside arguments and results while an op of this module runs; 0 for other ops.
 
-    Args:
-        target: the op.
-        value: what is packed, or unpacked; it may have no values, and symbolic sizes.
-        numel: the number of its elements.
-        bits: the bits of an element.
+    ``value`` is what is packed, or unpacked; it may have no values, and symbolic sizes.
     """
     if target in (bits_pack, bits_unpack):
         # Chunks are larger than most tensors.
@@ -339,7 +312,7 @@ def _self_test(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
     for fmt, bits in (("contiguous", 8), ("contiguous", 4), ("channels_last", 4)):
         x = image(SHAPE, dtype, device, fmt, 0)
         kink = torch.linspace(-1.0, 1.0, SHAPE[1], dtype=of, device=device)
-        lines, flat = lines_of(x, "batch"), x.as_strided((x.numel(),), (1,))
+        lines, flat = lines_of(x, "batch"), _flat(x)
         found, expected = torch.empty_like(flat), torch.empty_like(flat)
         low_bit_unpack(*low_bit_pack(flat, lines, bits, key, kink), kink, lines, bits, found)
         reference.unpack(reference.pack(flat, lines, bits, key, kink), kink, lines, bits, expected)

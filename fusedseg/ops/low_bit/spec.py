@@ -20,7 +20,6 @@ from ..layout import layout_of
 # Functions whose second derivative is not 0 turn rounding errors into a bias, so they read at least this many bits.
 SMOOTH_BITS = 8
 FEWEST_VALUES = 4096  # smaller tensors are kept as they are
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GROUP = 256
 # A channel of a sample with fewer positions is no group of its own unless a reader asks for it: the two numbers of each
 # group would take as much memory as the codes.

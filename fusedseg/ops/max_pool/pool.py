@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ... import _backend
 from .. import unfused
 from ..at_size import Compared, Rounded, U, checked, exactly
-from ..check import HALF, check_dtype, check_input, has_values
+from ..check import HALF, check_dtype, check_input, has_values, is_computed
 from ..conv.geometry import per_dimension
 from ..double_backward import refuse_batches
 from ..layout import FORMATS, dense, layout_of, suggests_channels_last
@@ -44,11 +44,6 @@ def _dense_as(t: Tensor, rows: bool) -> Tensor:
 def _rows(x: Tensor) -> bool:
     """Whether a dense tensor is channels_last and not contiguous as well."""
     return not x.is_contiguous()
-
-
-def _is_computed(t: Tensor) -> bool:
-    """Whether there is something to compute, or a launch to list.  Pieces of a fake tensor would take seconds."""
-    return t.numel() > 0 and (has_values(t) or _backend.lists_launches(t, FAMILY))
 
 
 def _positions(codes: Tensor, size: tuple[int, ...], pool: Pool) -> Tensor:
@@ -109,7 +104,7 @@ def forward(x: Tensor, pool: Pool, coded: bool) -> tuple[Tensor, Tensor | None]:
     shape = (*x.shape[:2], *pool.output_size(tuple(x.shape[2:])))
     z = _empty(shape, rows, x, x.dtype)
     codes = _empty(shape, rows, x, torch.uint8) if coded else None
-    if _is_computed(x):
+    if is_computed(x, FAMILY):
         run = _launch_forward if _backend.use_triton(x, FAMILY) else aten_max_pool.forward
         run(x, z, codes, rows, pool)
     return z, codes
@@ -123,7 +118,7 @@ def backward(dz: Tensor, codes: Tensor, size: Sequence[int], rows: bool, *window
     """dx, with the spatial size ``size``.  ``window`` has the fields of a ``Pool``."""
     pool = _pool(*window)
     dx = _empty((*codes.shape[:2], *size), rows, dz, dz.dtype)
-    if _is_computed(dx):
+    if is_computed(dx, FAMILY):
         run = _launch_backward if _backend.use_triton(dz, FAMILY) else aten_max_pool.backward
         run(_dense_as(dz, rows), _dense_as(codes, rows), dx, rows, pool)
     return dx

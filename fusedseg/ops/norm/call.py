@@ -149,14 +149,7 @@ class Gradients(NamedTuple):
 
     def wanted(self, needs: Needs) -> tuple[Tensor | None, ...]:
         """The gradients, or None for each that ``needs`` does not ask for."""
-        dx, dweight, dbias, dresidual, dslope = self
-        return (
-            dx if needs[0] else None,
-            dweight if needs[1] else None,
-            dbias if needs[2] else None,
-            dresidual if needs[3] else None,
-            dslope if needs[4] else None,
-        )
+        return tuple([grad if need else None for grad, need in zip(self, needs, strict=True)])
 
 
 def adjacent(*vectors: Tensor | None) -> bool:

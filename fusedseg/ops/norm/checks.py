@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import _torch
 from ...activation import check_slope_given
-from ..check import check_channel_vector, check_dtype, check_input
+from ..check import check_channel_vector, check_device, check_dtype, check_input, check_tensor
 from ..layout import memory_of
 from .call import Norm, Operands
 
@@ -31,8 +31,8 @@ def check_norm(op: str, given: Operands, norm: Norm, shape: torch.Size, like: Te
     C = shape[1]
     _, weight, bias, _, slope, running_mean, running_var, _ = given
     check_slope_given(op, norm.act, slope)
-    if slope is not None and not isinstance(slope, Tensor):
-        raise TypeError(f"{op}: slope must be a tensor, got {type(slope).__name__}")
+    if slope is not None:
+        check_tensor(op, slope, "slope")
     # There is one slope for all channels, or one slope per channel.
     slopes = C if slope is None or slope.shape != (1,) else 1
     vectors = (("weight", weight, C), ("bias", bias, C), ("running_mean", running_mean, C),
@@ -76,8 +76,7 @@ def _check_residual(op: str, residual: Tensor, x: Tensor, norm: Norm) -> None:
         raise TypeError(f"{op}: residual must be a tensor or None, got {type(residual).__name__}")
     if residual.shape != x.shape:
         raise ValueError(f"{op}: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
-    if residual.device != x.device:
-        raise ValueError(f"{op}: residual must be on {x.device}, the device of x, got {residual.device}")
+    check_device(op, "residual", residual, x.device, "x")
     if residual.dtype != x.dtype:
         check_dtype(op, "residual", residual.dtype)
         if not torch.is_autocast_enabled(x.device.type):

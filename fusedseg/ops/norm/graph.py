@@ -350,11 +350,9 @@ def prepared(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 
     None for other nodes.
     """
-    forward = NormCall.of(node) if node.target is norm_op else None
-    backward = GradientCall.of(node) if node.target is norm_backward_op else None
-    if forward is not None:
+    if node.target is norm_op and (forward := NormCall.of(node)) is not None:
         return Forward(forward.norm), forward.tensors
-    if backward is not None:
+    if node.target is norm_backward_op and (backward := GradientCall.of(node)) is not None:
         return Backward(backward.norm, backward.affine, backward.of_residual), backward.tensors
     return None
 

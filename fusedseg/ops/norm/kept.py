@@ -1,16 +1,13 @@
 """Kept channels: the channels whose xhat cannot be rebuilt from the output to working accuracy.
 
-Storing z multiplies it by 1 + u at most, where u is the rounding of the dtype.  So y = phi^-1(z) is off by u h(y),
-where h(y) = |phi(y) / phi'(y)|, and xhat = (y - bias) / weight is off by u h(y) / |weight|.  h(y) is |y| for identity
-and leaky_relu, and for elu and selu exp(-y) - 1 where y is negative.  A channel is kept if the size of h(y) is above
-kappa |weight|, with an xhat of mean 0 and variance 1:
+A channel is kept where the rounding of z moves xhat = (phi^-1(z) - bias) / weight too far:
 
     max(|bias|, expm1(weight^2 - bias) for elu and selu) > kappa |weight|
 
-In all other channels, xhat is off by 1.03 kappa u at most, in the 2-norm over the positions.  docs/design.md derives
-this rule and its consequences for the gradients.  A weight of 0, or one so small that the output falls below the normal
-range of the dtype, is within this rule too.  The xhat of kept channels is stored in a side buffer, so memory grows by
-these channels only.  The list of kept channels depends on the parameters alone.
+"Any weight must train right" in docs/design.md derives this rule and its consequences for the gradients.  A weight of
+0, or one so small that the output falls below the normal range of the dtype, is within this rule too.  The xhat of kept
+channels is stored in a side buffer, so memory grows by these channels only.  The list of kept channels depends on the
+parameters alone.
 """
 
 import bisect
@@ -24,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
+from ..._torch import current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
-from ..check import wide_dtype
+from ..check import has_values, wide_dtype
 
-# The largest error of xhat, in units of the dtype's rounding, about which a channel need not be kept: kappa u is 2**-5,
+# The largest error of xhat, in units of the dtype's rounding, about which a channel need not be kept: that is 2**-5,
 # 2**-8, 2**-18 and 2**-41.
 KAPPA = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0, torch.float64: 4096.0}
 # Smaller weights than this have no 1 / weight that leaves room for a sum.  kernels/norm_act_bwd.py has this number too.
@@ -136,7 +133,7 @@ def find(
         return None
     weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
     bias = torch.zeros_like(weight) if bias is None else bias
-    if weight.is_meta or isinstance(weight, FakeTensor):
+    if not has_values(weight):
         return None
     mask = kept_mask(weight, bias, act, dtype, residual)
     # There is one wait for the device, and a second copy only if there are kept channels.
@@ -287,7 +284,7 @@ class KeptChannels:
     ) -> Kept | None:
         """The kept channels for this forward pass, or None.  ``residual`` says whether a residual is added."""
         first = weight if weight is not None else bias
-        if first is None or first.is_meta or isinstance(first, FakeTensor):
+        if first is None or not has_values(first):
             return None
         kind = act, dtype, residual
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -298,7 +295,11 @@ class KeptChannels:
             known = self._key is not None and self.kind == kind
             self.kind, self.parameters = kind, (first.detach(), other.detach()) if lags else ()
             if lags and known:
-                self._ask(first.device)
+                stepped = _optimizer_steps != self._steps
+                arriving = request(first.device)
+                if not stepped:
+                    # No optimizer has made this change, so its list counts at once.
+                    arriving.wait()
             else:
                 self.kept, self._pending = find(weight, bias, *kind), None
                 self._key, self._steps = key, _optimizer_steps
@@ -315,13 +316,6 @@ class KeptChannels:
                 "forward pass of the same dtype before the capture, as torch.cuda.make_graphed_callables does"
             )
         return self.kept
-
-    def _ask(self, device: torch.device) -> None:
-        """Asks for the lists of all modules, and waits for them if no optimizer made the change."""
-        stepped = _optimizer_steps != self._steps
-        arriving = request(device)
-        if not stepped:
-            arriving.wait()
 
     def _take_what_arrived(self, device: torch.device) -> None:
         # A forward pass that is computed again must keep the same channels as the first one.

@@ -119,11 +119,10 @@ def backward(call: BackwardCall) -> Gradients:
     }
     with launching(source):
         if exchange is None:
-            dx, dweight, dbias = kernels.norm_act_bwd(
-                *tensors, training=norm.own, also=also, pitch=pitch, **options
-            )  # fmt: skip
+            found = kernels.norm_act_bwd(*tensors, training=norm.own, also=also, pitch=pitch, **options)
         else:
-            dx, dweight, dbias = kernels.norm_act_bwd_of_all_processes(*tensors, exchange=exchange, **options)
+            found = kernels.norm_act_bwd_of_all_processes(*tensors, exchange=exchange, **options)
+    dx, dweight, dbias = found
     return Gradients(dx, dweight, dbias, dresidual)
 
 
@@ -139,10 +138,8 @@ def _pitch(also: Tensor, x: Tensor, layout: Layout) -> int | None:
 def moments(x: Tensor) -> Tensor:
     from ...kernels.norm_stats import few, norm_stats
 
-    layout = layout_of(x)
-    assert layout is not None
     with launching(x):
-        return few(norm_stats(x, layout), layout.C).transpose(0, 1)
+        return few(norm_stats(x, _layout(x, exact.OF_BATCH)), x.shape[1]).transpose(0, 1)
 
 
 def statistics_of_sums(
@@ -165,11 +162,11 @@ def backward_of_sums(call: BackwardCall, sums: Tensor) -> Gradients:
     parameter = None if not (needs[1] or needs[2]) else given.bias if given.weight is None else given.weight
     tensors = g, given.x, _layout(given.x, norm), given.weight, given.bias, stats.rstd, None
     with launching(g):
-        dx, dweight, dbias = kernels.norm_act_bwd(
+        found = kernels.norm_act_bwd(
             *tensors, kept=None, training=True, act=IDENTITY, dx=g, mean=stats.mean,
             dparam_dtype=None if parameter is None else parameter.dtype, sums=sums.unsqueeze(1),
         )  # fmt: skip
-    return Gradients(dx, dweight, dbias)
+    return Gradients(*found)
 
 
 def _can_count(batches: Tensor | None, x: Tensor) -> bool:
@@ -204,8 +201,7 @@ def _norm_by_kernels(
     from ...kernels.norm_act_bwd import norm_act_bwd, norm_act_bwd_sums
     from ...kernels.norm_stats import norm_stats
 
-    layout, z = layout_of(x), torch.empty_like(x)
-    assert layout is not None
+    layout, z = _layout(x, exact.OF_BATCH), torch.empty_like(x)
     running = torch.zeros(2, x.shape[1], dtype=weight.dtype, device=x.device)
     mean, rstd, _ = norm_act_fwd(
         x, z, layout, weight, bias, running_mean=running[0], running_var=running[1], training=True,

@@ -1,20 +1,7 @@
 """The op on aten ops: a plain forward and backward, tile by tile (``tiles.py``).
 
-It serves every device without Triton, and the logits of a convolution everywhere.
-
-With p the probability of a class, l = log(softmax(x)), and the gradients u of p and -v of l, which are
-
-    u = m (dPREDICTION (2 p if squared) + dOVERLAP y)        v = m (dNLL y + dOTHER_NLL)
-
-the gradient of the logits x is
-
-    softmax      p (u - sum of p u over the classes)         p (sum of v) - v
-    sigmoid      u p (1 - p)                                 m (dNLL y (p - 1) + dOTHER_NLL (1 - y) p)
-    identity     u
-
-where the first column belongs to the probability and the second one to the likelihood.  With the factor f of a focal
-loss, dNLL in v is multiplied by the gradient of (1 - p)**gamma l in l, and the gradient of a sigmoid gets the gradient
-of its factor as well.
+It serves every device without Triton, and the logits of a convolution everywhere.  ``kernels/segmentation_sums.py`` has
+the formulas: u and -v are the gradients of a probability and of its logarithm.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..check import check_choice, check_input, check_tensor, has_values
+from ..check import check_choice, check_device, check_input, check_tensor, has_values
 from .conv_logits import ConvLogits, Logits
 from .spec import LIKELIHOODS, OP, PROBABILITIES, SumsInputs, SumsSpec
 
@@ -60,7 +60,7 @@ def _check_target(logits: Logits, target: Tensor, dense: bool) -> None:
             f"{OP}: target must have the shape of logits {tuple(logits.shape)}, or labels without channels, "
             f"got {tuple(target.shape)}"
         )
-    _check_device("target", logits, target)
+    check_device(OP, "target", target, logits.device, "logits")
 
 
 def _check_positions(name: str, logits: Logits, t: Tensor) -> None:
@@ -71,9 +71,4 @@ def _check_positions(name: str, logits: Logits, t: Tensor) -> None:
             f"{OP}: {name} must have shape {(N, *spatial)} or {(N, 1, *spatial)}, one value per position of logits "
             f"{tuple(logits.shape)}, got {tuple(t.shape)}"
         )
-    _check_device(name, logits, t)
-
-
-def _check_device(name: str, logits: Logits, t: Tensor) -> None:
-    if t.device != logits.device:
-        raise ValueError(f"{OP}: {name} must be on {logits.device}, the device of logits, got {t.device}")
+    check_device(OP, name, t, logits.device, "logits")

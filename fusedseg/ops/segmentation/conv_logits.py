@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,9 @@ class Conv(NamedTuple):
     features: Tensor
     weight: Tensor
     bias: Tensor | None
-    size: tuple[int, ...] | None
+    size: Sequence[int] | None
     align_corners: bool
     dtype: torch.dtype
-
-    @classmethod
-    def of_arguments(
-        cls, x: Tensor, weight: Tensor, bias: Tensor | None, size: Sequence[int] | None, *rest: Any
-    ) -> "Conv":
-        """The convolution from the arguments of an op, for which a size is a list."""
-        return cls(x, weight, bias, None if size is None else tuple(size), *rest)
 
     @property
     def shape(self) -> torch.Size:
@@ -124,10 +117,8 @@ class ConvLogits:
 
     def formed(self) -> Tensor:
         """The logits as a tensor, computed by stock functions."""
-        x, weight, bias = (None if t is None else t.to(self.dtype) for t in (self.features, self.weight, self.bias))
-        dims = self.dim() - 2
-        assert x is not None
-        assert weight is not None
+        x, weight, dims = self.features.to(self.dtype), self.weight.to(self.dtype), self.dim() - 2
+        bias = None if self.bias is None else self.bias.to(self.dtype)
         convolve: Callable[..., Tensor] = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
         z = convolve(x, weight.view(*weight.shape[:2], *(1,) * dims), bias)
         if self.size is None:

@@ -53,9 +53,8 @@ def argmax_labels(logits: Logits) -> Tensor:
     if isinstance(logits, Tensor):
         logits = logits.detach()
         return logits.argmax(1).to(dtype) if torch.compiler.is_compiling() else labels_of(logits, dtype)
-    conv = logits.conv
-    bias = None if conv.bias is None else conv.bias.detach()
-    conv = Conv(conv.features.detach(), conv.weight.detach(), bias, conv.size, conv.align_corners, conv.dtype)
+    parts: list[Any] = [part.detach() if isinstance(part, Tensor) else part for part in logits.conv]
+    conv = Conv(*parts)
     if torch.compiler.is_compiling():
         return conv_argmax_op(*conv, dtype)
     # The first call of a custom op imports the compiler, which takes a second.
@@ -80,12 +79,12 @@ def labels_of(logits: Tensor | Conv, dtype: torch.dtype) -> Tensor:
 
 def _conv_argmax(*arguments):
     *conv, labels = arguments
-    return labels_of(Conv.of_arguments(*conv), labels)
+    return labels_of(Conv(*conv), labels)
 
 
 def _fake(features, *arguments):
     *conv, labels = arguments
-    N, _, *spatial = Conv.of_arguments(features, *conv).shape
+    N, _, *spatial = Conv(features, *conv).shape
     return features.new_empty(N, *spatial, dtype=labels)
 
 

@@ -11,14 +11,7 @@ from ..layout import layout_of
 
 OP = "fusedseg.segmentation_sums"
 
-# The rows of the tensor of sums, (ROWS, N, K).  Over the positions s of a sample, with the weight m of a position (0 if
-# it is ignored), the probability p and the target y of a class:
-#     OVERLAP     sum of m p y, or of m min(p, y)
-#     PREDICTION  sum of m p,   or of m p**2
-#     TARGET      sum of m y,   or of m y**2
-#     NLL         sum of -m f y log(p)
-#     OTHER_NLL   softmax: sum of -m log(p), which label smoothing needs; sigmoid: sum of -m f (1 - y) log(1 - p)
-# where f is the factor of a focal loss: (1 - p)**gamma, and for a sigmoid (1 - sigmoid(x (2 y - 1)))**gamma.
+# The rows of the tensor of sums, (ROWS, N, K), which ``SegmentationSums`` (``call.py``) defines.
 OVERLAP, PREDICTION, TARGET, NLL, OTHER_NLL = range(5)
 ROWS = 5
 
@@ -38,16 +31,9 @@ LIKELIHOODS = {
 
 
 class SumsSpec(NamedTuple):
-    """The description of one call.
+    """The description of one call, by the options of ``segmentation_sums`` (``call.py``).
 
-    probability: the function of the logits that gives p in the first three sums, a value of PROBABILITIES; with "none"
-        there is no OVERLAP and no PREDICTION.
-    likelihood: a key of LIKELIHOODS; with "none" there is no NLL.
-    ignore: the label that is ignored, or None.
-    squared: whether PREDICTION and TARGET are sums of squares.
-    minimum: whether OVERLAP sums min(p, y) instead of p y.
     dense: whether the target has a channel for each class, (N, K, *spatial), instead of labels (N, *spatial).
-    gamma: the power of the factor f; with 0 there is no such factor.
     """
 
     probability: str

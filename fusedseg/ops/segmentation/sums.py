@@ -5,10 +5,8 @@
 
 The logits may be those of a convolution that is not computed yet (``conv_logits.py``).
 
-Kept for backward: the logits, or the features, the weight and the bias, and the target and the mask of the caller; and
-no other tensor.  Backward computes the probabilities again and writes the gradient in one pass.  Because it runs when
-the gradient of the sums is known, and with it the scale of the loss, gradients in half precision do not become 0 before
-they are scaled.
+Backward computes the probabilities again and writes the gradient in one pass.  Because it runs when the gradient of the
+sums is known, and with it the scale of the loss, gradients in half precision do not become 0 before they are scaled.
 
 Eager calls go through ``SumsFunction``; under ``torch.compile`` the op ``fusedseg::segmentation_sums`` runs.
 """
@@ -24,10 +22,10 @@ from ... import _backend
 from .. import layout
 from ..check import wide_dtype
 from ..double_backward import differentiated_once, refused
-from ..registry import graph_op
+from ..registry import graph_op, whole
 from . import aten_sums, launches
 from .checks import check
-from .conv_logits import Conv, ConvLogits, tensor_of
+from .conv_logits import Conv, ConvLogits, Logits, tensor_of
 from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
 from .tiles import Grads
 
@@ -105,10 +103,11 @@ def _inputs(
     form: Form, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, mask: Tensor | None
 ) -> SumsInputs:
     """The tensors of a call.  With ``NO_CONV``, ``x`` are the logits, and weight and bias are None."""
-    if form[2] is None:
+    size, align_corners, dtype = form
+    if dtype is None:
         return SumsInputs(x, target, mask)
     assert weight is not None
-    return SumsInputs(Conv.of_arguments(x, weight, bias, *form), target, mask)
+    return SumsInputs(Conv(x, weight, bias, size, align_corners, dtype), target, mask)
 
 
 class SumsFunction(torch.autograd.Function):
@@ -131,9 +130,10 @@ class SumsFunction(torch.autograd.Function):
 
 
 # The arguments of the ops: the tensors, a ``Form``, and a ``SumsSpec``.
-_TENSORS = "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? mask"
-_FORM = "SymInt[]? size, bool align_corners, ScalarType? dtype"
-_CALL = f"{_TENSORS}, {_FORM}, {SCHEMA}"
+_CALL = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? mask, "
+    f"SymInt[]? size, bool align_corners, ScalarType? dtype, {SCHEMA}"
+)
 
 
 def _call(args: Sequence[Any]) -> tuple[SumsInputs, SumsSpec]:
@@ -156,19 +156,15 @@ def _fake(*args):
 
 
 def _gradients(dsums, needs, *args):
-    """A gradient that is not needed is an empty tensor."""
-    return tuple(dsums.new_empty(0) if t is None else t for t in backward(dsums, *_call(args), tuple(needs)))
+    return whole(backward(dsums, *_call(args), tuple(needs)), dsums)
 
 
 def _fake_gradients(dsums, needs, *args):
     if _is_launched(_call(args)[0]):
         return _gradients(dsums, needs, *args)
     x, weight, bias = args[:3]
-    found = (layout.dense(x)[0], weight, bias)
-    return tuple(
-        torch.empty_like(t, memory_format=torch.preserve_format) if need and t is not None else dsums.new_empty(0)
-        for t, need in zip(found, needs, strict=True)
-    )
+    pairs = zip((layout.dense(x)[0], weight, bias), needs, strict=True)
+    return whole((torch.empty_like(t) if need and t is not None else None for t, need in pairs), dsums)
 
 
 def _setup_context(ctx, inputs, output):
@@ -215,9 +211,9 @@ def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
     return SumsFunction.apply(*tensors, form, spec)
 
 
-def _parts(logits: Tensor | Conv | ConvLogits) -> tuple[tuple[Any, ...], Form]:
+def _parts(logits: Logits) -> tuple[tuple[Any, ...], Form]:
     """The tensors and the form of a call: the logits, None and None, or the features, the weight and the bias."""
     if isinstance(logits, Tensor):
         return (logits, None, None), NO_CONV
-    conv = logits.conv if isinstance(logits, ConvLogits) else logits
-    return (conv.features, conv.weight, conv.bias), (conv.size, conv.align_corners, conv.dtype)
+    *tensors, size, align_corners, dtype = logits.conv
+    return tuple(tensors), (size, align_corners, dtype)

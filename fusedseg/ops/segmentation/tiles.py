@@ -11,7 +11,7 @@ gradient of a plane is finished, and its memory given back, when no later slab a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,7 +61,7 @@ def grid_of(logits: Tensor | Conv) -> tuple[int, ...]:
     """The axes of positions to which the slices of tiles belong."""
     if isinstance(logits, Tensor) or logits.size is None:
         return (math.prod(logits.shape[2:]),)
-    return (1,) * (3 - len(logits.size)) + logits.size
+    return (*(1,) * (3 - len(logits.size)), *logits.size)
 
 
 def tiles(logits: Tensor | Conv, grads: Grads | None = None) -> Iterator[LogitTile]:
@@ -176,8 +176,8 @@ class Interpolation(NamedTuple):
     height: int
 
     @classmethod
-    def of(cls, conv: Conv, size: tuple[int, ...]) -> "Interpolation":
-        axes = upsample.Linear(size, None, conv.align_corners).axes(conv.features.shape[2:])
+    def of(cls, conv: Conv, size: Sequence[int]) -> "Interpolation":
+        axes = upsample.Linear(tuple(size), None, conv.align_corners).axes(conv.features.shape[2:])
         planes, rows, columns = axes
         K, tile = conv.weight.shape[0], tile_size(conv.features, CONV_DEVICE_TILE)
         depth = max(1, min(planes.large, tile // (K * rows.large * columns.large)))
@@ -202,18 +202,12 @@ class Interpolation(NamedTuple):
             return used
         return slice(used.start, min(self.planes.first(slab.stop), used.stop))
 
-    def along_planes(self, z: Tensor, slab: slice) -> Tensor:
-        """The planes of a slab, from the small planes that it uses; rows and columns stay small."""
+    def along_planes(self, z: Tensor, slab: slice, transposed: bool = False) -> Tensor:
+        """The planes of a slab, from the small planes that it uses; rows and columns stay small.  Or the transpose."""
         if not self.has_planes:
             return z
         weights = self.of_planes[slab, self.used(slab)]
-        return torch.matmul(weights, z.flatten(2)).view(len(z), -1, *z.shape[2:])
-
-    def along_planes_backward(self, dz: Tensor, slab: slice) -> Tensor:
-        if not self.has_planes:
-            return dz
-        weights = self.of_planes[slab, self.used(slab)]
-        return torch.matmul(weights.mT, dz.flatten(2)).view(len(dz), -1, *dz.shape[2:])
+        return torch.matmul(weights.mT if transposed else weights, z.flatten(2)).view(len(z), -1, *z.shape[2:])
 
     def in_plane(self, z: Tensor, rows: slice) -> Tensor:
         """A range of large rows of a slab, with large columns."""
@@ -253,7 +247,7 @@ def _of_interpolated(conv: Conv, grads: Grads | None) -> Iterator[LogitTile]:
                     interpolation.add_in_plane_backward(dz, rows, x)
                 del x, flat
             if grads is not None and dz is not None:
-                dz = interpolation.along_planes_backward(dz, slab)
+                dz = interpolation.along_planes(dz, slab, transposed=True)
                 if later is not None:
                     dz[:, : later.shape[1]] += later
                 finished = done.stop - done.start
