@@ -151,8 +151,8 @@ def wide(channels, layers):
 
 
 PEAKS = {
-    "weights": (lambda: wide(256, 6), (2, 256, 4, 4)),
-    "images": (lambda: wide(16, 6), (2, 16, 128, 128)),
+    "weights": (lambda: wide(256, 3), (2, 256, 4, 4)),
+    "images": (lambda: wide(16, 3), (2, 16, 128, 128)),
 }
 
 
