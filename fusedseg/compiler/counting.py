@@ -20,7 +20,8 @@ from ..memory.meter import Course
 from ..memory.step_bytes import StepBytes, copies_of
 from ..ops.layout import memory_of
 from .graph import flops_of, following, hint_of, hinted, outputs_of, tensors_of
-from .plan import keep, peak
+from .plan import peak
+from .plan.decision import call_node, is_view
 from .plan.liveness import Liveness
 
 Parts = tuple[fx.GraphModule, fx.GraphModule]
@@ -105,8 +106,8 @@ def returned_bytes(results: Sequence[object]) -> int:
 def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:
     """For each class of modules the number of those of which backward recomputes something."""
     # One of several results stands for its call.  A node that was erased from the graph has None as its argument.
-    calls = (keep.call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
-    modules = dict.fromkeys(module_of(call) for call in calls if not keep.is_view(call))
+    calls = (call_node(node) for node in nodes if node.target is not operator.getitem or node.args[0])
+    modules = dict.fromkeys(module_of(call) for call in calls if not is_view(call))
     return dict(Counter(module.kind or module.name for module in modules))
 
 

@@ -1,7 +1,7 @@
 """The decision about a joint graph: what forward keeps, what backward recomputes, and what is packed.
 
-Without options the rules decide (``plan/keep.py``), with a budget a search (``plan/choose.py``), and with bits what is
-kept is packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
+Without options the rules decide (``plan/default_rules.py``), with a budget a search (``plan/choose.py``).  With bits
+what is kept is packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
 """
 
 from collections import Counter
@@ -12,11 +12,12 @@ from torch import fx
 
 from ..memory.step_bytes import StepBytes
 from . import passes
-from .graph import Joint, Outputs, twin_of
+from .graph import POLICY, Joint, Outputs, twin_of
 from .low_bit import choose_bits, packing
 from .notes import current
 from .passes import Stage
-from .plan import choose, keep, schedule
+from .plan import choose, schedule, write
+from .plan.decision import Decision
 from .settings import Settings, say_once
 
 
@@ -30,20 +31,18 @@ class Candidate(NamedTuple):
 
     graph: fx.Graph
     choices: choose.Choices
-    decision: keep.Decision
+    decision: Decision
     cost: StepBytes | None = None
     met: bool = True
 
 
-def decide(
-    module: fx.GraphModule, outputs: Outputs, settings: Settings, known: choose.Known | None = None
-) -> keep.Decision:
-    """Decides, and writes the decision into the graph of ``module``, but for its labels.
+def decide(module: fx.GraphModule, outputs: Outputs, settings: Settings, known: choose.Known | None = None) -> Decision:
+    """Decides, and writes the decision into the graph of ``module``, but for its policies.
 
     ``known`` has what was found of other copies of the graph.
     """
     asks = settings.bits is not None or settings.limits is not None
-    if asks and any(keep.LABEL in node.meta for node in module.graph.nodes):
+    if asks and any(POLICY in node.meta for node in module.graph.nodes):
         say_once(
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
@@ -55,8 +54,8 @@ def decide(
         if rounded is None:
             current().unpacked = True
         found = rounded or found
-    if not found.decision.labels:
-        keep.apply(found.choices.joint, found.decision)
+    if not found.decision.policies:
+        write.apply(found.choices.joint, found.decision)
     if found.graph is not module.graph:
         module.graph = found.graph
     if not found.met:

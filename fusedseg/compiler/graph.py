@@ -20,12 +20,10 @@ from .. import _torch
 from ..ops.norm.graph import GradientCall, NormCall
 from .op_table import FORM, OF_OP, UNKNOWN, OpRow
 
-# Keep a result if recomputing it needs a recomputed input at least this many times its size.
-LARGER = 4
+# The name of what a checkpoint in the model says of a node, or the compiler: whether it is saved (``node.meta``).
+POLICY = "recompute"
 # The note of ``note_written_later`` on an argument.
 WRITTEN_LATER = "fusedseg_written_later"
-# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
-SMALL = 16
 
 
 def _tensors_in(value: object) -> list[Tensor]:
@@ -391,7 +389,7 @@ class Joint:
         forward: the nodes that forward needs.
         returned: what forward returns, and with it lives at least until forward ends.
         changeable: the nodes in the memory of a result that the program may change before backward.
-        held: the results of forward that backward may read; they live anyway.
+        free_to_save: the results of forward that backward may read; they live anyway.
         overwritten: arguments that are written to before backward, such as running statistics, and views of them:
             backward would find other values there.
     """
@@ -404,7 +402,7 @@ class Joint:
         self.gradients = [node for node in all_outputs[outputs.number :] if isinstance(node, fx.Node)]
         changed = {roots[node] for k in outputs.changeable if isinstance(node := all_outputs[k], fx.Node)}
         self.changeable = {node for node, root in roots.items() if root in changed and root.op == "call_function"}
-        self.held = self.returned - self.changeable
+        self.free_to_save = self.returned - self.changeable
         self.end = graph.output_node()
         self.backward = following(graph) - {self.end}
         writing = [node for node in self.graph.nodes if writes(node)]

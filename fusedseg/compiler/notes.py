@@ -13,7 +13,7 @@ from .. import _torch
 from . import counting
 from .eager_step import Captured
 from .graph import outputs_of, value_of
-from .plan import keep
+from .plan.decision import Decision
 from .report import Graph, Report, counted_in_eager_mode
 
 
@@ -108,7 +108,7 @@ def current() -> Graph:
     return _open.get() or Graph(calls=0, trained=False)
 
 
-def note_bytes(decision: keep.Decision | None, parts: counting.Parts, outputs: int, by_inductor: bool) -> None:
+def note_bytes(decision: Decision | None, parts: counting.Parts, outputs: int, by_inductor: bool) -> None:
     """Notes what the partitioned graphs keep; without a decision the compiler has divided them itself."""
     graph = current()
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)

@@ -14,11 +14,12 @@ from .. import _torch
 from . import passes, traffic
 from .codegen.inductor import FILES
 from .decide import decide
-from .graph import Joint, Outputs, is_tensor, outputs_of
+from .graph import POLICY, Joint, Outputs, is_tensor, outputs_of
 from .notes import current, note_bytes
 from .passes import Stage
-from .plan import eager_mode, keep
+from .plan import eager_mode
 from .plan.choose import Known
+from .plan.decision import SAVE
 from .settings import Settings
 
 _parts = _torch.compiler_parts()
@@ -45,7 +46,7 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         outputs = eager_mode.read(module.graph, num_fwd_outputs, counted=self.settings.limits is not None)
         passes.run(Stage.LAYOUT, passes.JOINT, module, self.settings)
         decision = decide(module, outputs, self.settings, self._known)
-        forward, backward = divide_along_labels(module, joint_inputs, num_fwd_outputs, decision.labels, options)
+        forward, backward = divide_along_policies(module, joint_inputs, num_fwd_outputs, decision.policies, options)
         if self.settings.codegen is None:
             current().moved = traffic.check([forward.graph, backward.graph])
         for on, part in ((passes.FORWARD, forward), (passes.BACKWARD, backward)):
@@ -55,16 +56,16 @@ class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
         return forward, backward
 
 
-def divide_along_labels(
+def divide_along_policies(
     module: fx.GraphModule,
     joint_inputs: Sequence[object],
     outputs: int,
-    labels: Mapping[fx.Node, CheckpointPolicy],
+    policies: Mapping[fx.Node, CheckpointPolicy],
     options: Mapping[str, object],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graphs of forward, which has so many ``outputs``, and of backward, along the labels of a joint graph."""
-    for node, label in labels.items():
-        node.meta[keep.LABEL] = label
+    """The graphs of forward, which has so many ``outputs``, and of backward, along the policies of a joint graph."""
+    for node, policy in policies.items():
+        node.meta[POLICY] = policy
     # Equal nodes are one already, and the partitioner does not know which must stay apart.
     with (
         _parts.config.patch(activation_memory_budget=1.0, cse=False),
@@ -79,12 +80,12 @@ def divide_along_labels(
 def _codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
     """Forward also returns what it packs, behind its own ``outputs``; yields the number of all outputs.
 
-    The partitioner regards a label of forward only where a result of forward needs the node.  Else it keeps what is
+    The partitioner regards a policy of forward only where a result of forward needs the node.  Else it keeps what is
     packed, and packs in backward, wherever codes and their ranges are not smaller.
     """
     of = Joint(graph, Outputs(outputs))
     others = (node for node in graph.nodes if node not in of.forward and is_tensor(node))
-    kept = [node for node in others if node.meta.get(keep.LABEL) == keep.KEEP]
+    kept = [node for node in others if node.meta.get(POLICY) == SAVE]
     args, says = of.end.args, of.end.meta.get("desc")
     returned = outputs_of(graph)
     of.end.args = ([*returned[:outputs], *kept, *returned[outputs:]],)

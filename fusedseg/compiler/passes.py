@@ -89,16 +89,16 @@ class Pass(NamedTuple):
 # Tensors that Triton's kernels serve, and those whose convolutions are faster in channels_last.
 TRITON, HALF_ON_CUDA = "Triton's kernels", "half precision on CUDA, or what memory_format says"
 # Those whose last bits may differ from eager mode's (``Settings.may_round``).
-ROUNDED = "Triton's kernels, or all with Inductor"
-ROUNDED_OR_BITS = f"{ROUNDED} or bits"
+TRITON_OR_INDUCTOR = "Triton's kernels, or all with Inductor"
+TRITON_INDUCTOR_OR_BITS = f"{TRITON_OR_INDUCTOR} or bits"
 LAID_OUT, PARTS, WITHOUT_BACKWARD = (JOINT, INFERENCE), (FORWARD, BACKWARD, INFERENCE), (FORWARD, INFERENCE)
 OF_MODULE, WITH_LIVENESS = ("module", "settings"), ("graph", "liveness")
 
 PASSES = (
-    Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED_OR_BITS),
+    Pass("capture.dead_bias:remove_dead_biases", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=TRITON_INDUCTOR_OR_BITS),
     Pass("capture.prepare:unfold", Stage.CAPTURE, (CAPTURED,), ("module",)),
     Pass(
-        "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=ROUNDED,
+        "capture.convolve_first:swap_interpolations", Stage.CAPTURE, (CAPTURED,), OF_MODULE, where=TRITON_OR_INDUCTOR,
         after=("capture.prepare:unfold",),
     ),
     Pass(

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..ops.norm import graph as norms
 from .graph import calls_view, name_of, nbytes_of, outputs_of, reads_size_alone, roots_of, size_of
-from .plan.keep import call_node
+from .plan.decision import call_node
 from .plan.schedule import is_inlined, reads_inside
 
 # Inductor's code is taken where it moves at least this share of the bytes less.

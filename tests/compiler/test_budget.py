@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fusedseg.compiler.codegen import aten as partition_emit
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.compiler.graph import nbytes_of
-from fusedseg.compiler.plan import choose, keep, recompute
+from fusedseg.compiler.plan import choose, decision, recompute, write
 from fusedseg.compiler.plan.peak import ByteModel
 from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
@@ -219,14 +219,14 @@ def test_bytes_of_several_graphs_warn():
 
 def test_peak_with_inductor(monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""
-    counted, apply = [], keep.apply
+    counted, apply = [], write.apply
 
     def noted(joint, decided, storage=None):
-        assert not any(node.meta["val"].dtype == torch.int64 for node in decided.kept)
+        assert not any(node.meta["val"].dtype == torch.int64 for node in decided.saved)
         counted.append(ByteModel(joint, by_inductor=True).needs(decided).peak)
         apply(joint, decided, storage)
 
-    monkeypatch.setattr(keep, "apply", noted)
+    monkeypatch.setattr(write, "apply", noted)
     found = estimate_ways(*make("U-Net"), [{"codegen": "inductor"}, {"budget": 0.3}])
     assert [of.steps()[1].peak for of in found] == pytest.approx(counted, rel=0.15)
     assert found[1].repeated > 0
@@ -257,7 +257,7 @@ def least_arithmetic(choices, nbytes):
     optimize = pytest.importorskip("scipy.optimize")
     rows = []
     cut = choices.cut()
-    needed = {node for _, node in keep.entries(choices.joint, keep.readers_of_forward(choices.joint))}
+    needed = {node for _, node in decision.entries(choices.joint, decision.readers_of_forward(choices.joint))}
     place, price = {}, []
 
     def variable(what, flops=0):
@@ -269,7 +269,9 @@ def least_arithmetic(choices, nbytes):
     weights, most = {}, nbytes
     for node, sources in cut.sources.items():
         own = {variable(("kept", node)): 1, variable(("again", node)): 1}
-        weights[variable(("kept", node))] = choices.nbytes(node) if sources is None or not keep.is_view(node) else 1e12
+        weights[variable(("kept", node))] = (
+            choices.nbytes(node) if sources is None or not decision.is_view(node) else 1e12
+        )
         if node in choices.joint.returned:
             most -= nbytes_of(node)
         if node in needed:
@@ -277,7 +279,7 @@ def least_arithmetic(choices, nbytes):
         if sources is None:
             rows.append(({variable(("again", node)): -1}, 0))
             continue
-        call = node if recompute.form_of(node) is not None else keep.call_node(node)
+        call = node if recompute.recomputation_of(node) is not None else decision.call_node(node)
         run = variable(("run", call), choices.flops.get(call, 0))
         rows.append(({run: 1, variable(("again", node)): -1}, 0))
         for source in sources:
@@ -309,7 +311,7 @@ def test_beside_the_optimum(name, monkeypatch):
         for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
             flops = sum(
-                choices.flops.get(call, 0) for call in {keep.call_node(node) for node in choice.decision.recomputed}
+                choices.flops.get(call, 0) for call in {decision.call_node(node) for node in choice.decision.recomputed}
             )
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted, known=known)

@@ -12,9 +12,9 @@ from torch import fx, nn
 import fusedseg
 from fusedseg.compiler import estimate, partition
 from fusedseg.compiler.codegen import concatenation
-from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, ROUNDED_OR_BITS, Pass, Stage, run
+from fusedseg.compiler.graph import POLICY
+from fusedseg.compiler.passes import FORWARD, JOINT, PASSES, TRITON_INDUCTOR_OR_BITS, Pass, Stage, run
 from fusedseg.compiler.plan import eager_mode
-from fusedseg.compiler.plan.keep import LABEL
 from fusedseg.compiler.settings import OPTIONAL
 from tests.compiler.networks import compiled
 from tests.compiler.programs import made, step
@@ -73,7 +73,7 @@ def test_where_a_pass_changes_nothing(monkeypatch):
 
     def call(row, given):
         count = calling(row, given)
-        if row.where and not (row.where == ROUNDED_OR_BITS and given["settings"].bits):
+        if row.where and not (row.where == TRITON_INDUCTOR_OR_BITS and given["settings"].bits):
             counts[row.function] += count
         return count
 
@@ -100,15 +100,15 @@ def test_the_page_shows_the_tuple():
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"bits": 8}], ids=str)
-def test_labels_are_written_once(options, monkeypatch):
-    """Counting a decision with bits once took labels off the nodes, and put them back."""
-    seen, dividing = [], partition.divide_along_labels
+def test_policies_are_written_once(options, monkeypatch):
+    """Counting a decision with bits once took policies off the nodes, and put them back."""
+    seen, dividing = [], partition.divide_along_policies
 
-    def divide(module, joint_inputs, outputs, labels, given):
-        seen.append((labels, [node for node in module.graph.nodes if LABEL in node.meta]))
-        return dividing(module, joint_inputs, outputs, labels, given)
+    def divide(module, joint_inputs, outputs, policies, given):
+        seen.append((policies, [node for node in module.graph.nodes if POLICY in node.meta]))
+        return dividing(module, joint_inputs, outputs, policies, given)
 
-    monkeypatch.setattr(partition, "divide_along_labels", divide)
+    monkeypatch.setattr(partition, "divide_along_policies", divide)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     estimate(net, (2, 3, 32, 32), options={"codegen": "aten", **options})
     ((labels, labelled),) = seen

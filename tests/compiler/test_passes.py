@@ -306,7 +306,7 @@ def forward_outputs(net, x):
         seen = spied(patch, partition, "decide")
         compiled(net)(x)
     (decision,) = seen
-    kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.kept)
+    kept = sorted(name_of(n) or name_of(n.args[0]) for n in decision.saved)
     return kept, sorted(name_of(n) or name_of(n.args[0]) for n in decision.recomputed)
 
 

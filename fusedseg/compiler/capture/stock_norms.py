@@ -108,11 +108,11 @@ def _is_in_place(act: fx.Node) -> bool:
 
 # What eager mode keeps for the gradient of the activation of a norm, by the name that its node has as a function of the
 # model.  The compiler passes the name on to the nodes of the joint graph.
-KEEPING = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "result"}
+EAGER_SAVES = {"norm": "", "norm_act_of_input": "input", "norm_act_of_result": "result"}
 
 
 def _name_of(act: Activation, in_place: bool) -> str:
-    """The name of ``KEEPING`` for an activation, which is written over its argument if ``in_place``."""
+    """The name of ``EAGER_SAVES`` for an activation, which is written over its argument if ``in_place``."""
     row = TABLE[act.name]
     if row.identity:
         return "norm"
@@ -121,10 +121,10 @@ def _name_of(act: Activation, in_place: bool) -> str:
 
 
 def kept_by_eager(node: fx.Node) -> str:
-    """What eager mode keeps for the gradient of the activation of a norm of a joint graph, as in ``KEEPING``."""
+    """What eager mode keeps for the gradient of the activation of a norm of a joint graph, as in ``EAGER_SAVES``."""
     stack = node.meta.get("source_fn_stack")
     name = stack[-1][1] if stack else None
-    return KEEPING.get(name, "result") if isinstance(name, str) else "result"
+    return EAGER_SAVES.get(name, "result") if isinstance(name, str) else "result"
 
 
 def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], How]:

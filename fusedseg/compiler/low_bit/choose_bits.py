@@ -17,9 +17,10 @@ from ...ops.low_bit.spec import DTYPES, FEWEST_VALUES
 from ..graph import Joint, Outputs, behind, is_dense, is_tensor, node_at, nodes_from, row_of, size_of, value_of
 from ..op_table import FACTOR
 from ..plan import nearly_free
-from ..plan.keep import Decision, by_rules, call_node, decision_that_recomputes, is_view, sources_of
+from ..plan.decision import Decision, call_node, decision_that_recomputes, is_view, sources_of
+from ..plan.default_rules import by_rules
 from ..rewrite.branches import pointwise_chain_of, write_pointwise_chain
-from .rule import Facts, Packed, Rule, asked_for_its_sign, bent, is_bent, is_predicate
+from .rule import Facts, Packed, Rule, asked_for_its_sign, is_piecewise_linear, is_predicate, source_of_sign
 
 # The most positions in a window that are packed.
 MOST_POSITIONS = 1 << 7
@@ -58,21 +59,21 @@ class _Attempt:
     def __init__(self, joint: Joint, recomputed: set[fx.Node], bits: int, exact: set[fx.Node]) -> None:
         self.joint, self.recomputed, self.bits, self.exact = joint, recomputed, bits, exact
         self.facts = Facts(joint)
-        self.instead: dict[fx.Node, fx.Node] = {}
+        self.replacements: dict[fx.Node, fx.Node] = {}
         self.predicates: dict[object, fx.Node] = {}
 
     def settle(self) -> Rule:
         """What is packed, and what the rule has noted of it."""
         while True:
-            found = decision_that_recomputes(self.joint, self.recomputed, self.instead)
-            candidates = found.kept - self.joint.held - self.exact
+            found = decision_that_recomputes(self.joint, self.recomputed, self.replacements)
+            candidates = found.saved - self.joint.free_to_save - self.exact
             packed = {node: Packed(bits) for node in candidates if (bits := bits_of(node, self.bits))}
             rule = Rule(self.facts, found, packed)
             broken = rule.broken()
             if not broken:
                 return rule
             for node in sorted(broken):
-                if node in found.kept:
+                if node in found.saved:
                     self.exact.add(node)
                 else:
                     self._answer(node)
@@ -82,10 +83,10 @@ class _Attempt:
         first = self.predicates.setdefault(_key_of(node), node) if is_predicate(node) else node
         before = node.prev
         if first is not node:
-            self.instead[node] = first
+            self.replacements[node] = first
         # What is linear between its kinks follows with exact predicates.
-        elif is_bent(node) and (chain := pointwise_chain_of(self.joint.graph, node)) is not None:
-            self.instead[node] = chain[0]
+        elif is_piecewise_linear(node) and (chain := pointwise_chain_of(self.joint.graph, node)) is not None:
+            self.replacements[node] = chain[0]
             self.recomputed.update(nodes_from(before.next, node))
             self.facts.note(list(nodes_from(before.next, node)))
         else:
@@ -104,7 +105,7 @@ class _Attempt:
 def _key_of(predicate: fx.Node) -> object:
     """What is equal for two predicates with the same answer: relu(x) <= 0 and x <= 0."""
     source = asked_for_its_sign(predicate)
-    return predicate.target, *(predicate.args if source is None else (bent(source),))
+    return predicate.target, *(predicate.args if source is None else (source_of_sign(source),))
 
 
 def settled(graph: fx.Graph, outputs: Outputs, bits: int, chosen: Decision | None = None) -> Rule:

@@ -13,12 +13,13 @@ from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import SMOOTH_BITS
 from .. import passes
 from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
-from ..plan import keep, nearly_free
+from ..plan import nearly_free, write
 from ..plan.choose import Choice, Choices
-from ..plan.keep import KEEP, RECOMPUTE, call_node
+from ..plan.decision import RECOMPUTE, SAVE, Decision, call_node, decision_that_recomputes
+from ..plan.default_rules import by_rules
 from ..plan.min_cut import Cut
 from ..plan.peak import ByteModel
-from ..plan.recompute import NormActForm
+from ..plan.recompute import Norm
 from ..plan.schedule import LOWEST
 from .choose_bits import bits_of, settled
 from .rule import Packed, Rule
@@ -42,7 +43,7 @@ class Storage:
                 codes = self._pack(ops.bits_pack, node, how.bits, form[1], before=after)
                 self.packed[node] = (ops.bits_unpack, codes, how.bits, value_of(node).dtype, *form)
                 continue
-            if isinstance(norm := how.sign, NormActForm):
+            if isinstance(norm := how.sign, Norm):
                 after = behind(call_node(norm.mean))
                 of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
                 kink = self._pack(ops.norm_kink, *of_norm, before=after)
@@ -69,12 +70,12 @@ def packed(rule: Rule, seed: int, by_inductor: bool, exact: StepBytes) -> Choice
     """
     before, decided = rule.facts.joint, rule.found
     graph = before.graph
-    keep.apply(before, decided, Storage(graph, rule.packed, seed))
+    write.apply(before, decided, Storage(graph, rule.packed, seed))
     graph.eliminate_dead_code()
     passes.run(passes.Stage.PACKED, passes.JOINT, graph)
-    labels = decided.labels
-    joint = Joint(graph, before.outputs, [node for node in graph.nodes if labels.get(node) is KEEP])
-    counted = keep.decision_that_recomputes(joint, {node for node in graph.nodes if labels.get(node) is RECOMPUTE})
+    policies = decided.policies
+    joint = Joint(graph, before.outputs, [node for node in graph.nodes if policies.get(node) is SAVE])
+    counted = decision_that_recomputes(joint, {node for node in graph.nodes if policies.get(node) is RECOMPUTE})
     counted.peak_target = decided.peak_target
     model = ByteModel(joint, by_inductor)
     cost = model.needs(counted)
@@ -101,8 +102,8 @@ class RoundedChoices(Choices):
         nbytes, bits = super().nbytes(node), bits_of(node, self._bits)
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
-    def first(self) -> keep.Decision:
-        return keep.by_rules(self.joint, nearly_free.scores)
+    def first(self) -> Decision:
+        return by_rules(self.joint, nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:
@@ -110,10 +111,10 @@ class RoundedChoices(Choices):
 
         return Cut(self.joint, self.nbytes, self._price, is_rounded if self._bits < SMOOTH_BITS else None)
 
-    def kept(self, decision: keep.Decision) -> int:
-        return sum(map(self.nbytes, decision.kept))
+    def kept(self, decision: Decision) -> int:
+        return sum(map(self.nbytes, decision.saved))
 
-    def counted(self, decision: keep.Decision) -> Choice:
+    def counted(self, decision: Decision) -> Choice:
         graph, twins = twin_of(self.joint.graph)
         chosen = replace(decision, recomputed={twins[node]: [] for node in decision.recomputed})
         rule = settled(graph, self.joint.outputs, self._bits, chosen)

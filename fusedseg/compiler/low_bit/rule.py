@@ -17,7 +17,7 @@ The words in the graph of conv -> norm -> relu -> conv, with the gradient dz of 
     x = conv(image)              a root: forward packs it, and backward reads what it unpacks
     n = norm(x), y = relu(n)     copies, of which x is the root; both are sized
     dy, dw = conv'(dz, y)        an end: dw alone reads the copy y, so dy is exact; dy is plain
-    dn = relu'(dy, y)            bent: it asks for the sign of y, which packing keeps; dn is plain too
+    dn = relu'(dy, y)            piecewise linear: it asks for the sign of y, which packing keeps; dn is plain too
     dx = norm'(dn, x)            dy, dn and dx are a segment without an unsteady factor, so it reads x, in 4 bits
     dw = conv'(dx, image)        an end, where the segment ends
 """
@@ -33,15 +33,15 @@ from torch import fx
 from ...ops.layout import layout_of
 from ...ops.low_bit.spec import SMOOTH_BITS, lines_of
 from ...ops.norm.graph import GradientCall, NormCall
-from ..graph import SMALL, Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
+from ..graph import Joint, calls_view, hinted, is_op, is_tensor, name_of, node_at, row_of, size_of, value_of
 from ..op_table import ADDS, CHOOSES, FACTOR, FIRST, FOLLOWS, FORM, INTERPOLATES, KEEPS, LINEAR, NORM, ROWS, SLOPE, SUM
 from ..plan import recompute
-from ..plan.keep import Decision, call_node, is_view
+from ..plan.decision import SMALL, Decision, call_node, is_view
 
 # Gradients of activations that are linear between kinks.
-BENT = {row.backward for row in ROWS if row.backward and row.reads == FOLLOWS}
+PIECEWISE_LINEAR = {row.backward for row in ROWS if row.backward and row.reads == FOLLOWS}
 # Gradients of activations, whose slopes are bounded.
-BOUNDED = {row.backward for row in ROWS if row.backward}
+OF_ACTIVATIONS = {row.backward for row in ROWS if row.backward}
 
 
 def is_predicate(node: fx.Node) -> bool:
@@ -49,10 +49,10 @@ def is_predicate(node: fx.Node) -> bool:
     return is_tensor(node) and value_of(node).dtype == torch.bool
 
 
-def is_bent(node: fx.Node) -> bool:
+def is_piecewise_linear(node: fx.Node) -> bool:
     """Whether a node is linear between kinks, or the gradient of an activation that is."""
     row = row_of(node)
-    return row.pieces is not None or (bool(row.kinks) and row.reads == FOLLOWS) or name_of(node) in BENT
+    return row.pieces is not None or (bool(row.kinks) and row.reads == FOLLOWS) or name_of(node) in PIECEWISE_LINEAR
 
 
 def _covers(window: tuple[Any, ...]) -> bool:
@@ -83,7 +83,7 @@ class Packed:
 
     bits: int
     unit: str = ""
-    sign: "recompute.NormActForm | fx.Node | None" = None
+    sign: "recompute.Norm | fx.Node | None" = None
     needed_by: str = ""
 
     def unit_for(self, norm_of_samples: bool) -> str:
@@ -126,7 +126,7 @@ class Facts:
             if node not in self.joint.backward:
                 if self._is_sized(node):
                     self.sized.add(node)
-            elif self._is_end(node) or ((self.is_linear(node) or is_bent(node)) and self.follows_ends(node)):
+            elif self._is_end(node) or (self._is_linear_beside_kinks(node) and self.follows_ends(node)):
                 self.plain.add(node)
 
     def _is_constant(self, value: fx.Node) -> bool:
@@ -177,6 +177,9 @@ class Facts:
         factors = node.args[:2] if row.commutative else node.args[1:2]
         return "rounding_mode" not in node.kwargs and any(self._is_steady_factor(factor, node) for factor in factors)
 
+    def _is_linear_beside_kinks(self, node: fx.Node) -> bool:
+        return self.is_linear(node) or is_piecewise_linear(node)
+
     def _is_steady_factor(self, factor: Any, product: fx.Node) -> bool:
         """Whether a factor is a number, or a vector of parameters that is much smaller than the product.
 
@@ -193,8 +196,9 @@ class Facts:
 
     def _is_steady(self, node: fx.Node) -> bool:
         """Whether a gradient is linear in those it reads, with steady factors, or the gradient of a parameter."""
-        is_known = self.is_linear(node) or is_bent(node) or row_of(node).reads == NORM or name_of(node) in BOUNDED
-        return is_known or (name_of(node) == "mul" and self.is_returned(node))
+        if self._is_linear_beside_kinks(node) or row_of(node).reads == NORM or name_of(node) in OF_ACTIVATIONS:
+            return True
+        return name_of(node) == "mul" and self.is_returned(node)
 
     def _of_unsteady_segments(self) -> set[fx.Node]:
         """The gradients that are joined to an unsteady one without an end between them."""
@@ -222,7 +226,7 @@ class Rule:
     def __init__(self, facts: Facts, found: Decision, packed: dict[fx.Node, Packed]) -> None:
         self.facts, self.found, self.packed = facts, found, packed
         self.branching: set[fx.Node] = set()
-        self.own = set(found.reading)
+        self.own = set(found.backward)
         self.roots: dict[fx.Node, set[fx.Node]] = {}
 
     def broken(self) -> set[fx.Node]:
@@ -256,17 +260,17 @@ class Rule:
         return self.found.recomputed.get(node) or [self._read(source) for source in node.all_input_nodes]
 
     def _read(self, source: Any) -> Any:
-        return self.found.instead.get(source, source)
+        return self.found.replacements.get(source, source)
 
     def _of(self, copies: Iterable[fx.Node]) -> set[fx.Node]:
         return set().union(*(self.roots.get(copy, ()) for copy in copies))
 
     def _copy(self, node: fx.Node, copied: set[fx.Node]) -> set[fx.Node]:
         """What must be exact so that a value may follow copies."""
-        made, form = call_node(node), recompute.form_of(node) if node in self.found.recomputed else None
-        if isinstance(form, recompute.NormActForm) and (form.rstd is not None or not form.norm.own):
-            return set() if form.rstd is None else self._norm(made, form.x)
-        if isinstance(form, recompute.MaxPool) and (_covers(form.window) or self._reads_sized(node)):
+        made, other = call_node(node), recompute.recomputation_of(node) if node in self.found.recomputed else None
+        if isinstance(other, recompute.Norm) and (other.rstd is not None or not other.norm.own):
+            return set() if other.rstd is None else self._norm(made, other.x)
+        if isinstance(other, recompute.MaxPool) and (_covers(other.window) or self._reads_sized(node)):
             return set()
         row = row_of(made)
         if is_tensor(node) and not value_of(node).is_floating_point():
@@ -338,7 +342,7 @@ class Rule:
                 return set()
             if name_of(node) == "mul" and self.facts.is_returned(node):
                 return set()
-        if is_bent(node):
+        if is_piecewise_linear(node):
             self.branching.add(node)
             return set()
         return copied
@@ -352,9 +356,9 @@ class Rule:
             own = self.packed[source]
             own.sign = own.sign or source
             return own.sign is source
-        source = bent(source)
-        norm = recompute.form_of(source) if source in self.found.recomputed else None
-        if not isinstance(norm, recompute.NormActForm) or norm.rstd is None:
+        source = source_of_sign(source)
+        norm = recompute.recomputation_of(source) if source in self.found.recomputed else None
+        if not isinstance(norm, recompute.Norm) or norm.rstd is None:
             return False
         x = norm.x
         while x not in self.packed and is_view(x):
@@ -378,7 +382,7 @@ def asked_for_its_sign(node: fx.Node) -> fx.Node | None:
     return node_at(node, places[0])
 
 
-def bent(node: fx.Node) -> fx.Node:
+def source_of_sign(node: fx.Node) -> fx.Node:
     """The argument of activations and casts that do not change signs, or the node itself.
 
     A value that a cast rounds to 0 counts with its own sign.

@@ -25,7 +25,8 @@ from ...memory.step_bytes import StepBytes
 from ..budget import Budget
 from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
-from . import keep
+from .decision import Decision, call_node, decision_that_recomputes
+from .default_rules import by_rules
 from .min_cut import Cut
 from .peak import ByteModel
 from .schedule import PeakTarget
@@ -45,7 +46,7 @@ PEAK_SLACK = 1e-3
 class Choice(NamedTuple):
     """A decision, what it costs, and the values that may be recomputed in it; None for the rules' own decision."""
 
-    decision: keep.Decision
+    decision: Decision
     cost: StepBytes
     recomputed: frozenset[fx.Node] | None = None
 
@@ -68,29 +69,29 @@ class Choices:
         return self.flops.get(call) or CHEAP * sum(map(nbytes_of, (call, *call.all_input_nodes)))
 
     def nbytes(self, node: fx.Node) -> int:
-        return 0 if node in self.joint.held else nbytes_of(node)
+        return 0 if node in self.joint.free_to_save else nbytes_of(node)
 
-    def first(self) -> keep.Decision:
+    def first(self) -> Decision:
         """The decision without a budget."""
-        decided = keep.by_rules(self.joint)
+        decided = by_rules(self.joint)
         decided.peak_target = self.peak_target
         return decided
 
     def cut(self) -> Cut:
         return Cut(self.joint, self.nbytes, self._price)
 
-    def kept(self, decision: keep.Decision) -> int:
+    def kept(self, decision: Decision) -> int:
         """The bytes that forward keeps, or a few less."""
         return self.model.kept(decision)
 
-    def counted(self, decision: keep.Decision) -> Choice:
+    def counted(self, decision: Decision) -> Choice:
         """A decision with what it costs; one without a target of the peak may get one."""
         return Choice(decision, self.model.needs(decision))
 
     def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
-        return sum(self.flops.get(call, 0) for call in {keep.call_node(node) for node in nodes})
+        return sum(self.flops.get(call, 0) for call in {call_node(node) for node in nodes})
 
-    def flops_of(self, decision: keep.Decision) -> int:
+    def flops_of(self, decision: Decision) -> int:
         """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
         return self._flops_of(set(decision.recomputed))
 
@@ -115,7 +116,7 @@ class Choices:
             if recomputed is None:
                 yield Choice(self.first(), cost)
             else:
-                of_own = keep.decision_that_recomputes(self.joint, {own[node] for node in recomputed})
+                of_own = decision_that_recomputes(self.joint, {own[node] for node in recomputed})
                 of_own.peak_target = decision.peak_target
                 yield Choice(of_own, cost)
 
@@ -155,7 +156,7 @@ class Choices:
         price = next(iter(over_flops.values()))
         for more in over_flops:
             intensive = cut.compute_intensive & {
-                keep.call_node(node) for node in keep.decision_that_recomputes(self.joint, more).recomputed
+                call_node(node) for node in decision_that_recomputes(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
                 if self._flops_of(intensive - {call}) > search.most_flops:
@@ -166,7 +167,7 @@ class Choices:
                 if search.is_over:
                     return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
-            intensive = cut.compute_intensive & {keep.call_node(node) for node in search.best.decision.recomputed}
+            intensive = cut.compute_intensive & {call_node(node) for node in search.best.decision.recomputed}
             if call in intensive or self._flops_of(intensive | {call}) > search.most_flops:
                 continue
             if search.try_with(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
@@ -207,7 +208,7 @@ class Search:
     def try_with(self, tried: frozenset[fx.Node]) -> TrialResult:
         """Tries the choice with these values."""
         of, best = self._choices, self.best
-        decision = keep.decision_that_recomputes(of.joint, tried)
+        decision = decision_that_recomputes(of.joint, tried)
         enough = best.cost.kept - LEAST_SAVED * of.eager
         kept, flops = of.kept(decision), of.flops_of(decision)
         if kept > enough or tried in self.refused:

@@ -23,7 +23,7 @@ from ..graph import (
     roots_of,
     row_of,
 )
-from . import keep
+from .decision import call_node
 
 # What ``note_changeable`` writes on the output of a graph.
 CHANGEABLE = "fusedseg_changeable"
@@ -45,7 +45,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _activated(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
-    """The results of norms with an activation, and what eager mode keeps for it (``KEEPING``)."""
+    """The results of norms with an activation, and what eager mode keeps for it (``EAGER_SAVES``)."""
     trained = {gradient.x for node in graph.nodes if (gradient := GradientCall.of(node))}
     for node in graph.nodes:
         norm = NormCall.of(node)
@@ -79,7 +79,7 @@ def kept_bytes(joint: Joint) -> int:
     """The bytes that autograd keeps in eager mode: results of forward that backward reads, each memory once."""
     roots = roots_of(joint.graph)
     # A part of what a call of forward has made is a value of forward, even if backward alone reads that part.
-    made = {node for node in joint.graph.nodes if keep.call_node(node) in joint.forward}
+    made = {node for node in joint.graph.nodes if call_node(node) in joint.forward}
     kept = {roots[node] for node in joint.gradients if node in made}
     for node in joint.graph.nodes:
         if node not in made and node is not joint.end:

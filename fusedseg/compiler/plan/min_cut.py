@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from torch import fx
 
 from ..graph import Joint, is_compute_intensive
-from . import keep, recompute
-from .keep import call_node, is_available, is_view
+from . import recompute
+from .decision import call_node, entries, is_available, is_view, readers_of_forward, sources_of
 
 # Capacities are whole numbers: this many for a byte.
 UNIT = 1 << 10
@@ -129,7 +129,7 @@ class Cut:
         is_rounded: Callable[[fx.Node], bool] | None = None,
     ) -> None:
         flow = self._flow = Flow()
-        needed = [node for _, node in keep.entries(joint, keep.readers_of_forward(joint))]
+        needed = [node for _, node in entries(joint, readers_of_forward(joint))]
         self.sources = _all_sources(needed, joint)
         # The vertices of a value: it is available to backward; it is recomputed.
         self._of_available: dict[fx.Node, int] = {}
@@ -152,7 +152,7 @@ class Cut:
                 flow.edge(0, recomputed, ENDLESS)
                 continue
             # Results of one call share its run.
-            call = node if recompute.form_of(node) is not None else call_node(node)
+            call = node if recompute.recomputation_of(node) is not None else call_node(node)
             if call not in calls:
                 calls[call] = flow.vertex()
                 if is_compute_intensive(call):
@@ -270,7 +270,7 @@ def _all_sources(needed: list[fx.Node], joint: Joint) -> dict[fx.Node, list[fx.N
     while stack:
         node = stack.pop()
         if node not in found:
-            sources = keep.sources_of(node, joint)
+            sources = sources_of(node, joint)
             found[node] = None if sources is None else [source for source in sources if not is_available(source)]
             stack += found[node] or ()
     return found

@@ -9,24 +9,25 @@
 
 from torch import fx
 
-from ..graph import LARGER, Joint, calls_view, flops_of, nbytes_of, row_of, size_of
+from ..graph import Joint, calls_view, flops_of, nbytes_of, row_of, size_of
+from .decision import LARGER
 
 # The share of forward's arithmetic that may be recomputed.
 SHARE = 0.02
 
 
-def scores(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """The kept compute-intensive ops that compute scores of attention."""
-    return {node for node in kept - joint.held if _is_of_scores(node)}
+def scores(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """The saved compute-intensive ops that compute scores of attention."""
+    return {node for node in saved - joint.free_to_save if _is_of_scores(node)}
 
 
-def repeated(kept: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """The kept compute-intensive ops that run again."""
-    mine, found = kept - joint.held, scores(kept, joint)
+def repeated(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
+    """The saved compute-intensive ops that run again."""
+    mine, found = saved - joint.free_to_save, scores(saved, joint)
     intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
     left = SHARE * sum(map(_flops_of, joint.forward))
     others = [
-        node for node, flops in intensive.items() if flops and node not in found and not _is_of_larger(node, kept)
+        node for node, flops in intensive.items() if flops and node not in found and not _is_of_larger(node, saved)
     ]
     for node in sorted(others, key=lambda node: intensive[node] / max(1, nbytes_of(node))):
         left -= intensive[node]
@@ -45,9 +46,9 @@ def _is_of_scores(node: fx.Node) -> bool:
     return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
 
 
-def _is_of_larger(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether something between the kept values and a node is larger than all that it is computed from."""
-    stack, seen = node.all_input_nodes, set(kept)
+def _is_of_larger(node: fx.Node, saved: set[fx.Node]) -> bool:
+    """Whether something between the saved values and a node is larger than all that it is computed from."""
+    stack, seen = node.all_input_nodes, set(saved)
     while stack:
         source = stack.pop()
         if source in seen or source.op != "call_function":

@@ -29,14 +29,15 @@ from ..graph import (
     value_of,
     writes,
 )
-from . import keep, recompute, schedule
+from . import recompute, schedule
+from .decision import Decision, call_node, is_view
 from .liveness import Liveness, Over, ScheduledNode
 
 PACKS = (packing.round_op, packing.bits_pack)
 PACKING = (*PACKS, packing.unpack_op, packing.bits_unpack)
 
 
-class Virtual:
+class PlannedNode:
     """A node of backward before there is a graph of it, with the attributes of a node that ``schedule.py`` reads.
 
     node: the node of the joint graph.  view: whether its result lies in the memory of its first input.
@@ -45,12 +46,12 @@ class Virtual:
 
     __slots__ = ("all_input_nodes", "made", "nbytes", "node", "op", "root", "target", "users")
 
-    def __init__(self, node: Any, inputs: list["Virtual"], nbytes: int, view: bool = False, op: str = "") -> None:
+    def __init__(self, node: Any, inputs: list["PlannedNode"], nbytes: int, view: bool = False, op: str = "") -> None:
         self.node, self.all_input_nodes = node, list(dict.fromkeys(inputs))
-        self.op, self.users = op or "call_function", list[Virtual]()
+        self.op, self.users = op or "call_function", list[PlannedNode]()
         # A result of a call reads the call.  One that is computed in another form is a call itself.
         self.target = node.target if node.target is not operator.getitem or _picks(node, inputs) else None
-        self.root: Virtual = inputs[0].root if view and inputs else self
+        self.root: PlannedNode = inputs[0].root if view and inputs else self
         self.made = nbytes if self.root is self else 0
         # Each of several results has a node of its own.
         self.nbytes = 0 if isinstance(value_of(node), (tuple, list)) else self.made
@@ -61,24 +62,24 @@ class Virtual:
 class PlannedBackward(schedule.BackwardGraph):
     """Backward of a decision, before there is a graph of it; ``nbytes`` has the bytes of each node."""
 
-    def __init__(self, joint: Joint, decision: keep.Decision, nbytes: dict[fx.Node, int], by_inductor: bool) -> None:
+    def __init__(self, joint: Joint, decision: Decision, nbytes: dict[fx.Node, int], by_inductor: bool) -> None:
         self._decision, self._nbytes, self.by_inductor = decision, nbytes, by_inductor
-        self._made: dict[fx.Node, Virtual] = {}
-        self._given: list[Virtual] = []
-        calls: list[Virtual] = []
-        follows: set[Virtual] = set()
+        self._made: dict[fx.Node, PlannedNode] = {}
+        self._given: list[PlannedNode] = []
+        calls: list[PlannedNode] = []
+        follows: set[PlannedNode] = set()
         for node in joint.graph.nodes:
             if node.op == "placeholder" and node in joint.backward:
                 follows.add(self._argument(node, nbytes[node]))
-        for reader in (*decision.reading, joint.end):
+        for reader in (*decision.backward, joint.end):
             reads = joint.gradients if reader is joint.end else reader.all_input_nodes
             inputs = [self._value(node, calls) for node in reads]
             if reader in self._made:
                 continue
             if reader is joint.end:
-                made = Virtual(reader, inputs, 0, op="output")
+                made = PlannedNode(reader, inputs, 0, op="output")
             else:
-                made = Virtual(reader, inputs, nbytes_of(reader), _is_view(reader))
+                made = PlannedNode(reader, inputs, nbytes_of(reader), _is_view(reader))
             self._made[reader] = made
             calls.append(made)
             if any(one in follows for one in inputs):
@@ -101,40 +102,40 @@ class PlannedBackward(schedule.BackwardGraph):
     def node_of(self, node: Any) -> fx.Node:
         return node.node
 
-    def _argument(self, node: fx.Node, nbytes: int) -> Virtual:
-        made = self._made[node] = Virtual(node, [], nbytes, op="placeholder")
+    def _argument(self, node: fx.Node, nbytes: int) -> PlannedNode:
+        made = self._made[node] = PlannedNode(node, [], nbytes, op="placeholder")
         self._given.append(made)
         return made
 
-    def _value(self, node: fx.Node, calls: list[Virtual]) -> Virtual:
+    def _value(self, node: fx.Node, calls: list[PlannedNode]) -> PlannedNode:
         """What backward reads in place of a node."""
         recomputed = self._decision.recomputed
         for one in schedule.inputs_first(node, lambda one: recomputed.get(one, ()), self._made):
             if one in recomputed:
                 self._made[one] = self._rebuilt(one, [self._made[source] for source in recomputed[one]], calls)
             else:
-                self._argument(one, self._nbytes[one] if one in self._decision.kept else 0)
+                self._argument(one, self._nbytes[one] if one in self._decision.saved else 0)
         return self._made[node]
 
-    def _rebuilt(self, node: fx.Node, inputs: list[Virtual], calls: list[Virtual]) -> Virtual:
+    def _rebuilt(self, node: fx.Node, inputs: list[PlannedNode], calls: list[PlannedNode]) -> PlannedNode:
         """A value that is recomputed."""
-        form, call = recompute.form_of(node), keep.call_node(node)
-        if form is None and call is not node:
+        other, call = recompute.recomputation_of(node), call_node(node)
+        if other is None and call is not node:
             if call not in self._made:
-                self._made[call] = Virtual(call, inputs, nbytes_of(call), _is_view(call))
+                self._made[call] = PlannedNode(call, inputs, nbytes_of(call), _is_view(call))
                 calls.append(self._made[call])
             inputs = [self._made[call]]
-        made = Virtual(node, inputs, nbytes_of(node), form is None and _is_view(node))
+        made = PlannedNode(node, inputs, nbytes_of(node), other is None and _is_view(node))
         calls.append(made)
         return made
 
 
-def _picks(node: fx.Node, inputs: list[Virtual]) -> bool:
+def _picks(node: fx.Node, inputs: list[PlannedNode]) -> bool:
     return len(inputs) == 1 and inputs[0].node is node.args[0]
 
 
 def _is_view(node: fx.Node) -> bool:
-    return keep.is_view(node) or may_alias(node)
+    return is_view(node) or may_alias(node)
 
 
 class ByteModel:
@@ -156,20 +157,20 @@ class ByteModel:
         )
         self.flops = {node: flops_of(node) for node in joint.forward}
         self.total = sum(self.flops.values())
-        self._forward = self._whole.as_it_stands(node for node in nodes if keep.call_node(node) in joint.forward)
+        self._forward = self._whole.as_it_stands(node for node in nodes if call_node(node) in joint.forward)
 
-    def kept(self, decision: keep.Decision) -> int:
+    def kept(self, decision: Decision) -> int:
         """The bytes that forward keeps, each memory once."""
         return sum(self._nbytes[root] for root in self._kept(decision))
 
-    def _kept(self, decision: keep.Decision) -> set[fx.Node]:
-        return {self._roots[node] for node in decision.kept if self._roots[node].op == "call_function"}
+    def _kept(self, decision: Decision) -> set[fx.Node]:
+        return {self._roots[node] for node in decision.saved if self._roots[node].op == "call_function"}
 
-    def needs(self, decision: keep.Decision) -> StepBytes:
+    def needs(self, decision: Decision) -> StepBytes:
         """What a step needs with a decision.
 
         Backward is counted in the order in which it will run, with the ops that run a third time (``schedule.py``).
-        The caller holds what forward returns.  Copies of results (``keep.py``) count from the beginning of forward.
+        The caller holds what forward returns.  Copies of results (``write.py``) count from the beginning of forward.
         """
         kept, returned = self._kept(decision), {self._roots[node] for node in self._joint.returned}
         held = [step for node, step in self._forward.items() if node in kept | returned]

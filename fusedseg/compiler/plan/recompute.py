@@ -55,7 +55,7 @@ class BatchNorm(NamedTuple):
         return call(graph, operator.getitem, recomputed, 0, before=before)
 
 
-class NormActForm(NormCall):
+class Norm(NormCall):
     """The output of a norm of this package, from its statistics.
 
     Its mean and rstd are None if the norm uses running statistics, or if the graph has no nodes of its own statistics,
@@ -125,12 +125,12 @@ class Dropout(NamedTuple):
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
-Form = BatchNorm | NormActForm | Dropout | MaxPool
+Recomputation = BatchNorm | Norm | Dropout | MaxPool
 
 
-def read_by(form: Form) -> list[fx.Node]:
-    """The nodes that the form reads."""
-    return [source for source in form if isinstance(source, fx.Node)]
+def read_by(made: Recomputation) -> list[fx.Node]:
+    """The nodes from which a value is recomputed."""
+    return [source for source in made if isinstance(source, fx.Node)]
 
 
 def round_inputs(graph: fx.Graph) -> None:
@@ -139,7 +139,7 @@ def round_inputs(graph: fx.Graph) -> None:
         node.meta[ROUNDED] = True
 
 
-def form_of(node: fx.Node) -> Form | None:
+def recomputation_of(node: fx.Node) -> Recomputation | None:
     """The form in which backward recomputes ``node``, if it is not the call itself."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
@@ -147,8 +147,8 @@ def form_of(node: fx.Node) -> Form | None:
     items = items_of(made)
     if ROUNDED in made.meta and made.target is max_pool_op and 1 in items:
         return MaxPool(node_at(made, 0), items[1], made.args[1:6])
-    form = FORMS.get(name_of(made))
-    return None if form is None else form(made, arguments_of(made), items)
+    made_by = RECOMPUTATIONS.get(name_of(made))
+    return None if made_by is None else made_by(made, arguments_of(made), items)
 
 
 def _batch_norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> BatchNorm | None:
@@ -164,18 +164,18 @@ def _dropout(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) ->
     return Dropout(given["input"], items[1], given["p"]) if 1 in items and given["train"] is not False else None
 
 
-def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> NormActForm | None:
+def _norm(made: fx.Node, given: dict[str, Any], items: dict[int, fx.Node]) -> Norm | None:
     norm = NormCall.of(made)
     if norm is None:
         return None
-    form = NormActForm(*norm)
-    if form.norm.own:
-        form = form._replace(running_mean=None, running_var=None)
-    return form._replace(mean=items[1], rstd=items[2]) if {1, 2} <= set(items) else form
+    again = Norm(*norm)
+    if again.norm.own:
+        again = again._replace(running_mean=None, running_var=None)
+    return again._replace(mean=items[1], rstd=items[2]) if {1, 2} <= set(items) else again
 
 
 # The ops that run again in another form, and the function that returns the form.
-FORMS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Form | None]] = {
+RECOMPUTATIONS: dict[str, Callable[[fx.Node, dict[str, Any], dict[int, fx.Node]], Recomputation | None]] = {
     "native_dropout": _dropout,
     "norm": _norm,
     "_native_batch_norm_legit_functional": _batch_norm,

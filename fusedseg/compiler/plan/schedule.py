@@ -185,8 +185,8 @@ class BackwardGraph:
             return self._at_price(steps, inf, MOST_TRAFFIC, self.time, sharing=True)
         if peak_target.flops < inf:
             # What repeats no arithmetic comes first.
-            steps = self._parted_often(steps, self.flops(steps), -inf)
-        steps = self._parted_often(steps, peak_target.flops, peak_target.peak)
+            steps = self._with_second_runs(steps, self.flops(steps), -inf)
+        steps = self._with_second_runs(steps, peak_target.flops, peak_target.peak)
         if not peak_target.price or self.liveness(steps).peak[0] > peak_target.peak:
             return steps
         return self._at_price(steps, peak_target.flops, peak_target.price, self.flops)
@@ -208,23 +208,23 @@ class BackwardGraph:
             sum_of_both = spent(steps) + price * now.peak[0]
             if sum_of_both < least:
                 best, least = steps, sum_of_both
-            found = self.parted(steps, now, most, sharing)
+            found = self.with_second_run(steps, now, most, sharing)
             if found is None:
                 break
             steps, now = found, self.liveness(found)
         return best
 
-    def _parted_often(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
+    def _with_second_runs(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
         for _ in range(TRIALS):
             now = self.liveness(steps)
-            found = None if now.peak[0] <= enough else self.parted(steps, now, most)
+            found = None if now.peak[0] <= enough else self.with_second_run(steps, now, most)
             if found is None:
                 break
             steps = found
         return steps
 
-    def parted(
+    def with_second_run(
         self, steps: list[ScheduledNode], now: Liveness, most: float, sharing: bool = False
     ) -> list[ScheduledNode] | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None.
@@ -242,7 +242,7 @@ class BackwardGraph:
         ]
         for step in sorted(crossing, key=self._price if sharing else self._price_of_arithmetic):
             for shared in (True, False) if sharing else (False,):
-                found = self._twice(steps, step, top, now, shared)
+                found = self._recomputed_after(steps, step, top, now, shared)
                 if self.flops(found) <= most and self.liveness(found).peak < now.peak:
                     return found
         return None
@@ -258,7 +258,7 @@ class BackwardGraph:
         flops, largest = self._price_of_arithmetic(step)
         return flops, self._moved(step.call()) / step.nbytes, largest
 
-    def _twice(
+    def _recomputed_after(
         self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: Liveness, shared: bool
     ) -> list[ScheduledNode]:
         """The steps with ``old`` recomputed for its readers after the place ``top``."""

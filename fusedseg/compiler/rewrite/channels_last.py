@@ -35,7 +35,7 @@ from ..graph import arguments_of, computed, is_cast, is_op, is_tensor, name_of, 
 from ..op_table import ANY, KEEPS
 from ..plan.min_cut import ENDLESS, Flow
 from ..settings import AS_IT_IS, Settings
-from .simplify import LABELS
+from .simplify import OF_CHECKPOINT
 
 aten = torch.ops.aten
 # Ops that stand in for those whose results PyTorch makes contiguous.
@@ -379,5 +379,5 @@ class _Writer:
             memory = graphs.call(self.graph, aten.new_empty_strided.default, source, *given, before=before)
             made = graphs.call(self.graph, aten.copy.default, memory, source, before=before)
         # What a checkpoint in the model says about the value.
-        made.meta |= {name: source.meta[name] for name in LABELS if name in source.meta}
+        made.meta |= {name: source.meta[name] for name in OF_CHECKPOINT if name in source.meta}
         return made

@@ -11,10 +11,10 @@ import operator
 from torch import fx
 
 from ... import _torch
-from ..graph import copied, has_own_memory, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
+from ..graph import POLICY, copied, has_own_memory, has_same_form, is_tensor, name_of, roots_of, row_of, value_of
 
 # What a checkpoint in the model writes into the nodes of its calls.
-LABELS = ("recompute", "ac_graph_id")
+OF_CHECKPOINT = (POLICY, "ac_graph_id")
 
 
 def simplify(module: fx.GraphModule) -> None:
@@ -69,8 +69,8 @@ def split_shared_calls(graph: fx.Graph) -> int:
         for item in [user for user in call.users if user.target is operator.getitem]:
             if item.args[1] in found:
                 own = copied(graph, call, {}, before=call.next)
-                own.meta = {name: value for name, value in own.meta.items() if name not in LABELS}
-                own.meta |= {name: item.meta[name] for name in LABELS if name in item.meta}
+                own.meta = {name: value for name, value in own.meta.items() if name not in OF_CHECKPOINT}
+                own.meta |= {name: item.meta[name] for name in OF_CHECKPOINT if name in item.meta}
                 item.args = (own, item.args[1])
                 count += 1
             found.add(item.args[1])

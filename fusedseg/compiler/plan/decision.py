@@ -1,0 +1,161 @@
+"""What backward reads of forward: a decision about a joint graph, and what every decision must respect.
+
+Views cost nothing.  A result of the graph that eager mode does not keep may be changed in place before backward.  It
+counts as any other value, and where it is saved, a copy of it is.
+"""
+
+import operator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..graph import POLICY, Joint, calls_view, is_cheap, is_compute_intensive, is_op, is_random, node_at, tensors_of
+from . import recompute
+from .schedule import PeakTarget
+
+RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+# A value is saved if recomputing it needs a recomputed input of at least this many times its size.
+LARGER = 4
+# A result is a small vector if it has at most this fraction of the elements of the inputs: 1 / SMALL.
+SMALL = 16
+
+
+@dataclass
+class Decision:
+    """What backward reads of forward.
+
+    Attributes:
+        saved: the nodes that forward saves for backward.
+        recomputed: the nodes that backward recomputes, each with the nodes that this reads.
+        readers: for each of these nodes, who reads it: nodes of ``recomputed`` and nodes of backward.
+        backward: the nodes of backward.
+        replacements: nodes that backward reads in place of others, with the same value.
+        peak_target: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
+            without a budget and bits.
+        policies: what the partitioner is told of each node, once ``apply`` has written the decision.
+    """
+
+    saved: set[fx.Node] = field(default_factory=set)
+    recomputed: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    readers: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    replacements: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    peak_target: PeakTarget | None = None
+    backward: list[fx.Node] = field(default_factory=list)
+    policies: dict[fx.Node, CheckpointPolicy] = field(default_factory=dict)
+
+
+def is_available(node: fx.Node) -> bool:
+    """Whether backward has a value anyway: an argument, a number, or what a checkpoint in the model decides about."""
+    return node.op in ("placeholder", "get_attr") or not tensors_of(node) or POLICY in node.meta
+
+
+def call_node(node: fx.Node) -> fx.Node:
+    """The call of which a node picks one of several results, or the node itself."""
+    return node_at(node, 0) if node.target is operator.getitem else node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a value needs no memory of its own."""
+    return calls_view(call_node(node))
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    made = call_node(node)
+    if is_cheap(made) or recompute.recomputation_of(node) is not None:
+        return True
+    return is_op(made) and not made.all_input_nodes and not is_random(made)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes from which backward recomputes a node."""
+    other = recompute.recomputation_of(node)
+    return list(call_node(node).all_input_nodes) if other is None else recompute.read_by(other)
+
+
+def sources_of(node: fx.Node, joint: Joint, intensive: Collection[fx.Node] | None = None) -> list[fx.Node] | None:
+    """The nodes from which backward may recompute a node; None if it must be kept.
+
+    intensive: those that may be recomputed; None for all that are not random.
+    """
+    made = call_node(node)
+    repeats = node in intensive if intensive is not None else is_compute_intensive(made) and not is_random(made)
+    if node in joint.free_to_save or not (repeats or _may_run_again(node)):
+        return None
+    sources = _sources(node)
+    if not is_view(node) and any(source in joint.overwritten for source in sources):
+        # Backward would read what forward has written there.
+        return None
+    return sources
+
+
+def entries(joint: Joint, backward: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The nodes of backward that read nodes of forward, and what they read.  The end of the graph reads gradients."""
+    own = set(backward)
+    for reader in (*backward, joint.end):
+        for node in joint.gradients if reader is joint.end else reader.all_input_nodes:
+            if node not in own and not is_available(node):
+                yield reader, node
+
+
+def readers_of_forward(joint: Joint, recomputed: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes of backward, in the order of the graph.
+
+    They are computed from a gradient, or backward alone needs them and they are not cheap, or they are computed from
+    such nodes.
+
+    recomputed: nodes that backward computes as it does values of forward.
+    """
+    found: dict[fx.Node, None] = {}
+
+    def is_of_backward(node: fx.Node) -> bool:
+        if node in joint.backward:
+            return True
+        if node.op != "call_function" or not tensors_of(node) or node in recomputed or call_node(node) in joint.forward:
+            # Symbolic sizes are computed in forward.
+            return False
+        return not _may_run_again(node) or any(source in found for source in node.all_input_nodes)
+
+    for node in joint.graph.nodes:
+        if is_of_backward(node):
+            found[node] = None
+    return list(found)
+
+
+def decision_that_recomputes(
+    joint: Joint, recomputed: Collection[fx.Node], replacements: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> Decision:
+    """What backward reads if just these values are recomputed, and others are read in place of some nodes."""
+    backward = readers_of_forward(joint, recomputed)
+    found = Decision(backward=backward, replacements=dict(replacements))
+    for reader, entry in entries(joint, backward):
+        node = replacements.get(entry, entry)
+        found.readers.setdefault(node, set()).add(reader)
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in found.saved or one in found.recomputed:
+                continue
+            if one not in recomputed:
+                found.saved.add(one)
+                continue
+            found.recomputed[one] = [replacements.get(source, source) for source in _sources(one)]
+            stack += [source for source in found.recomputed[one] if not is_available(source)]
+        note_readers(node, found)
+    return found
+
+
+def note_readers(node: fx.Node, found: Decision) -> None:
+    """Notes who reads the nodes from which a node is recomputed."""
+    stack = [node]
+    while stack:
+        reader = stack.pop()
+        for source in found.recomputed.get(reader, ()):
+            if is_available(source):
+                continue
+            readers = found.readers.setdefault(source, set())
+            if reader not in readers:
+                readers.add(reader)
+                stack.append(source)
