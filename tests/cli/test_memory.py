@@ -18,6 +18,8 @@ BLOCKS = "tests.cli.test_memory:blocks"
 BLOCK = "tests.cli.test_memory:block"
 VOLUMES = "tests.cli.test_memory:volumes"
 IMAGE = ["--input", "2,3,64,64"]
+# A plan in half precision counts no way with autocast.
+HALF = ["--codegen", "aten", "--dtype", "fp16"]
 
 
 def test_profile_prints_a_report(capsys):
@@ -104,22 +106,8 @@ def test_plan_has_the_line_of_the_backend(tmp_path):
 
 
 def test_plan_prints_a_table(capsys, tmp_path):
-    argv = [
-        "plan",
-        BLOCK,
-        "--input",
-        "3,64,64",
-        "--budget",
-        "1GiB",
-        "--batch",
-        "16",
-        "--dtype",
-        "fp16",
-        "--codegen",
-        "aten",
-        "--json",
-        str(tmp_path / "plan.json"),
-    ]
+    argv = ["plan", BLOCK, "--input", "3,64,64", "--budget", "1GiB", "--batch", "16", *HALF]
+    argv += ["--json", str(tmp_path / "plan.json")]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "fits batch 16" in out
@@ -131,8 +119,7 @@ def test_plan_prints_a_table(capsys, tmp_path):
 
 def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(capsys):
     """``plan`` took only shapes without the batch, and ``profile`` took only shapes with the batch."""
-    half = ["--codegen", "aten", "--dtype", "fp16"]
-    assert main(["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", *half]) == 0
+    assert main(["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", *HALF]) == 0
     assert "Cheapest for batch 16: eager" in capsys.readouterr().out
     assert main(["profile", BLOCK, "--input", "3,64,64", "--batch", "16", "--codegen", "aten"]) == 0
     assert "on 16×3×64×64 fp32" in capsys.readouterr().out
@@ -147,7 +134,7 @@ def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
     linear = "tests.cli.test_memory:linear"
     assert main(["profile", linear, "--input", "4,8", "--codegen", "aten"]) == 0
     assert "on 4×8 fp32" in capsys.readouterr().out
-    assert main(["plan", linear, "--input", "8", "--budget", "1GiB", "--codegen", "aten", "--dtype", "fp16"]) == 0
+    assert main(["plan", linear, "--input", "8", "--budget", "1GiB", *HALF]) == 0
 
 
 def blocks():
@@ -242,10 +229,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCK, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--json", "/", "--overwrite"], "/ is a folder: name a file in it"),
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
-        (
-            [*PLAN, "--budget", "9KiB", "--codegen", "aten", "--dtype", "fp16"],
-            "fusedseg plan: Sequential with batch 1 does not fit",
-        ),
+        ([*PLAN, "--budget", "9KiB", *HALF], "fusedseg plan: Sequential with batch 1 does not fit"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
     ],

@@ -85,9 +85,9 @@ def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
     wanted, peaks, allocated = results(twin, twin, inputs), [], []
     for budget in budgets:
         one = copy.deepcopy(net)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as missed:
             # Networks as small as these miss some budgets.
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
             run = budgeted(one, budget)
             found = results(one, run, inputs)
             if budget is not None and name == "nnU-Net":
@@ -105,7 +105,7 @@ def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
         else:
             eager, plan, share = chosen[-1]
             assert of_run <= plan.kept + out.nbytes
-            assert plan.kept <= budget * eager or budget < 0.5
+            assert missed or plan.kept <= budget * eager
             assert share <= 0.35
             assert peaks[-1] <= plan.peak
         one.zero_grad()
