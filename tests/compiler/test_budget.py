@@ -105,7 +105,7 @@ def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
         else:
             eager, plan, share = chosen[-1]
             assert of_run <= plan.kept + out.nbytes
-            assert missed or plan.kept <= budget * eager
+            assert plan.kept <= budget * eager or any("cannot be met" in str(of.message) for of in missed)
             assert share <= 0.35
             assert peaks[-1] <= plan.peak
         one.zero_grad()
