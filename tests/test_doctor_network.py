@@ -41,7 +41,7 @@ def test_rewrites_take_part_on_a_gpu(direct, monkeypatch):
 
 def test_a_rewrite_that_is_wrong_is_found(monkeypatch):
     """A call that casts many tensors leaves one value of the first one as it was."""
-    copy, few = _torch.foreach_copy, ("ahead", "casts", "in_place")
+    copy, few = _torch.foreach_copy, ("ahead", "casts")
 
     def wrong(made, tensors):
         copy(made, tensors)

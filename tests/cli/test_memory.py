@@ -18,6 +18,8 @@ BLOCKS = "tests.cli.test_memory:blocks"
 BLOCK = "tests.cli.test_memory:block"
 VOLUMES = "tests.cli.test_memory:volumes"
 IMAGE = ["--input", "2,3,64,64"]
+# A plan in half precision counts no way with autocast.
+HALF = ["--codegen", "aten", "--dtype", "fp16"]
 
 
 def test_profile_prints_a_report(capsys):
@@ -60,17 +62,17 @@ def test_a_picture_without_matplotlib_is_refused_at_once(monkeypatch, capsys, tm
 
 def test_profile_of_the_backend_with_options(tmp_path):
     found = []
-    for number, options in enumerate(([], ["--bits", "4", "--amp"], ["--budget", "0.2"])):
-        path = str(tmp_path / f"{number}.json")
+    for options in (["--bits", "4", "--amp"], ["--budget", "0.2"]):
+        path = str(tmp_path / f"{len(found)}.json")
         argv = ["profile", VOLUMES, "--input", "2,1,16,16,16", "--codegen", "aten", "--json", path]
         assert main([*argv, *options]) == 0
         found.append(json.loads(Path(path).read_text())["ways"])
-    exact, packed, less = (of["fusedseg"] for of in found)
-    # Autocast takes at least 30 % off eager mode's bytes, and bits half of the rest.
-    assert found[1]["eager"]["kept"] < 0.7 * found[0]["eager"]["kept"]
-    assert packed["kept"] < 0.35 * exact["kept"]
-    assert less["kept"] < exact["kept"]
-    assert less["repeated"] > 0
+    packed, less = found
+    # Autocast takes at least 30 % off eager mode's bytes, and bits most of the rest.
+    assert packed["eager"]["kept"] < 0.7 * less["eager"]["kept"]
+    assert packed["fusedseg"]["kept"] < 0.15 * packed["eager"]["kept"]
+    assert less["fusedseg"]["kept"] < 0.25 * less["eager"]["kept"]
+    assert less["fusedseg"]["repeated"] > 0
 
 
 def test_a_preset_is_compared_with_its_plain_twin(capsys, tmp_path):
@@ -104,18 +106,8 @@ def test_plan_has_the_line_of_the_backend(tmp_path):
 
 
 def test_plan_prints_a_table(capsys, tmp_path):
-    argv = [
-        "plan",
-        BLOCK,
-        "--input",
-        "3,64,64",
-        "--budget",
-        "1GiB",
-        "--batch",
-        "16",
-        "--json",
-        str(tmp_path / "plan.json"),
-    ]
+    argv = ["plan", BLOCK, "--input", "3,64,64", "--budget", "1GiB", "--batch", "16", *HALF]
+    argv += ["--json", str(tmp_path / "plan.json")]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "fits batch 16" in out
@@ -127,7 +119,7 @@ def test_plan_prints_a_table(capsys, tmp_path):
 
 def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(capsys):
     """``plan`` took only shapes without the batch, and ``profile`` took only shapes with the batch."""
-    assert main(["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", "--codegen", "aten"]) == 0
+    assert main(["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", *HALF]) == 0
     assert "Cheapest for batch 16: eager" in capsys.readouterr().out
     assert main(["profile", BLOCK, "--input", "3,64,64", "--batch", "16", "--codegen", "aten"]) == 0
     assert "on 16×3×64×64 fp32" in capsys.readouterr().out
@@ -140,9 +132,9 @@ def test_a_sample_is_profiled_as_a_batch_of_one(capsys):
 
 def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
     linear = "tests.cli.test_memory:linear"
-    assert main(["profile", linear, "--input", "4,8"]) == 0
+    assert main(["profile", linear, "--input", "4,8", "--codegen", "aten"]) == 0
     assert "on 4×8 fp32" in capsys.readouterr().out
-    assert main(["plan", linear, "--input", "8", "--budget", "1GiB"]) == 0
+    assert main(["plan", linear, "--input", "8", "--budget", "1GiB", *HALF]) == 0
 
 
 def blocks():
@@ -237,7 +229,7 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCK, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--json", "/", "--overwrite"], "/ is a folder: name a file in it"),
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
-        ([*PLAN, "--budget", "9KiB", "--codegen", "aten"], "fusedseg plan: Sequential with batch 1 does not fit"),
+        ([*PLAN, "--budget", "9KiB", *HALF], "fusedseg plan: Sequential with batch 1 does not fit"),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
     ],

@@ -499,6 +499,8 @@ OF_ITS_SIZE = ("no batch", "its input as the residual")
 # Programs that take views which images in channels_last do not have, or ask for strides.
 CONTIGUOUS = "heads", "autograd.Function", "one memory", "as_strided"
 OF_TWO = (2, 2, 9, 8)
+# The positions of a small map; the interpreter takes seconds for a volume.
+SMALL = {1: (5,), 2: (5, 4), 3: (3, 2, 2)}
 # Biases of convolutions before norms.
 BIASES = {
     "batch": Program(lambda: block(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), OF_TWO),
@@ -535,9 +537,9 @@ BIASES = {
 }
 PROGRAMS = LAID_OUT | BIASES | {
     # Interpolations before 1x1 convolutions.
-    **{f"up, {mode}": Program(lambda mode=mode, n=n: Up(n, mode), (2, 3, *(5, 4, 3)[:n]))
+    **{f"up, {mode}": Program(lambda mode=mode, n=n: Up(n, mode), (2, 3, *SMALL[n]))
        for mode, n in (("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))},
-    **{f"up, {mode} with corners": Program(lambda mode=mode, n=n: Up(n, mode, corners=True), (2, 3, *(5, 4, 3)[:n]))
+    **{f"up, {mode} with corners": Program(lambda mode=mode, n=n: Up(n, mode, corners=True), (2, 3, *SMALL[n]))
        for mode, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))},
     # Concatenations.
     "skip": Program(lambda: Skip(2, None), (2, 2, 8, 12)),
@@ -589,6 +591,10 @@ PROGRAMS = LAID_OUT | BIASES | {
     "every module": Program(Everything, (2, 4, 8, 8)),
     **{name: Program(build, shapes[0]) for name, (build, shapes) in NETWORKS.items() if len(shapes) == 1},
 }  # fmt: skip
+# ``test_norm_kernels.py`` runs these.
+BY_KERNELS = [f"blocks, {name}" for name in NORM_ACTS if name not in ("cumulative", "group")]
+# Other tests have published networks, the layout of LAID_OUT, and kernels behind convolutions with a bias.
+OF_A_GPU = [name for name in PROGRAMS if name not in {*LAID_OUT, *NETWORKS, *BIASES, *BY_KERNELS}]
 
 
 def shifted(net):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fusedseg.compiler.codegen import aten as partition_emit
 from fusedseg.compiler.estimate import estimate_ways
@@ -18,7 +19,7 @@ from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.max_pool import aten_max_pool
 from fusedseg.ops.norm import aten_norms
-from tests.compiler.networks import kept, make, results, same
+from tests.compiler.networks import Dense, kept, make, results, same
 from tests.compiler.test_bits import MOST, error_of
 from tests.tools.spy import spied
 from tests.tools.threads import threads
@@ -68,8 +69,8 @@ def counted(monkeypatch):
     return live
 
 
-@pytest.mark.parametrize("name", ["nnU-Net", "ResNet", "attention", "mixed"])
-def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
+@pytest.mark.parametrize(("name", "budgets"), [("nnU-Net", (None, 0.3)), ("ResNet", (None, 0.6, 0.3))])
+def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher.
 
     With a budget, a convolution of a concatenation runs once for each part.  Whether the gradient of its weights keeps
@@ -82,11 +83,11 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
     net, inputs = make(name)
     twin = copy.deepcopy(net)
     wanted, peaks, allocated = results(twin, twin, inputs), [], []
-    for budget in (None, 0.6, 0.3):
+    for budget in budgets:
         one = copy.deepcopy(net)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as missed:
             # Networks as small as these miss some budgets.
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
             run = budgeted(one, budget)
             found = results(one, run, inputs)
             if budget is not None and name == "nnU-Net":
@@ -104,12 +105,12 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
         else:
             eager, plan, share = chosen[-1]
             assert of_run <= plan.kept + out.nbytes
-            assert plan.kept <= budget * eager or budget < 0.5
+            assert plan.kept <= budget * eager or any("cannot be met" in str(of.message) for of in missed)
             assert share <= 0.35
             assert peaks[-1] <= plan.peak
         one.zero_grad()
         allocated.append(allocator_peak(lambda run=run: run(*inputs).square().mean().backward()))
-    # The other networks are so small that workspaces inside of convolutions decide what the allocator has.
+    # The other network is so small that workspaces inside of convolutions decide what the allocator has.
     for found in (peaks, allocated) if name == "ResNet" else (peaks,):
         assert all(low <= 1.001 * high for high, low in pairwise(found)), (peaks, allocated)
 
@@ -119,19 +120,19 @@ def test_bits_bytes_and_peak(name, chosen, counted, monkeypatch):
 @pytest.mark.usefixtures("packed")
 def test_with_bits(chosen):
     """What is kept is packed, and fewer values are kept; a value is rounded once, also where a product runs twice."""
-    net, _ = make("nnU-Net")
-    inputs, nbytes = [torch.randn(2, 1, 16, 16, 16)], []
+    net, inputs = make("nnU-Net")
+    net, inputs, nbytes = net.double(), [inputs[0].double()], []
+    with pytest.warns(UserWarning, match="cannot be met"):
+        budgeted(net, "1000B", bits=4)(*inputs)
     for most in (0.0, 0.35):
         run = budgeted(net, None, bits=4, extra_flops=most)
         nbytes.append(kept(net, run, inputs))
         # The output lies in memory anyway.
         assert chosen[-1][1].kept - run(*inputs).nbytes <= nbytes[-1] <= chosen[-1][1].kept
     assert nbytes[1] < nbytes[0]
-    with pytest.warns(UserWarning, match="cannot be met"):
-        budgeted(net, "1000B", bits=4)(*inputs)
     # Arithmetic alone asks for the fewest bytes, and a budget for a peak that falls too.
-    assert chosen[-1][1].kept >= chosen[-3][1].kept
-    torch._dynamo.reset()
+    assert chosen[1][1].kept >= chosen[-1][1].kept
+    # The graph is the one above.
     found = error_of(net, inputs, 4, 16, extra_flops=0.35)
     assert 1e-9 < found.size < 0.12
     assert found.bias < MOST
@@ -145,8 +146,14 @@ def test_eager_bytes(chosen):
     assert 0.93 * eager < chosen[0][0] <= eager
 
 
+def blocks():
+    """Concatenations of norms and activations of convolutions."""
+    torch.manual_seed(0)
+    return Dense(F.relu, 3, nn.BatchNorm2d), [torch.randn(2, 3, 16, 16)]
+
+
 def test_missed_budget_warns():
-    net, inputs = make("U-Net")
+    net, inputs = blocks()
     with pytest.warns(
         UserWarning, match="cannot be met without a higher peak or more arithmetic.  The nearest"
     ) as seen:
@@ -183,7 +190,7 @@ def test_peak_of_a_card(chosen):
 
 
 def test_dynamic_shapes(chosen):
-    net, _ = make("U-Net")
+    net, _ = blocks()
     twin = copy.deepcopy(net)
     run = budgeted(net, 0.3, dynamic=True)
     for size in (32, 48):

@@ -6,14 +6,13 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.compiler.rewrite import joined_norms
 from fusedseg.ops.low_bit import graph as low_bit
-from tests.compiler.fake_step import fake_step
 from tests.compiler.networks import TwoBlocks, close, compiled, kept, results
-from tests.compiler.programs import NORM_ACTS, Blocks, made
+from tests.compiler.programs import BY_KERNELS, NORM_ACTS, Blocks, made
+from tests.compiler.test_programs import check, of_a_gpu
 from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
@@ -49,11 +48,11 @@ def calls(sources):
     return ["forward" if name in FORWARD else "backward" if name in BACKWARD else name for name in found]
 
 
-@pytest.mark.parametrize("name", [name for name in NORM_ACTS if name not in ("cumulative", "group")])
-def test_no_stock_norm_and_no_stock_activation_is_left(name, sources):
-    """``test_programs.py`` compares the values of these blocks."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake_step(TwoBlocks(*NORM_ACTS[name], channels=2), [torch.empty(2, 2, 14, 13)])
+@pytest.mark.usefixtures("packed", "strides_of_a_gpu")
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_no_stock_norm_and_no_stock_activation_is_left(name, sources, monkeypatch):
+    """And values and gradients are those of float64."""
+    check(name, of_a_gpu(name), monkeypatch)
     found = calls(sources)
     # Two outputs of forward, which backward computes again unless they are kept, and their gradients.
     assert found.count("forward") >= 2
@@ -176,7 +175,7 @@ class Skip(nn.Module):
 # Norms, activations, and how many calls of activations and gates go.  Out of place, two of the second norm stay.
 JOINED = {
     "batch": (batch, nn.ReLU(), 8), "instance": (instance, nn.LeakyReLU(0.2, True), 10),
-    "group": (lambda: nn.GroupNorm(2, 4), nn.ReLU(), 8), "elu": (batch, nn.ELU(), 0),
+    "group": (lambda: nn.GroupNorm(2, 4), nn.ReLU(), 8),
     # What the gate of such a slope reads does not tell the side.
     "falling": (batch, nn.LeakyReLU(-0.2), 0),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from fusedseg.compiler.codegen import concatenation
 from fusedseg.compiler.rewrite import split_convolutions
 from fusedseg.ops.layout import FORMATS
 from tests.compiler.networks import INDUCTOR, NETWORKS, compiled
-from tests.compiler.programs import BIASES, CONTIGUOUS, LAID_OUT, OF_ITS_SIZE, PROGRAMS, made, outputs_of, step
+from tests.compiler.programs import CONTIGUOUS, OF_A_GPU, OF_ITS_SIZE, PROGRAMS, made, outputs_of, step
 
 pytestmark = [
     pytest.mark.usefixtures("strides_of_a_gpu", "needs_interpreter"),
@@ -171,19 +171,15 @@ def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
         assert exact.holds(found[key], wanted[key]), (key, way)
 
 
-# Other tests have published networks, the layout of LAID_OUT, and kernels behind convolutions with a bias.
-OF_A_GPU = [name for name in PROGRAMS if name not in {*LAID_OUT, *NETWORKS, *BIASES}]
-
-
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("name", OF_A_GPU)
 def test_values_as_on_a_gpu(name, monkeypatch):
     check(name, of_a_gpu(name), monkeypatch)
 
 
-# The test above has values and gradients of most programs without options; every third one has options too.
+# The test above has values and gradients of most programs without options; every fifth one has options too.
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS][::3])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS][::5])
 def test_drawn_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 

@@ -41,7 +41,7 @@ HOW = {
 
 @pytest.mark.parametrize(
     ("how", "options"),
-    [*((how, {}) for how in HOW), ("nearest", {"budget": 0.5})],
+    [("nearest", {"budget": 0.5}), *((how, {}) for how in list(HOW)[1:])],
     ids=str,
 )
 def test_a_scale_factor_that_changes(how, options):
@@ -67,7 +67,7 @@ class Convolved(nn.Module):
         return F.conv2d(torch.cat([y, y.tanh()], 1), weight.new_ones(3, 2 * weight.shape[0], 1, 1))
 
 
-OPTIONS = [(True, {"budget": 0.3}), (True, {"bits": 8}), (None, {"budget": 0.3})]
+OPTIONS = [(True, {"bits": 8}), (None, {"budget": 0.3})]
 
 
 @pytest.mark.parametrize(("dynamic", "options"), OPTIONS, ids=str)

@@ -200,7 +200,7 @@ def test_dynamic_shapes(dynamic, codegen):
             return compile_graph(graph, inputs)
 
         torch._dynamo.reset()
-        net, twin = pair()
+        net, twin = pair(lambda: nn.Sequential(*Net().a, nn.Conv2d(8, 4, 1)))
         run = torch.compile(net, backend=counting, dynamic=dynamic)
         for batch, size in ((2, 14), (3, 18), (4, 22)):
             image = torch.randn(batch, 3, size, size, dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fusedseg.compiler.plan import choose
 from tests.compiler.networks import HAS_CXX, compiled, kept
 from tests.reference import relative_error
+from tests.tools.marks import slow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]
 SHAPE = (2, 3, 48, 40)
@@ -93,9 +94,9 @@ def two_steps(net: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, half: 
     return steps
 
 
-# The marker of Inductor leaves it out of a run on a CPU that does not ask for `gpu`.
+# The markers leave them out of a run on a CPU that does not ask for `gpu`; ``test_ways.py`` has such graphs.
 @pytest.mark.parametrize("codegen", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", slow(WAYS, "budget", "autocast", "autocast, contiguous"))
 def test_two_steps(device, name, codegen, monkeypatch):
     """Outputs, gradients and statistics of two optimizer steps, the format of the output, kept bytes, equal bits."""
     if codegen == "inductor" and device.type == "cpu" and not HAS_CXX:

@@ -14,11 +14,13 @@ from tests import norms, reference
 from tests.ops import conv_abn_cases as convs
 from tests.ops import test_max_pool as test_pools
 from tests.ops import test_norms
+from tests.tools.marks import slow
 from tests.tools.tensors import channels_last
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-by_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# Without a GPU, ``tests/ops`` has every dtype.
+by_dtype = pytest.mark.parametrize("dtype", slow(DTYPES.values(), torch.bfloat16, torch.float64), ids=DTYPES)
 by_format = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 
 # Planes of odd sizes.  A GPU also takes planes of which several programs share a channel.

@@ -14,6 +14,7 @@ from fusedseg.unet import UNet
 from tests.compiler.networks import compiled
 from tests.reference import relative_error
 from tests.resnet import ResNet18
+from tests.tools.marks import slow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]
 CLASSES = 3
@@ -80,7 +81,8 @@ def trained(net: nn.Module, run: Callable[[Tensor], Tensor], pair: Pair, half: b
     return Moved(*(torch.cat(part) if part else torch.zeros(0) for part in parts))
 
 
-@pytest.mark.parametrize("dtype", ERRORS, ids=["fp32", "autocast"])
+# Without a GPU, other tests compare each module in fp32.
+@pytest.mark.parametrize("dtype", slow(ERRORS, torch.float32), ids=["fp32", "autocast"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_two_steps(device, name, dtype):
     """Parameters and running statistics move as those of the stock network; a second run of one gives the same bits."""

@@ -135,10 +135,11 @@ class LittleMemory:
                 torch.cuda.set_per_process_memory_fraction(1.0, x.device)
 
 
+AROUND = (OnTheHost, Late, Overwritten, OddAddresses, LittleMemory)
+
+
 # ``-m gpu`` runs all of them.  Without a GPU these are plain steps.
-@pytest.mark.parametrize(
-    "around", slow([Late, Overwritten, OnTheHost, OddAddresses, LittleMemory], Late, Overwritten, LittleMemory)
-)
+@pytest.mark.parametrize("around", slow(AROUND, *AROUND[1:]))
 def test_steps(device, around):
     net, run, twin = pair(device)
     way = around(device)

@@ -24,13 +24,14 @@ from fusedseg.kernels.triton_names import JITFunction
 from torch import nn
 from triton.runtime._async_compile import active_mode
 
-from bench.gpu.host import unet
+from bench.contenders import relu
 from bench.networks import plain_unet
 from fusedseg import _backend, _torch
 from fusedseg.kernels import ahead, concat, dry_run, launcher
 from fusedseg.losses import CrossEntropyLoss
 from fusedseg.ops.registry import FAMILIES
 from fusedseg.ops.self_test import first_use
+from fusedseg.unet import UNet
 from tests.resnet import ResNet18
 
 # The kernels that were compiled, by name and specialisation.
@@ -103,6 +104,10 @@ def kinds_of_steps(make: Any, x: torch.Tensor, training: bool, options: dict[str
     return found, at_launch, alone
 
 
+def unet() -> nn.Module:
+    return UNet(3, 4, widths=(8, 16), norm_act=relu(2), plain=True)
+
+
 class WithLoss(nn.Module):
     """A network with its loss in the graph."""
 
@@ -117,12 +122,12 @@ class WithLoss(nn.Module):
 
 NETWORKS = {
     "U-Net with its loss": (WithLoss, torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)),
-    "PlainConvUNet": (lambda: plain_unet((8, 16, 32)).to(memory_format=torch.channels_last_3d),
+    "PlainConvUNet": (lambda: plain_unet((8, 16)).to(memory_format=torch.channels_last_3d),
                       torch.randn(2, 1, 32, 32, 32).to(memory_format=torch.channels_last_3d)),
     "U-Net": (lambda: unet().to(memory_format=torch.channels_last),
               torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)),
     "U-Net in planes": (unet, torch.randn(2, 3, 64, 64)),
-    "ResNet": (lambda: ResNet18(10, width=8, stages=2).to(memory_format=torch.channels_last),
+    "ResNet": (lambda: ResNet18(10, width=8, stages=1).to(memory_format=torch.channels_last),
                torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)),
 }  # fmt: skip
 
@@ -143,7 +148,6 @@ def networks_in_channels_last() -> None:
 
 def networks_in_planes() -> None:
     _compiles_what_a_step_launches("U-Net in planes")
-    _compiles_what_a_step_launches("U-Net in planes", training=False)
 
 
 def nnunets_network() -> None:

@@ -26,6 +26,8 @@ from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.tensors import channels_last, empty, slots_of
 
 pytestmark = pytest.mark.sanitize
+# Without a GPU, tests of the same kernels in other files prove more.
+slow = pytest.mark.slow
 by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}
@@ -41,6 +43,7 @@ def uncompiled(request):
 
 
 # The self-tests count batches, compute norms again, merge many parts, and compute kinks.
+@slow
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.instead])
 def test_self_test(name, device):
@@ -204,6 +207,7 @@ def test_upsample(name, rows, device):
     )
 
 
+@slow
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @by_layout
@@ -247,6 +251,7 @@ def test_counts(rows, device):
             assert torch.equal(sums[:3].long(), torch.stack([(p * target).sum(2), p.sum(2), target.sum(2)]))
 
 
+@slow
 @by_layout
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_packing(bits, rows, device):

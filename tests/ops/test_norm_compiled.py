@@ -110,11 +110,10 @@ def test_checkpoint_keeps_no_output():
     assert saved.nbytes <= 1024
 
 
-# Kinds of statistics differ in the arguments of the op alone.
-@pytest.mark.parametrize("name", [IN_PLACE[0], "group"])
-def test_autocast_and_sizes(name):
+# Kinds of statistics differ in the arguments of the op alone, and other norms are stock functions.
+def test_autocast_and_sizes():
     """In channels_last, with one graph for all sizes."""
-    net = Block(NORMS[name]())
+    net = Block(NORMS[IN_PLACE[0]]())
     twin = copy.deepcopy(net)
     run = compiled(net, dynamic=True)
     for size in (8, 11):

@@ -24,10 +24,9 @@ step_alone = partial(plan, optimizer=None, reserve=0.0)
 
 
 def chain(norm_act):
-    """Makes two blocks of two convolutions."""
-    pairs = [(3, 16), (16, 16), (16, 16), (16, 4)]
-    layers = [nn.Sequential(nn.Conv2d(*channels, 3, padding=1), norm_act(channels[1])) for channels in pairs]
-    return nn.Sequential(*(nn.Sequential(*layers[i : i + 2]) for i in (0, 2)))
+    """Makes two blocks."""
+    blocks = (nn.Sequential(nn.Conv2d(i, o, 3, padding=1), norm_act(o)) for i, o in ((3, 16), (16, 4)))
+    return nn.Sequential(*blocks)
 
 
 PLAIN = partial(chain, lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)))
