@@ -212,12 +212,6 @@ def nbytes_of(node: fx.Node) -> int:
     return sum(numel_of(t) * t.dtype.itemsize for t in tensors_of(node))
 
 
-def call_of(node: fx.Node) -> str:
-    """The call of a function to which the node belongs; the compiler may write one call as many nodes."""
-    stack = node.meta.get("source_fn_stack")
-    return stack[-1][0] if stack else node.name
-
-
 def is_compute_intensive(node: fx.Node) -> bool:
     """Whether the node is a convolution, a matrix product or attention."""
     from torch.utils.flop_counter import flop_registry
