@@ -37,7 +37,7 @@ class Decision:
 
     Attributes:
         saved: the nodes that forward saves for backward.
-        recomputed: the nodes that backward recomputes, each with the nodes that this reads.
+        recomputed: the nodes that backward recomputes, in the order of the graph, each with the nodes that this reads.
         backward: the nodes of backward.
         replacements: nodes that backward reads in place of others, with the same value.
         peak_target: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
@@ -144,4 +144,5 @@ def decision_that_recomputes(
             continue
         found.recomputed[node] = [replacements.get(source, source) for source in _sources(node)]
         stack += [source for source in found.recomputed[node] if not is_available(source)]
+    found.recomputed = {node: found.recomputed[node] for node in joint.graph.nodes if node in found.recomputed}
     return found

@@ -149,7 +149,15 @@ class Gradients(NamedTuple):
 
     def wanted(self, needs: Needs) -> tuple[Tensor | None, ...]:
         """The gradients, or None for each that ``needs`` does not ask for."""
-        return tuple([grad if need else None for grad, need in zip(self, needs, strict=True)])
+        # In one call of Python; a comprehension is a second one.
+        dx, dweight, dbias, dresidual, dslope = self
+        return (
+            dx if needs[0] else None,
+            dweight if needs[1] else None,
+            dbias if needs[2] else None,
+            dresidual if needs[3] else None,
+            dslope if needs[4] else None,
+        )
 
 
 def adjacent(*vectors: Tensor | None) -> bool:

@@ -73,8 +73,10 @@ class NormFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         norm, stride, kept, passed_on = ctx.call
         tensors = list(ctx.saved_tensors)
-        # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.
-        tensors[0] = laid_out(tensors[0], stride)
+        # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.  Nearly every
+        # call fails this test, and the call of a function costs more.
+        if tensors[0].stride() != stride:
+            tensors[0] = laid_out(tensors[0], stride)
         # Residual and slope are not among the arguments if both are None.
         need_x, need_weight, need_bias, *more = ctx.needs_input_grad[4:]
         need_residual, need_slope = more or (False, False)

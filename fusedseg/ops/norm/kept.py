@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..._torch import current_graph_task_id, unset_fake_temporarily
+from ..._torch import FakeTensor, current_graph_task_id, unset_fake_temporarily
 from ...activation import TABLE, Activation
-from ..check import has_values, wide_dtype
+from ..check import wide_dtype
 
 # The largest error of xhat, in units of the dtype's rounding, about which a channel need not be kept: that is 2**-5,
 # 2**-8, 2**-18 and 2**-41.
@@ -133,7 +133,7 @@ def find(
         return None
     weight = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
     bias = torch.zeros_like(weight) if bias is None else bias
-    if not has_values(weight):
+    if weight.is_meta or isinstance(weight, FakeTensor):
         return None
     mask = kept_mask(weight, bias, act, dtype, residual)
     # There is one wait for the device, and a second copy only if there are kept channels.
@@ -284,7 +284,7 @@ class KeptChannels:
     ) -> Kept | None:
         """The kept channels for this forward pass, or None.  ``residual`` says whether a residual is added."""
         first = weight if weight is not None else bias
-        if first is None or not has_values(first):
+        if first is None or first.is_meta or isinstance(first, FakeTensor):
             return None
         kind = act, dtype, residual
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
