@@ -73,8 +73,8 @@ class NormFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         norm, stride, kept, passed_on = ctx.call
         tensors = list(ctx.saved_tensors)
-        # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.  Nearly every
-        # call fails this test, and the call of a function costs more.
+        # Hooks need not keep strides: those of ``save_on_cpu(pin_memory=True)`` make all tensors contiguous.  This
+        # test takes less time than the call.
         if tensors[0].stride() != stride:
             tensors[0] = laid_out(tensors[0], stride)
         # Residual and slope are not among the arguments if both are None.
