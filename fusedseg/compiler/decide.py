@@ -1,7 +1,7 @@
 """The decision about a joint graph: what forward keeps, what backward recomputes, and what is packed.
 
-``plan/choose.py`` chooses, without a budget by the first of the prices of a second run.  With bits what is kept is
-packed (``low_bit/packing.py``), unless the step would keep more, or peak higher, than without bits.
+``plan/choose.py`` chooses.  With bits what is kept is packed (``low_bit/packing.py``), unless the step would keep more,
+or peak higher, than without bits.
 """
 
 from collections import Counter

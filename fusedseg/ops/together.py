@@ -32,7 +32,8 @@ def allocated(forms: Forms, device: torch.device) -> list[Tensor] | None:
     # A lookup takes less time than a call.
     if not (_backend.proven.get(("casts", device)) or _backend.proves("casts", device)):
         return None
-    return _empty(forms, device)
+    # ``_empty`` without a further call.
+    return list(itertools.starmap(_torch.EMPTY_STRIDED[device.type], forms))
 
 
 def _empty(forms: Forms, device: torch.device) -> list[Tensor]:

@@ -102,7 +102,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> Decision:
-        return self._at_first_price(nearly_free.scores)
+        return self._without_budget(nearly_free.scores)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Which values forward keeps, and which convolutions and matrix products run twice.
 
-``min_cut.py`` gives the values that are recomputed for a price of what runs again.  Without a budget it is the highest
-of the prices, and no compute-intensive op runs again, but for those of which a second run is nearly free
+``min_cut.py`` gives the values that are recomputed for a price of what runs again.  Without a budget it is
+``DEFAULT_PRICE``, and no compute-intensive op runs again, but for those of which a second run is nearly free
 (``nearly_free.py``).
 
 For a budget the prices fall.  Each of these choices has a price of its own, counted on the schedule that will run: kept
@@ -32,7 +32,7 @@ from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
 from . import nearly_free, recompute
 from .decision import Decision, call_node, decision_that_recomputes
-from .min_cut import FIRST_PRICE, UNIT, Cut
+from .min_cut import DEFAULT_PRICE, UNIT, Cut
 from .peak import ByteModel
 from .schedule import PeakTarget, is_inlined
 
@@ -83,16 +83,16 @@ class Choices:
 
     def first(self) -> Decision:
         """The decision without a budget."""
-        return self._at_first_price(nearly_free.repeated, from_larger=False)
+        return self._without_budget(nearly_free.repeated, from_larger=False)
 
-    def _at_first_price(
+    def _without_budget(
         self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]], from_larger: bool = True
     ) -> Decision:
-        """What is decided at the highest price if just those compute-intensive ops run again that ``repeats`` names."""
+        """What is decided if just those compute-intensive ops run again that ``repeats`` names."""
         cut = Cut(self.joint, partial(Choices.nbytes, self), self._price, from_larger=from_larger)
 
         def decided(intensive: AbstractSet[fx.Node]) -> Decision:
-            recomputed = cut.with_intensive(intensive, UNIT * FIRST_PRICE)
+            recomputed = cut.with_intensive(intensive, UNIT * DEFAULT_PRICE)
             return replace(decision_that_recomputes(self.joint, recomputed), peak_target=self.peak_target)
 
         choices = [decided(frozenset())]

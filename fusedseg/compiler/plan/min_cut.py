@@ -23,10 +23,11 @@ ENDLESS = 1 << 80
 # Without a budget a value is kept if one of this many times its size would have to be recomputed for it.
 LARGER = 4
 # The prices of arithmetic, and of bytes that cheap calls move, in kept bytes: each is this share of the one before it.
-# At the first one cheap calls run again if they move less than sixteen bytes for each that is kept less.
-FIRST_PRICE = 1 / 16
+FIRST_PRICE = 1 / 4
 NEXT_PRICE = 0.85
-PRICES = 82
+PRICES = 90
+# The price without a budget: cheap calls run again if they move less than sixteen bytes for each that is kept less.
+DEFAULT_PRICE = 1 / 16
 
 
 class Flow:
