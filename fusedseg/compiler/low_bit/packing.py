@@ -102,6 +102,7 @@ class RoundedChoices(Choices):
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
     def first(self) -> Decision:
+        # The result of a pool is picked from the larger value, which costs fewer bytes than to keep both.
         return self._without_budget(nearly_free.scores)
 
     def cut(self) -> Cut:

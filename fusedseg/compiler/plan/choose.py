@@ -88,7 +88,11 @@ class Choices:
     def _without_budget(
         self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]], from_larger: bool = True
     ) -> Decision:
-        """What is decided if just those compute-intensive ops run again that ``repeats`` names."""
+        """What is decided if just those compute-intensive ops run again that ``repeats`` names.
+
+        ``repeats`` is given what would be saved if cheap calls cost nothing: the results of compute-intensive ops
+        themselves, and not what follows from them.  ``from_larger`` is that of ``Cut``.
+        """
         cut = Cut(self.joint, partial(Choices.nbytes, self), self._price, from_larger=from_larger)
 
         def decided(intensive: AbstractSet[fx.Node]) -> Decision:
@@ -96,7 +100,6 @@ class Choices:
             return replace(decision_that_recomputes(self.joint, recomputed), peak_target=self.peak_target)
 
         choices = [decided(frozenset())]
-        # There results of compute-intensive ops are kept themselves, and not what follows from them.
         if twice_run := repeats(decision_that_recomputes(self.joint, cut.all_cheap()).saved, self.joint):
             # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
             choices.insert(0, decided(twice_run))

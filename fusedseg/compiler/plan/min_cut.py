@@ -122,7 +122,7 @@ class Cut:
     Args:
         joint: the graph.
         nbytes: the bytes that keeping a value costs.
-        price: the arithmetic that a second run of a call costs.
+        price: the arithmetic that a second run of a call costs, or the bytes that it moves if it is cheap.
         is_rounded: whether a value is rounded if it is kept; compute-intensive ops run again from exact values alone.
         from_larger: whether a value may be recomputed where one of ``LARGER`` times its size has to be recomputed for
             it too, and is alive at that time.

@@ -14,7 +14,7 @@ from ..graph import Joint, calls_view, flops_of, nbytes_of, row_of, size_of
 # The share of forward's arithmetic that may be recomputed.
 SHARE = 0.02
 # The scores of attention are at least this many times as large as what they are computed from.
-LARGER = 4
+LARGER_THAN_INPUTS = 4
 
 
 def scores(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
@@ -44,7 +44,7 @@ def _flops_of(node: fx.Node) -> int:
 
 
 def _is_of_scores(node: fx.Node) -> bool:
-    return row_of(node).batched and size_of(node) >= LARGER * sum(map(size_of, node.all_input_nodes[-2:]))
+    return row_of(node).batched and size_of(node) >= LARGER_THAN_INPUTS * sum(map(size_of, node.all_input_nodes[-2:]))
 
 
 def _is_of_larger(node: fx.Node, saved: set[fx.Node]) -> bool:
