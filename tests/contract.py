@@ -1,5 +1,6 @@
 """Every op and module of the package, for the tests of what PyTorch asks of each of them (``test_contract.py``)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -159,8 +160,9 @@ def _convolutions(x: Tensor) -> dict[str, list[tuple[Any, tuple]]]:
     }
 
 
+@functools.cache
 def samples() -> dict[str, list[tuple[Any, tuple]]]:
-    """The ops that graphs hold, by the name of an op and a case: the op, and its arguments."""
+    """The ops that graphs hold, by the name of an op and a case: the op, and its arguments, to be copied."""
     x, rows, volume = torch.randn(IMAGE), channels_last(torch.randn(IMAGE)), torch.randn(1, 2, 4, 4, 4)
     window, labels = ([3, 3], [2, 2], [1, 1], [1, 1], False), torch.randint(C, (2, 4, 5))
     z, codes = pool.max_pool_op(x, *window, True)

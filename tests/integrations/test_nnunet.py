@@ -256,7 +256,7 @@ def test_plans_that_name_relu_need_no_trainer_of_their_own():
     """There was one that built the network with LeakyReLU, which converted blocks need to keep less."""
 
     def network(act):
-        net = PlainConvUNet(widths=(8, 16))
+        net = PlainConvUNet(widths=(8,))
         for block in [module for module in net.modules() if isinstance(module, nn.Sequential)]:
             if isinstance(block[-1], nn.LeakyReLU):
                 block[-1] = act

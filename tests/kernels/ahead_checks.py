@@ -141,13 +141,9 @@ def _compiles_what_a_step_launches(name: str, training: bool = True, **options: 
 
 
 def networks_in_channels_last() -> None:
-    """``a_loss_in_the_graph`` trains the U-Net."""
+    """``a_loss_in_the_graph`` trains the U-Net, and ``bits_in_planes`` has norms in planes."""
     _compiles_what_a_step_launches("U-Net", training=False)
     _compiles_what_a_step_launches("ResNet")
-
-
-def networks_in_planes() -> None:
-    _compiles_what_a_step_launches("U-Net in planes")
 
 
 def nnunets_network() -> None:

@@ -48,8 +48,11 @@ def cases():
         tensor_cores = tf32 or dtype != torch.float32
         channels_in = (CHANNELS_IN_FP32 if tf32 else CHANNELS_IN_IEEE) if dtype == torch.float32 else CHANNELS_IN
         channels_out = [K for block, K in CHANNELS_OUT.items() if tensor_cores or block <= 64]
-        for block_m, C, K in itertools.product(PROCESSORS, sum(channels_in.values(), ()), channels_out):
-            yield Case(kind, block_m, C, K)
+        for block_m, of_block, (number, K) in itertools.product(
+            PROCESSORS, channels_in.values(), enumerate(channels_out)
+        ):
+            # Each block of input channels has each of its numbers.
+            yield Case(kind, block_m, of_block[number % len(of_block)], K)
 
 
 def chosen(kind, M, C, K, device, affine=False):
@@ -82,7 +85,7 @@ def test_the_cases_below_reach_every_configuration(processors, device):
         processors(count)
         reached |= {chosen(of.kind, 144, of.C, of.K, device) for of in cases() if of.block_m == block_m}
         reached_affine |= {chosen(of.kind, 144, of.C, of.K, device, True) for of in cases() if of.block_m == block_m}
-        for kind, C, K in itertools.product(KINDS, channels, range(1, 132)):
+        for kind, C, K in itertools.product(KINDS, channels, channels):
             possible.add(chosen(kind, 144, C, K, device))
             possible_affine.add(chosen(kind, 144, C, K, device, affine=True))
     # Block sizes: 2 of positions; 4 (without tensor cores 3) of output channels; 3 (tf32 2, fp32 1) of input channels.

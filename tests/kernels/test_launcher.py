@@ -55,7 +55,7 @@ def misaligned(t: torch.Tensor) -> torch.Tensor:
 
 
 # A tensor that fits on chip takes one launch; a larger tensor takes two.
-@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 96, 192)], ids=["onchip", "split"])
+@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 92, 94)], ids=["onchip", "split"])
 def test_misaligned_tensors_after_aligned_ones(shape, device):
     """Code compiled for addresses that are multiples of 16 must not serve others."""
     x, dz = torch.randn(2, *shape, device=device).unbind()

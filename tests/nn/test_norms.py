@@ -81,7 +81,7 @@ def assert_same_step(stock, ours, x, residual=None):
     torch.testing.assert_close(ours.state_dict(), stock.state_dict())
 
 
-# Triton gets the options once; ``tests/ops/test_norms.py`` has random norms on each backend.
+# Triton gets the options once, of images; ``tests/ops/test_norms.py`` has random norms on each backend.
 @by_place
 @pytest.mark.parametrize(
     ("backend", "kind", "options"),
@@ -91,7 +91,8 @@ def assert_same_step(stock, ours, x, residual=None):
 )
 def test_training_and_eval_as_stock(backend, device, kind, options, place):
     """In one to three dimensions, in both memory formats, with and without a residual."""
-    for dims, shape in SHAPES + (VECTORS if kind != "instance" else []):
+    shapes = SHAPES + (VECTORS if kind != "instance" else [])
+    for dims, shape in shapes if backend == "aten" else SHAPES[1:2]:
         stock, ours = (m.to(device) for m in pair(kind, place, dims, **options))
         for training in (True, True, False):
             stock.train(training)
@@ -101,7 +102,7 @@ def test_training_and_eval_as_stock(backend, device, kind, options, place):
             assert_same_step(stock, ours, x, r if training else None)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 4, 96, 130)], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (2, 4, 64, 130)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("cls", [InPlaceABN, fusedseg.BatchNormAct])
 def test_batches_are_counted(backend, device, cls, shape):
     """If a kernel moves the running statistics, it also counts the batches, and autograd sees the change."""
@@ -215,9 +216,16 @@ class ResidualNet(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("kind", [("batch",), ("batch", 1), ("instance",), ("group",)], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-def test_five_steps_from_zero_weights(backend, device, kind, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (("batch",), torch.float32), (("batch", 1), torch.bfloat16), (("instance",), torch.bfloat16),
+        (("group",), torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_five_steps_from_zero_weights(backend, device, kind, dtype):
+    tolerance = 1e-3 if dtype == torch.float32 else 2e-2
     stock, ours = (ResidualNet(kind, fused).to(device) for fused in (False, True))
     ours.load_state_dict(stock.state_dict())
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (stock, ours)]

@@ -223,4 +223,4 @@ FAMILIES: dict[str, Callable[[Draw], None]] = {
     "norm": norm, "pool": pool, "upsample": enlarge, "concat": join, "low_bit": pack, "sums": sums,
 }  # fmt: skip
 # Calls of a seed; the interpreter takes a second or two for them.
-COUNTS = {"norm": 50, "pool": 16, "upsample": 8, "concat": 16, "low_bit": 16, "sums": 24}
+COUNTS = {"norm": 32, "pool": 8, "upsample": 8, "concat": 16, "low_bit": 12, "sums": 24}

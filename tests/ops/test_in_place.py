@@ -5,13 +5,9 @@ import torch
 from torch import nn
 
 import fusedseg
+from tests.contract import MODULES
 
 C = 4
-IN_PLACE = {
-    "InPlaceABN": lambda: fusedseg.InPlaceABN(C),
-    "InPlaceInstanceNormAct": lambda: fusedseg.InPlaceInstanceNormAct(C, affine=True),
-    "InPlaceGroupNormAct": lambda: fusedseg.InPlaceGroupNormAct(2, C),
-}
 
 
 def activation(device):
@@ -20,9 +16,9 @@ def activation(device):
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("InPlace")])
 def test_the_input_gets_a_new_version(backend, device, name, training, grad):
-    module, x = IN_PLACE[name]().to(device).train(training), activation(device)
+    module, x = MODULES[name]().to(device).train(training), activation(device)
     before = x._version
     with torch.set_grad_enabled(grad):
         z = module(x)

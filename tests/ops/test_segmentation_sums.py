@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
 from fusedseg.ops.segmentation import aten_sums as plain
 from fusedseg.ops.segmentation import sums as op
@@ -70,7 +69,7 @@ def compare(x, target, options, mask=None, tolerance=1e-13):
 @FORMATS
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(device, name, rows, monkeypatch):
-    """Tiles hold few positions, or few samples."""
+    """Tiles hold few positions, or few samples.  ``tests/kernels/test_segmentation_sums.py`` has Triton's kernels."""
     options, kind = CASES[name]
     for shape in SHAPES.values():
         if shape[1] == 1 and kind == "labels":
@@ -81,19 +80,6 @@ def test_against_the_reference(device, name, rows, monkeypatch):
             x = channels_last(x) if rows else x
             dx = compare(x, targets(shape, kind).to(device), options)
             assert dx.stride() == x.stride()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("needs_interpreter")
-@pytest.mark.parametrize("name", ["dice-ce", "smoothed-ignore", "regions", "probabilities"])
-@FORMATS
-def test_triton_agrees(device, name, rows, monkeypatch):
-    monkeypatch.setattr(fusedseg, "backend", "triton")
-    options, kind = CASES[name]
-    shape = SHAPES["2d"]
-    x = torch.randn(shape, dtype=torch.float64, device=device)
-    mask = torch.rand(2, 1, 6, 7, device=device) < 0.7
-    compare(channels_last(x) if rows else x, targets(shape, kind).to(device), options, mask)
 
 
 def test_masks_and_forms_of_labels(backend, device):

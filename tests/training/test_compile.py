@@ -1,6 +1,7 @@
-"""Networks under ``torch.compile``: any size, compiled autograd, and no more bytes kept.
+"""Networks under ``torch.compile``: compiled autograd, and no more bytes kept.
 
-``tests/test_contract.py`` compares a compiled network of all modules with eager mode.
+``tests/test_contract.py`` compares a compiled network of all modules with eager mode, and traces each op with symbolic
+sizes; ``tests/ops/test_norm_compiled.py`` has one graph for all sizes.
 """
 
 import copy
@@ -29,16 +30,6 @@ def results(net, run, images):
     z = run(*images)
     gradients = torch.autograd.grad(z.square().sum(), [*images, *net.parameters()])
     return z.detach(), gradients, dict(net.named_buffers())
-
-
-def test_batches_of_any_size():
-    """One graph serves batches of all sizes."""
-    eager, net, images = pair()
-    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (2, 3, 5):
-        batch = [torch.randn(count, *image.shape[1:], dtype=torch.float64) for image in images]
-        expected = results(eager, eager, batch)
-        torch.testing.assert_close(results(net, compiled, batch), expected)
 
 
 def test_keeps_no_more_than_eager():

@@ -97,7 +97,7 @@ def test_gradient_of_strides_that_stock_batch_norm_misreads(backend, name, train
     torch.testing.assert_close(second, first)
 
 
-@pytest.mark.parametrize("way", ["eager", pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
+@pytest.mark.parametrize("way", [pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
 def test_pickled(way):
     """A compiled module is compiled again after it is unpickled."""
     net = fusedseg.unet.UNet(1, 2, widths=(4, 8)).double()

@@ -4,29 +4,17 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import fusedseg
-
-LAYERS = {
-    "InPlaceABN": lambda: fusedseg.InPlaceABN(3),
-    "InPlaceInstanceNormAct": lambda: fusedseg.InPlaceInstanceNormAct(3, affine=True),
-    "InPlaceGroupNormAct": lambda: fusedseg.InPlaceGroupNormAct(3, 3),
-    "BatchNormAct": lambda: fusedseg.BatchNormAct(3),
-    "InstanceNormAct": lambda: fusedseg.InstanceNormAct(3, affine=True),
-    "GroupNormAct": lambda: fusedseg.GroupNormAct(1, 3),
-    "ConvABN2d": lambda: fusedseg.ConvABN2d(3, 3, 1),
-    "JoinConv2d": lambda: fusedseg.nn.JoinConv2d(3, 3, 1),
-    "MaxPool2d": lambda: fusedseg.MaxPool2d(2),
-}
+from tests.contract import MODULES
 
 
-@pytest.fixture(params=LAYERS)
+@pytest.fixture(params=[name for name in MODULES if not name.endswith("3d")])
 def layer(request):
-    return LAYERS[request.param]()
+    return MODULES[request.param]()
 
 
 def test_func_grad(layer):
     parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
-    x = torch.randn(2, 3, 4, 4)
+    x = torch.randn(2, 4, 4, 4)
 
     def loss(x):
         return torch.func.functional_call(layer, (parameters, buffers), (x * 1,)).sum()
@@ -40,13 +28,13 @@ def test_func_grad(layer):
 
 def test_vmap(layer):
     with pytest.raises(RuntimeError, match=r"torch.func transforms \(grad, vmap, jvp, ...\) are not supported"):
-        torch.func.vmap(layer.eval())(torch.randn(2, 1, 3, 4, 4))
+        torch.func.vmap(layer.eval())(torch.randn(2, 1, 4, 4, 4))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
 def test_forward_mode(layer, grad):
     """Forward mode raises an error: tangents are not lost in silence, and statistics do not move."""
-    x, tangent = torch.randn(2, 2, 3, 4, 4)
+    x, tangent = torch.randn(2, 2, 4, 4, 4)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with forward_ad.dual_level(), torch.set_grad_enabled(grad):
         dual = forward_ad.make_dual(x, tangent)
@@ -60,7 +48,7 @@ def test_forward_mode(layer, grad):
 def test_functional_call_without_transforms(layer):
     """Gradients reach parameters that ``functional_call`` supplies, as in meta-learning."""
     other = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
-    z = torch.func.functional_call(layer, other, (torch.randn(2, 3, 4, 4),))
+    z = torch.func.functional_call(layer, other, (torch.randn(2, 4, 4, 4),))
     if other:
         z.square().sum().backward()
     assert all(p.grad is not None for p in other.values())
