@@ -21,8 +21,6 @@ SUITES = {
     "conv_abn": ("tests.kernels.conv_abn_launches", "FEW", VENDORS),
     "conv_abn-products": ("tests.kernels.conv_abn_launches", "FEWER", ("sm_80", "sm_100")),
     "conv_abn-most": ("tests.kernels.conv_abn_launches", "MOST", ("sm_120",)),
-    # The same shared memory and the same instructions as sm_120.
-    "conv_abn-most-too": ("tests.kernels.conv_abn_launches", "MOST", ("sm_86",)),
     "conv_abn-others": ("tests.kernels.conv_abn_launches", "FEW", [of for of in OTHERS if of.startswith("sm_")]),
     # gfx950 copies to shared memory by an instruction that tests/tools/codegen.py cannot read.
     "conv_abn-others-amd": ("tests.kernels.conv_abn_launches", "WITHOUT_TF32", ("gfx90a",)),

@@ -14,7 +14,7 @@ from fusedseg.ops.low_bit.spec import GROUP, lines_of
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+HALF, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 KEY = -123456789
 
@@ -53,8 +53,7 @@ def tensor(shape, dtype, rows, device):
 
 
 @pytest.mark.usefixtures("poison")
-@DTYPES
-@FORMATS
+@pytest.mark.parametrize(("dtype", "rows"), [*zip((*HALF, *WIDE), (False, True, True, False), strict=True)], ids=str)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_bits_of_aten(dtype, rows, bits, device):
     """Groups of 256 positions, and a shorter one; an odd number of channels and of positions."""
@@ -64,9 +63,16 @@ def test_the_bits_of_aten(dtype, rows, bits, device):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.usefixtures("poison")
-@DTYPES
-@FORMATS
-@pytest.mark.parametrize("of", ["channel", "sample"])
+@pytest.mark.parametrize(
+    ("of", "rows", "dtype"),
+    [
+        pytest.param(of, rows, dtype, id=f"{of}-{'rows' if rows else 'planes'}-{dtype}")
+        for of, rows, dtypes in (
+            ("channel", False, HALF), ("channel", True, WIDE), ("sample", False, WIDE), ("sample", True, HALF)
+        )
+        for dtype in dtypes
+    ],
+)  # fmt: skip
 def test_the_bits_of_aten_with_a_kink(dtype, rows, of, device):
     kink = torch.randn(5 if of == "channel" else 10, device=device, dtype=torch.promote_types(dtype, torch.float32))
     launch(tensor((2, 5, 9, 33), dtype, rows, device), 4, kink)

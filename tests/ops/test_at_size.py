@@ -160,8 +160,8 @@ OPS = {
 def results_of(family, device, dtype=torch.float32):
     """Results of all ops of a family."""
     generator = torch.Generator().manual_seed(1)
-    x, rows = (torch.randn(2, 8, 24, 24, generator=generator).to(device, dtype) for _ in range(2))
-    rows, labels = rows.to(memory_format=torch.channels_last), torch.randint(8, (2, 24, 24), generator=generator)
+    x, rows = (torch.randn(2, 8, 12, 12, generator=generator).to(device, dtype) for _ in range(2))
+    rows, labels = rows.to(memory_format=torch.channels_last), torch.randint(8, (2, 12, 12), generator=generator)
     return [t.detach().clone() for t in OPS[family](x.requires_grad_(), rows.requires_grad_(), labels.to(device))]
 
 
@@ -366,12 +366,13 @@ def rounding_otherwise(monkeypatch):
 
 # On a GPU each draw would compile kernels of its own; there every test of the suite fails if a comparison does.
 @pytest.mark.usefixtures("only_in_the_interpreter")
-@pytest.mark.parametrize("seed", [0, 2])
-@pytest.mark.parametrize("family", draws.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "seed"), [*((name, 0) for name in draws.FAMILIES), *((name, 2) for name in ("norm", "low_bit", "sums"))]
+)
 def test_right_kernels_raise_no_alarm(watched, monkeypatch, rounding_otherwise, family, seed, device):
     """Values from denormal to large, far from 0, constant and infinite, in all dtypes and formats.
 
-    The last seed rounds otherwise: kernels add in small tiles, and PyTorch's ops in small parts.
+    Seed 2 rounds otherwise: kernels that add do so in small tiles, and PyTorch's ops in small parts.
     """
     draw, compared, judged = draws.Draw(100 * seed, device), set(), at_size._judged
     monkeypatch.setattr(at_size, "_judged", lambda check, *call: compared.add(check.kind) or judged(check, *call))

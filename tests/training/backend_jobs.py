@@ -30,7 +30,9 @@ def sync_step(rank, world, choices, name, dtype, affine):
     sizes, spatial = (2, 3), (5, 4)
     x, dz = (t.split(sizes)[rank] for t in jobs.joint(sizes, spatial, dtype))
     made = getattr(fusedseg, name)(jobs.CHANNELS, affine=affine)
-    return jobs.step(fusedseg.convert_sync(made), x, dz.to(dtype)), gathered
+    found = jobs.step(fusedseg.convert_sync(made), x, dz.to(dtype))
+    sync.gather = gather
+    return found, gathered
 
 
 def train_convolutions(rank, world, choices):

@@ -18,6 +18,11 @@ from fusedseg.compiler import backend
 CHANNELS = 5
 
 
+def each(rank, world, job, calls):
+    """The results of several calls of a job, for which the processes start once."""
+    return [job(rank, world, *call) for call in calls]
+
+
 def module(name, dtype=torch.float64, **options):
     """Makes a module of CHANNELS channels for ``convert_sync``.
 
@@ -132,7 +137,17 @@ def shard(t, world, rank, accumulate=1):
     return torch.cat([part.chunk(world)[rank] for part in t.chunk(accumulate)])
 
 
-def ddp(rank, world, steps, accumulate, options):
+# The number of parts whose gradients a step adds, and options of DistributedDataParallel.
+PARALLEL: dict[str, tuple[int, dict[str, bool]]] = {
+    "plain": (1, {}),
+    "no broadcast, unused sought": (1, {"broadcast_buffers": False, "find_unused_parameters": True}),
+    "static graph": (1, {"gradient_as_bucket_view": True, "static_graph": True}),
+    "no_sync": (2, {}),
+}
+
+
+def ddp(rank, world, steps, name):
+    accumulate, options = PARALLEL[name]
     net = fusedseg.convert_sync(small_net())
     wrapped = DistributedDataParallel(net, **options)
     x, target = (shard(t, world, rank, accumulate) for t in images(8))

@@ -44,18 +44,6 @@ def test_grad_scaler_skips_a_step_that_overflowed(device):
     assert scaler.get_scale() == 16.0
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_autocast_keeps_parameters_and_statistics_in_fp32(device, half):
-    net = unet().to(device)
-    x, target = batch(device)
-    with torch.autocast(device.type, half):
-        out = net(x)
-    assert out.dtype == half
-    F.cross_entropy(out.float(), target).backward()
-    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
-    assert {b.dtype for name, b in net.named_buffers() if "running" in name} == {torch.float32}
-
-
 def test_default_dtype(device):
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,5 +1,6 @@
 """Training in several processes, with DistributedDataParallel, FSDP2 or a resumed run, follows one process."""
 
+import functools
 import time
 
 import pytest
@@ -28,27 +29,25 @@ def check_follows(results, expected):
             torch.testing.assert_close(dict(of), dict(state), **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "options"),
-    [
-        (1, {}),
-        (1, {"broadcast_buffers": False, "find_unused_parameters": True}),
-        (1, {"gradient_as_bucket_view": True, "static_graph": True}),
-        (2, {}),
-    ],
-    ids=["plain", "no broadcast, unused sought", "static graph", "no_sync"],
-)
-def test_distributed_data_parallel(accumulate, options):
-    check_follows(on_ranks(2, jobs.ddp, 6, accumulate, options), one_process(6, accumulate))
+@functools.cache
+def results(job, *calls):
+    """What both processes return for each call."""
+    return [*zip(*on_ranks(2, jobs.each, job, calls), strict=True)]
+
+
+@pytest.mark.parametrize("name", jobs.PARALLEL)
+def test_distributed_data_parallel(name):
+    found = results(jobs.ddp, *((4, of) for of in jobs.PARALLEL))[[*jobs.PARALLEL].index(name)]
+    check_follows(found, one_process(4, jobs.PARALLEL[name][0]))
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["fused blocks", "converted"])
 def test_fully_sharded(converted):
     """With FSDP2, rank 0 gets the whole state dict, from which any number of processes can continue."""
-    results = on_ranks(2, jobs.fsdp, 5, converted)
-    check_follows(results, one_process(5, converted=converted))
+    found = results(jobs.fsdp, (4, False), (4, True))[converted]
+    check_follows(found, one_process(4, converted=converted))
     net = jobs.small_net(converted=converted)
-    net.load_state_dict(results[0][1])
+    net.load_state_dict(found[0][1])
 
 
 def test_killed_and_resumed(tmp_path):
