@@ -143,7 +143,7 @@ def _compiles_what_a_step_launches(name: str, training: bool = True, **options: 
 
 
 def networks_in_channels_last() -> None:
-    """``a_loss_in_the_graph`` trains the U-Net, and ``bits_in_planes`` has norms in planes."""
+    """``a_loss_in_the_graph_and_bits_in_rows`` trains the U-Net, and ``bits_in_planes`` has norms in planes."""
     _compiles_what_a_step_launches("U-Net", training=False)
     _compiles_what_a_step_launches("ResNet")
 
@@ -152,12 +152,8 @@ def nnunets_network() -> None:
     _compiles_what_a_step_launches("PlainConvUNet")
 
 
-def a_loss_in_the_graph() -> None:
-    _compiles_what_a_step_launches("U-Net with its loss")
-
-
-def bits_in_rows() -> None:
-    _compiles_what_a_step_launches("U-Net", bits=4)
+def a_loss_in_the_graph_and_bits_in_rows() -> None:
+    _compiles_what_a_step_launches("U-Net with its loss", bits=4)
 
 
 def bits_in_planes() -> None:
