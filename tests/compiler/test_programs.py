@@ -177,9 +177,9 @@ def test_values_as_on_a_gpu(name, monkeypatch):
     check(name, of_a_gpu(name), monkeypatch)
 
 
-# The test above has values and gradients of most programs without options; every fifth one has options too.
+# The test above has values and gradients of most programs without options; every eighth one has options too.
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS][::5])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NETWORKS][::8])
 def test_drawn_values(name, monkeypatch):
     check(name, drawn(name, 0), monkeypatch)
 
@@ -191,7 +191,7 @@ in_a_checkpoint = pytest.mark.filterwarnings("ignore:.*inside of a checkpoint")
 @pytest.mark.slow
 @in_a_checkpoint
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(3))
 def test_values_in_other_ways(number, monkeypatch):
     for name in PROGRAMS:
         check(name, drawn(name, number), monkeypatch)
