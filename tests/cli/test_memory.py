@@ -20,6 +20,7 @@ RESNET = "tests.cli.test_memory:resnet"
 BLOCKS = "tests.cli.test_memory:blocks"
 BLOCK = "tests.cli.test_memory:block"
 VOLUMES = "tests.cli.test_memory:volumes"
+LEVELS = "tests.cli.test_memory:levels"
 IMAGE = ["--input", "2,3,64,64"]
 # A plan in half precision counts no way with autocast.
 HALF = ["--codegen", "aten", "--dtype", "fp16"]
@@ -67,7 +68,7 @@ def test_profile_of_the_backend_with_options(tmp_path):
     found = []
     for options in (["--bits", "4", "--amp"], ["--budget", "0.2"]):
         path = str(tmp_path / f"{len(found)}.json")
-        argv = ["profile", "tests.cli.test_memory:levels", "--input", "2,1,16,16,16", "--codegen", "aten", "--json", path]
+        argv = ["profile", LEVELS, "--input", "2,1,16,16,16", "--codegen", "aten", "--json", path]
         assert main([*argv, *options]) == 0
         found.append(json.loads(Path(path).read_text())["ways"])
     packed, less = found

@@ -13,7 +13,7 @@ from tests.compiler.networks import Dense, compiled, peak_of
 from tests.tools.marks import slow
 
 # The budgets and bits, and two pairs, which functions of random numbers have in turn.
-EVERY = [(budget, bits) for budget in (None, 0.5, 0.3, 0.1) for bits in (None, 8, 4)]
+EVERY = [(budget, bits) for budget in (None, 0.3, 0.1) for bits in (None, 8, 4)]
 PAIRS = (0.1, None), (0.3, 8)
 # Coverage doubles the time of the compiler, and tests of bits and of budgets run the same lines.
 pytestmark = pytest.mark.no_cover
@@ -142,7 +142,7 @@ def test_inductor_reads_noise_after_it_is_drawn(name):
 @pytest.mark.usefixtures("packed", "drawing_as_eager_mode")
 @pytest.mark.parametrize("name", SLOW)
 def test_random_numbers_with_inductor(name):
-    check_random(name, "inductor", [(None, None), (None, 4), *PAIRS])
+    check_random(name, "inductor", [(None, None), PAIRS[1]])
 
 
 class PreActivation(nn.Module):
