@@ -70,7 +70,7 @@ def test_budgets_that_are_none(text):
 
 def test_the_largest_batches_fit_and_one_more_does_not():
     """A plan without stubs, in the terms of ``profile``."""
-    net, half = partial(PlainConvUNet, widths=(8,)), torch.float16
+    net, half = partial(PlainConvUNet, widths=(8, 16)), torch.float16
     # Autocast would double the number of ways.
     found = step_alone(net, (1, 16, 16, 16), "8MiB", codegen="aten", dtype=half)
     options = {option.label: option for option in found.options}
