@@ -210,12 +210,12 @@ class TrialResult(Enum):
 
 
 class Search:
-    """A search for choices that keep less and less.
+    """Counts one set of recomputed values after the other, and takes each that keeps less within arithmetic and peak.
 
     Attributes:
-        best: the last choice.
+        best: the choice that was taken last.
         recomputed: the values that may be recomputed in it.
-        refused: the values that were tried since then, and with which the peak was too high.
+        refused: the sets that were tried since then, and with which the peak was too high.
     """
 
     def __init__(self, choices: Choices, best: Choice, most_flops: float, falling_peak: bool) -> None:

@@ -297,7 +297,11 @@ class BackwardGraph:
         made: dict[ScheduledNode, ScheduledNode],
         found: list[ScheduledNode],
     ) -> ScheduledNode:
-        """What a reader at ``place`` reads in place of ``read``, if ``old`` is gone by then."""
+        """The step that a reader at ``place`` reads for ``read``.
+
+        It is ``read`` itself while its memory is alive, and otherwise a second run of it, which is added to ``found``
+        behind the second runs of its inputs that are gone as well.  ``old`` counts as gone.
+        """
         if read in made:
             return made[read]
         # All results of a call are computed at once, and so are all gone.
