@@ -15,6 +15,7 @@ from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.low_bit import graph as low_bit
 from tests.compiler import networks
 from tests.compiler.networks import compiled, results, under_autocast
+from tests.nnunet import PlainConvUNet
 from tests.resnet import ResNet18
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -60,6 +61,7 @@ NETWORKS = {
         lambda: chain(lambda c: nn.InstanceNorm2d(c, track_running_stats=True), nn.ReLU()), IMAGE, (0, 2),
     ),
     "skip": (Skip, IMAGE, (2, 0)),
+    "nnU-Net": (lambda: PlainConvUNet(widths=(4, 8)), (2, 1, 8, 8, 8), (7, 4)),
     "ResNet": (lambda: ResNet18(10, width=4, stages=2), (2, 3, 32, 32), (10, 4)),
 }  # fmt: skip
 
@@ -140,6 +142,7 @@ HOW = {
     "eval mode": ({}, (0, 0)),
     "symbolic sizes": ({"dynamic": True}, (0, 0)),
     "a budget": ({"budget": 0.5}, (3, 1)),
+    "flops": ({"extra_flops": 0.2}, (3, 2)),
     "autocast": ({}, (3, 2)),
 }
 

@@ -54,12 +54,12 @@ def joined(graph):
     return [node for node in graph.nodes if isinstance(node.target, Backward) and len(node.args) == 8]
 
 
-# The published networks take seconds in the interpreter.
+# Nothing is joined in the planes of the last two.  The published networks take seconds in the interpreter.
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
         *(pytest.param(name, True, marks=[pytest.mark.slow] * ("Net" in name)) for name in NETWORKS),
-        ("three gradients", False),
+        *((name, False) for name in ("residual blocks", "skip first", "three gradients")),
     ],
 )
 def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypatch):
@@ -74,8 +74,9 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypa
         loss(run(x)).backward()
         peaks.append(allocator_peak(lambda run=run: loss(run(x)).backward()))
     assert peaks[0] <= 1.001 * peaks[1]
-    wanted = NETWORKS[name][2]
-    if name == "ResNet-18":
+    # In planes the slices of a concatenation have gaps that no kernel reads.
+    wanted = NETWORKS[name][2] if rows or name in ("residual blocks", "three gradients") else 0
+    if rows and name == "ResNet-18":
         # In channels_last another op stands between one more sum and its norm, and there is memory for both gradients.
         wanted += 1
     assert [len(joined(graph)) for graph in emitted if is_backward(graph)] == [wanted, 0]
