@@ -74,11 +74,15 @@ def gradient(run, net, inputs):
     return out.detach(), torch.cat([g.flatten() for g in grads])
 
 
-def error_of(net, inputs, bits, times, **options):
-    """The error of one rounding relative to the gradient, and bias² / error²; forward is exact."""
+def error_of(net, inputs, bits, times, run=None, **options):
+    """The error of one rounding relative to the gradient, and bias² / error²; forward is exact.
+
+    ``run`` is the network if it is compiled already.
+    """
     net, inputs = net.double(), [x.double() for x in inputs]
     out, expected = gradient(net, net, inputs)
-    run = compiled(net, bits=bits, **options)
+    if run is None:
+        run = compiled(net, bits=bits, **options)
     found = [gradient(run, net, inputs) for _ in range(times)]
     assert all(torch.allclose(of, out) if "codegen" in options else torch.equal(of, out) for of, _ in found)
     got = torch.stack([g for _, g in found])
@@ -310,7 +314,7 @@ def test_changing_sizes():
     run = compiled(net, bits=4, dynamic=True)
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    for size in (32, 40, 48):
+    for size in (32, 40):
         images = [torch.randn(2, 3, size, size)]
         assert kept(net, run, images) < 0.2 * kept(net, net, images)
         out, expected = gradient(net, net, images)
@@ -347,20 +351,6 @@ def test_memory_of_many_steps_is_constant(bits):
 
 @needs_inductor
 @pytest.mark.usefixtures("kernels_that_do_nothing")
-def test_inductor_folds_no_constant_beyond_32_bits():
-    """Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
-    constant of the hash; its code for a CPU had the same number."""
-    from torch._inductor.utils import run_and_get_code
-
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-    run = compiled(net, bits=8, codegen="inductor")
-    _, codes = run_and_get_code(lambda: run(IMAGE).mean().backward())
-    integers = [int(digits) for code in codes for digits in re.findall(r"(?<![\w.])(\d+)[LlUu]*\b(?!\.)", code)]
-    assert max(integers) < 2**31
-
-
-@needs_inductor
-@pytest.mark.usefixtures("kernels_that_do_nothing")
 def test_inductor_keeps_codes_of_half_precision():
     """The partitioner kept the convolutions: in 8 bits and a range for each group they are no smaller, as it counts.
 
@@ -379,19 +369,13 @@ def test_inductor_keeps_codes_of_half_precision():
     assert found["inductor"] < 1.25 * found["aten"]
 
 
-def test_modules_of_this_package_and_converted_models():
+def test_modules_of_this_package():
     """Their norms, and the concatenations of their convolutions, once kept exact values.
 
     ``test_small_networks`` has the error of such a norm, and ``test_programs.py`` that of every module.
     """
-    net, inputs = make("U-Net")
-    torch.manual_seed(0)
-    ours, inputs = UNet(3, 4, widths=(8, 16)), [torch.randn(2, 3, 32, 32)]
-    most = 1.01 * kept(net, compiled(net, bits=4), inputs)
-    fusedseg.convert(net)
-    for model in (ours, net):
-        torch._dynamo.reset()
-        assert kept(model, compiled(model, bits=4), inputs) <= most
+    net, inputs = UNet(3, 4, widths=(8, 16)), [torch.randn(2, 3, 32, 32)]
+    assert kept(net, compiled(net, bits=4), inputs) < 0.14 * kept(net, net, inputs)
 
 
 def test_a_checkpoint_of_products_is_told_of():
@@ -501,28 +485,28 @@ def test_nodes_have_the_same_names_in_every_compilation(sources):
 
 
 def test_a_resnet():
-    """``test_budget.py`` has nnU-Net's network."""
+    """The error of residual blocks is that of ``test_small_networks``, and ``test_budget.py`` has nnU-Net's network."""
     net, _ = make("ResNet")
     inputs = [torch.randn(2, 3, 128, 128)]
-    stock = kept(net, net, inputs)
-    torch._dynamo.reset()
-    assert kept(net, compiled(net, bits=4), inputs) < 0.16 * stock
-    torch._dynamo.reset()
-    # The error needs fewer values than the bytes.
-    # Few weights have most of the noise, so 16 roundings leave a bias of up to 0.08 of it, and 64 of about 0.01.
-    found = error_of(net, [x[..., :64, :64].clone() for x in inputs], 4, 64)
-    assert 0 < found.size < 0.12
-    assert found.bias < MOST
+    assert kept(net, compiled(net, bits=4), inputs) < 0.16 * kept(net, net, inputs)
 
 
 @needs_inductor
-def test_inductor_is_right_on_average():
-    """Inductor lays 2D tensors out as channels_last, which the graph's strides do not say."""
+def test_inductor_is_right_on_average(compiled_afresh):
+    """Inductor lays 2D tensors out as channels_last, which the graph's strides do not say.
+
+    Triton refused 211628568015 on a GPU.  Inductor had multiplied the first index of the second half of a group by a
+    constant of the hash; its code for a CPU had the same number.
+    """
+    from torch._inductor.utils import run_and_get_code
+
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1), nn.Conv2d(8, 2, 1)
-    )
-    found = error_of(net, [IMAGE], 4, 64, codegen="inductor")
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 2, 1)).double()
+    run = compiled(net, bits=4, codegen="inductor")
+    _, codes = run_and_get_code(lambda: run(IMAGE.double()).mean().backward())
+    integers = [int(digits) for code in codes for digits in re.findall(r"(?<![\w.])(\d+)[LlUu]*\b(?!\.)", code)]
+    assert max(integers) < 2**31
+    found = error_of(net, [IMAGE], 4, 64, run, codegen="inductor")
     assert 0 < found.size < 0.05
     assert found.bias < MOST
 

@@ -71,7 +71,7 @@ class Sum(nn.Module):
 NETWORKS = {
     "skeleton": (lambda: CenterlineDice(None, erode), None),
     "skeleton behind a network": (lambda: CenterlineDice(plain(3, 4), erode, 1), 0.5),
-    "concatenations": (lambda: Dense(F.leaky_relu, 4), 0.5),
+    "concatenations": (lambda: Dense(F.leaky_relu, 3), 0.5),
     "group norms": (group, None),
     "residual": (residual, None),
 }

@@ -69,7 +69,7 @@ def counted(monkeypatch):
     return live
 
 
-@pytest.mark.parametrize(("name", "budgets"), [("nnU-Net", (None, 0.3)), ("ResNet", (None, 0.6, 0.3))])
+@pytest.mark.parametrize(("name", "budgets"), [("nnU-Net", (0.3,)), ("ResNet", (None, 0.3))])
 def test_bits_bytes_and_peak(name, budgets, chosen, counted, monkeypatch):
     """Eager mode's bits; what is kept and the peak are what the plan says, and a smaller budget never peaks higher.
 
@@ -132,8 +132,7 @@ def test_with_bits(chosen):
     assert nbytes[1] < nbytes[0]
     # Arithmetic alone asks for the fewest bytes, and a budget for a peak that falls too.
     assert chosen[1][1].kept >= chosen[-1][1].kept
-    # The graph is the one above.
-    found = error_of(net, inputs, 4, 16, extra_flops=0.35)
+    found = error_of(net, inputs, 4, 16, run)
     assert 1e-9 < found.size < 0.12
     assert found.bias < MOST
 

@@ -90,7 +90,7 @@ def order_of(found):
 
 
 # Inductor takes ten seconds for each program.
-EACH = in_both(LAID_OUT, "U-Net 3D", "one channel", "returned")
+EACH = in_both(LAID_OUT, "U-Net 3D", "returned")
 
 
 def flat(found):

@@ -13,19 +13,14 @@ from tests.compiler.networks import Dense, compiled, peak_of
 from tests.tools.marks import slow
 
 # The budgets and bits, and two pairs, which functions of random numbers have in turn.
-EVERY = [(budget, bits) for budget in (None, 0.5, 0.3, 0.1) for bits in (None, 8, 4)]
+EVERY = [(budget, bits) for budget in (None, 0.3, 0.1) for bits in (None, 8, 4)]
 PAIRS = (0.1, None), (0.3, 8)
 # Coverage doubles the time of the compiler, and tests of bits and of budgets run the same lines.
 pytestmark = pytest.mark.no_cover
 
 
 def drop_path(x):
-    """Drops whole samples of a branch."""
-    return x * (torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device) < 0.7) / 0.7
-
-
-def timm_drop_path(x):
-    """The same as ``timm`` writes it."""
+    """Drops whole samples of a branch, as ``timm`` writes it."""
     return x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.7).div_(0.7)
 
 
@@ -42,17 +37,14 @@ RANDOM = {
     "dropout": lambda: nn.Dropout(0.3),
     "alpha dropout": lambda: nn.AlphaDropout(0.3),
     "drop path": lambda: Masked(drop_path),
-    "drop path of timm": lambda: Masked(timm_drop_path),
     "rrelu": nn.RReLU,
     "gumbel softmax": lambda: Masked(lambda x: x * F.gumbel_softmax(x, dim=1)),
-    "bernoulli": lambda: Masked(lambda x: x * torch.bernoulli(torch.full_like(x, 0.6))),
-    "randn": lambda: Masked(lambda x: x * (1 + 0.2 * torch.randn_like(x))),
     "uniform_": lambda: Masked(lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5)),
 }
 
 
 # Those with every budget and bits: an op of its own in the graph, and noise that is drawn in place.
-SLOW = "dropout", "alpha dropout", "drop path of timm", "gumbel softmax"
+SLOW = "dropout", "alpha dropout", "drop path", "gumbel softmax"
 
 
 class Random(nn.Module):
@@ -150,7 +142,7 @@ def test_inductor_reads_noise_after_it_is_drawn(name):
 @pytest.mark.usefixtures("packed", "drawing_as_eager_mode")
 @pytest.mark.parametrize("name", SLOW)
 def test_random_numbers_with_inductor(name):
-    check_random(name, "inductor", [(None, None), (None, 4), *PAIRS])
+    check_random(name, "inductor", [(None, None), PAIRS[1]])
 
 
 class PreActivation(nn.Module):
@@ -188,7 +180,7 @@ NETWORKS = {
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), PreActivation(8, 8, 1), PreActivation(8, 16, 2), nn.Conv2d(16, 4, 1)),
         3,
     ),
-    "concatenations": (lambda: Dense(F.elu, 5, nn.BatchNorm2d), 3),
+    "concatenations": (lambda: Dense(F.elu, 3, nn.BatchNorm2d), 3),
     "group norms": (group_norms, 1),
     "MONAI, AttentionUnet": (monai("AttentionUnet", 2, 1, 3, (8, 16, 32), (2, 2)), 1),
     "MONAI, SegResNet": (monai("SegResNet", 2, 8, 1, 3, blocks_down=(1, 2), blocks_up=(1,)), 1),

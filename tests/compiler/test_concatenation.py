@@ -73,15 +73,14 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, unreplayed):
     assert [node.args[2] for node in transposed] == [None]
 
 
-@pytest.mark.parametrize("options", [{}, {"bits": 8}], ids=str)
-def test_late_biases_cost_no_bytes(options, monkeypatch):
+def test_late_biases_cost_no_bytes(monkeypatch):
     """By PyTorch's allocator, and in the report."""
     net, _, x = laid_out("skip")
     found = []
     for rewrite in (late_bias.defer_biases, lambda graph: 0):
         torch._dynamo.reset()
         monkeypatch.setattr(late_bias, "defer_biases", rewrite)
-        run = compiled(net, memory_format=torch.channels_last, **options)
+        run = compiled(net, memory_format=torch.channels_last)
         run(x).square().mean().backward()
         graph = report(run).graphs[-1]
         peak = allocator_peak(lambda run=run: run(x).square().mean().backward())

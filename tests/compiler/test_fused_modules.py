@@ -1,31 +1,33 @@
 """Converted models, and models that use the modules of this package, through the backend."""
 
-import pytest
 import torch
 from torch import nn
 
 import fusedseg
-from tests.compiler.networks import in_both, kept
+from tests.compiler.networks import BOTH, kept
 
-# For each module of this package the stock modules that compute the same.
-MODULES = {
-    "in place": (lambda: fusedseg.InPlaceABN(8), lambda: (nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True))),
-    "exact": (
-        lambda: fusedseg.BatchNormAct(8, activation="relu"), lambda: (nn.BatchNorm2d(8), nn.ReLU(True))),
-    "instance": (
-        lambda: fusedseg.InstanceNormAct(8, activation="gelu"), lambda: (nn.InstanceNorm2d(8), nn.GELU())),
-    "group": (
-        lambda: fusedseg.GroupNormAct(2, 8, activation="silu"), lambda: (nn.GroupNorm(2, 8), nn.SiLU(True))),
-    "in place, group": (
-        lambda: fusedseg.InPlaceGroupNormAct(2, 8), lambda: (nn.GroupNorm(2, 8), nn.LeakyReLU(0.01, True))),
-}  # fmt: skip
+OURS = (
+    lambda: [fusedseg.InPlaceABN(8)],
+    lambda: [fusedseg.BatchNormAct(8, activation="relu")],
+    lambda: [fusedseg.InstanceNormAct(8, activation="gelu")],
+    lambda: [fusedseg.GroupNormAct(2, 8, activation="silu")],
+    lambda: [fusedseg.InPlaceGroupNormAct(2, 8)],
+)
+# The stock modules that compute the same.
+STOCK = (
+    lambda: [nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True)],
+    lambda: [nn.BatchNorm2d(8), nn.ReLU(True)],
+    lambda: [nn.InstanceNorm2d(8), nn.GELU()],
+    lambda: [nn.GroupNorm(2, 8), nn.SiLU(True)],
+    lambda: [nn.GroupNorm(2, 8), nn.LeakyReLU(0.01, True)],
+)
 
 
-def layers(norm):
-    """Two convolutions with a norm each, a pool, and a third convolution."""
+def layers(norms):
+    """A convolution before each norm, a pool, and a last convolution."""
     torch.manual_seed(0)
-    convs = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 2, 3)
-    return nn.Sequential(convs[0], *norm(), convs[1], *norm(), nn.MaxPool2d(2), convs[2])
+    blocks = ((nn.Conv2d(8 if i else 3, 8, 3, padding=1), *norm()) for i, norm in enumerate(norms))
+    return nn.Sequential(*(layer for of in blocks for layer in of), nn.MaxPool2d(2), nn.Conv2d(8, 2, 3))
 
 
 def through(net, codegen):
@@ -35,11 +37,10 @@ def through(net, codegen):
     return torch.compile(net, backend="fusedseg", options={"codegen": codegen, **inductor})
 
 
-@pytest.mark.parametrize(("name", "codegen"), in_both(MODULES, "in place"))
-def test_modules_keep_no_more_than_stock_modules(name, codegen):
+@BOTH
+def test_modules_keep_no_more_than_stock_modules(codegen):
     """``test_programs.py`` has the values of every module."""
-    ours, stock = MODULES[name]
-    net, twin, converted = layers(lambda: (ours(),)), layers(stock), layers(stock)
+    net, twin, converted = layers(OURS), layers(STOCK), layers(STOCK)
     x = torch.randn(2, 3, 14, 14)
     fusedseg.convert(converted)
     most = kept(twin, through(twin, codegen), [x])

@@ -176,9 +176,9 @@ def test_two_tensors_of_scores_at_the_peak_of_an_attention(codegen):
 class Residual(nn.Module):
     """Blocks whose sums are read by the next block, by its shortcut and by their own gate."""
 
-    def __init__(self, blocks, dims=2):
+    def __init__(self, blocks):
         super().__init__()
-        conv, norm = ((nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.InstanceNorm3d))[dims - 2]
+        conv, norm = nn.Conv3d, nn.InstanceNorm3d
         self.stem, self.head = conv(2, 12, 3), conv(12, 3, 1)
         self.blocks = nn.ModuleList(
             nn.Sequential(conv(12, 6, 1), norm(6), nn.ReLU(), conv(6, 12, 3, padding=1), norm(12))
@@ -192,11 +192,10 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("blocks", "dims", "size"), [(5, 2, 34), (3, 3, 14)])
-def test_a_lower_peak_than_eager_mode(blocks, dims, size):
+def test_a_lower_peak_than_eager_mode():
     """The sums of several blocks were held together."""
     torch.manual_seed(0)
-    net, x = Residual(blocks, dims), torch.randn(2, 2, *(size,) * dims)
+    net, x = Residual(3), torch.randn(2, 2, 14, 14, 14)
     twin = copy.deepcopy(net)
     run = compiled(net)
     assert same(results(net, run, [x], 1), results(twin, twin, [x], 1))
@@ -235,11 +234,10 @@ def test_with_bits_a_chain_is_not_rebuilt_for_each_of_its_blocks(norms_in_backwa
     assert norms_in_backward[0] <= 13
 
 
-@pytest.mark.parametrize("length", [3, 8])
-def test_a_chain_of_residual_blocks_is_not_rebuilt_from_its_beginning(length, norms_in_backward):
+def test_a_chain_of_residual_blocks_is_not_rebuilt_from_its_beginning(norms_in_backward):
     """It was rebuilt from its beginning for each of its blocks: 16 outputs of ResNet-50 took 41 norms."""
     torch.manual_seed(0)
-    net, x = Chain(length), torch.randn(2, 3, 16, 16)
+    net, x = Chain(8), torch.randn(2, 3, 16, 16)
     twin = copy.deepcopy(net)
     assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
-    assert norms_in_backward[0] <= length + length // 2
+    assert norms_in_backward[0] <= 12
