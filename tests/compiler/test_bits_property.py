@@ -17,16 +17,15 @@ from tests.hunt.pieces import IMAGE, TOKENS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = {**pieces.BY_HAND, **pieces.OF_IMAGES, **pieces.OF_TOKENS}
-# Each of them was wrong with an earlier rule: activations read values of any size (2566, 3740), and copies followed
-# sums whose terms nearly cancel each other (3606, 3920).  In 10013 a norm read 4 bits behind spikes, and tanh left
-# nothing of their gradients.  In 40132 the grid of a ReLU's result had its border at the kink behind the next norm, and
-# lost signs at 0.
-SEEDS = (322, 2566, 3606, 10013, 40132)
-# The first ones: values were packed unless a list of exceptions spoke against it.  In 411, 2312, 2476 and 2502 norms
-# read packed values although a quotient had made the gradient large in a few places, which test_bits.py has quickly.
-# Eager mode's gradients are 1e200 (3175), nothing but rounding (3850), or wrong (102044, 103103).
-MORE = (3, 5, 10, 17, 19, 23, 24, 32, 45, 58, 63, 70, 411, 414, 506, 625, 2312, 2365, 2476, 2502, 3005, 3124, 3175,
-        3558, 3740, 3850, 3912, 3920, 102044, 103103)  # fmt: skip
+# Each of them was wrong with an earlier rule.  The first ones: values were packed unless a list of exceptions spoke
+# against it.  From 322 on: norms read packed values although a quotient had made the gradient large in a few places
+# (411, 2312, 2502, 2476), activations read values of any size (2566, 3740), and copies followed sums whose terms nearly
+# cancel each other (3606, 3920).  In 10013 a norm read 4 bits behind spikes, and tanh left nothing of their gradients.
+# In 40132 the grid of a ReLU's result had its border at the kink behind the next norm, and lost signs at 0.
+SEEDS = (17, 45, 322, 411, 2566, 3606, 10013, 40132)
+# Of the same kinds; eager mode's gradients are 1e200 (3175), nothing but rounding (3850), or wrong (102044, 103103).
+MORE = (3, 5, 10, 19, 23, 24, 32, 58, 63, 70, 414, 506, 625, 2312, 2365, 2476, 2502, 3005, 3124, 3175, 3558, 3740, 3850,
+        3912, 3920, 102044, 103103)  # fmt: skip
 # What was wrong then, by its name: the shape of the input, what stands behind the first layer, and a piece.
 FEW = ("{first}({x})", "{norm}({x})", "F.relu({x} - 1.5)")
 NAMED = {

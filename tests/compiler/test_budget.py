@@ -19,7 +19,8 @@ from fusedseg.memory import allocator_peak
 from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.max_pool import aten_max_pool
 from fusedseg.ops.norm import aten_norms
-from tests.compiler.networks import Dense, kept, make, results, same
+from fusedseg.unet import UNet
+from tests.compiler.networks import Dense, kept, make, relu, results, same
 from tests.compiler.test_bits import MOST, error_of
 from tests.tools.spy import spied
 from tests.tools.threads import threads
@@ -171,6 +172,21 @@ def test_extra_flops_limits_the_arithmetic(chosen):
         budgeted(net, None, extra_flops=most)(*inputs)
         assert 0 < chosen[-1][2] <= most
     assert chosen[1][1].kept < chosen[0][1].kept
+
+
+def test_a_lower_budget_has_no_higher_peak(chosen):
+    """The choice that keeps the fewest bytes peaks 7 % higher: arithmetic alone asks for it, and a budget does not."""
+    torch.manual_seed(0)
+    net, x = UNet(2, 3, widths=(4, 8), mode="transposed", plain=True, norm_act=relu), torch.randn(2, 2, 16, 16)
+    with pytest.warns(UserWarning, match="cannot be met"):
+        budgeted(net, 0.05)(x)
+    for budget, most in ((0.9, None), (None, 0.35)):
+        budgeted(net, budget, extra_flops=most)(x)
+    low, high, flops = (cost for _, cost, _ in chosen)
+    assert low.kept < high.kept
+    assert low.peak <= high.peak * (1 + choose.PEAK_SLACK)
+    assert flops.kept < low.kept
+    assert flops.peak > low.peak
 
 
 def test_peak_of_a_card(chosen):
