@@ -82,28 +82,20 @@ def test_running_statistics_in_eval(conv, rows, device):
     assert all(map(torch.equal, running, running_statistics(conv, device)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "training", "rows"),
-    [
-        (torch.float16, True, False), (torch.bfloat16, True, True), (torch.float16, False, True),
-        (torch.bfloat16, False, False),
-    ],
-    ids=str,
-)  # fmt: skip
+def in_turn(one, other):
+    """Each of two dtypes in training and in eval mode, once in planes and once in rows."""
+    rows = [(one, True, False), (other, True, True), (one, False, True), (other, False, False)]
+    return pytest.mark.parametrize(("dtype", "training", "rows"), rows, ids=str)
+
+
+@in_turn(torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("conv", PATHS)
 def test_half_precision(conv, dtype, training, rows, device):
     given, out = inputs(conv, dtype, device, rows), output(conv, dtype, device, rows)
     check(conv, given, out, training=training, running=running_statistics(conv, device))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "training", "rows"),
-    [
-        (torch.float32, True, False), (torch.float16, True, True), (torch.float32, False, True),
-        (torch.float16, False, False),
-    ],
-    ids=str,
-)  # fmt: skip
+@in_turn(torch.float32, torch.float16)
 def test_kept_channels(dtype, training, rows, device):
     """Channels are kept for weight 0, and for a weight too small beside its bias.
 
