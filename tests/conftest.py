@@ -13,7 +13,6 @@ import gc
 import importlib.util
 import os
 import sys
-from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -144,14 +143,10 @@ def launches(item) -> bool:
 def pytest_collection_modifyitems(config, items):
     """Chooses the tests to run, after ``-m`` and ``-k`` have chosen, and begins with the longest.
 
-    Kernel tests run without coverage, which would double the interpreter's time.
     ``--device cuda`` leaves out the tests that do not use ``device``, because they run nothing on the GPU.  ``--ptx``
     also leaves out tests that launch no kernel.  Without both options, the tests of compiled code are left out.
     """
     ptx = config.getoption("--ptx")
-    launching = {item for item in items if launches(item)}
-    for item in launching:
-        item.add_marker("no_cover")
     # If pytest is given both folders, bench/conftest.py chooses the benches to run.
     here = Path(__file__).parent
     compiled = config.getoption("--device") == "cuda" or ptx
@@ -159,7 +154,7 @@ def pytest_collection_modifyitems(config, items):
     def left_out(item) -> bool:
         if not compiled:
             return item.get_closest_marker("compiled") is not None
-        return "device" not in item.fixturenames or (ptx and item not in launching)
+        return "device" not in item.fixturenames or (ptx and not launches(item))
 
     elsewhere = {item for item in items if here in item.path.parents and left_out(item)}
     if elsewhere:
@@ -367,47 +362,6 @@ def kept_shapes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeTensorMode, "cache_clear", lambda *given: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def unmeasured_capture():
-    """Coverage looks away while the compiler captures a graph, until it calls the backend.
-
-    What runs there is PyTorch's.  Python before 3.12 runs all functions more slowly while lines are measured, so that
-    tests of the compiler took half as long again.
-    """
-    if sys.gettrace() is None:
-        yield
-        return
-    from torch._dynamo import convert_frame
-    from torch._dynamo.output_graph import OutputGraph
-
-    # What measures lines, outside of the capture that is under way in this thread.
-    outside = ContextVar("outside", default=None)
-    capture, call_backend = convert_frame.compile_frame, OutputGraph.call_user_compiler
-
-    def unseen(*given, **named):
-        trace = sys.gettrace()
-        token = outside.set(trace)
-        sys.settrace(None)
-        try:
-            return capture(*given, **named)
-        finally:
-            sys.settrace(trace)
-            outside.reset(token)
-
-    def seen(*given, **named):
-        trace = sys.gettrace()
-        sys.settrace(outside.get() or trace)
-        try:
-            return call_backend(*given, **named)
-        finally:
-            sys.settrace(trace)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert_frame, "compile_frame", unseen)
-        patch.setattr(OutputGraph, "call_user_compiler", seen)
         yield
 
 
