@@ -424,7 +424,7 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         root = node
-        if may_alias(node):
+        if calls_view(node):
             root = next((roots[source] for source in node.all_input_nodes if source in roots), node)
         elif node.target is operator.getitem:
             # One of several results; they may be views, as those of split.
@@ -435,13 +435,8 @@ def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def calls_view(node: fx.Node) -> bool:
-    """Whether a node calls an op whose result lies in the memory of its argument."""
-    return is_op(node) and op_of(node).is_view
-
-
-def may_alias(node: fx.Node) -> bool:
-    """Whether the result of a node may lie in the memory of its argument, whatever its schema says."""
-    return calls_view(node) or row_of(node).aliases
+    """Whether a node calls an op whose result lies in the memory of its argument, whatever its schema says."""
+    return is_op(node) and (op_of(node).is_view or row_of(node).aliases)
 
 
 def has_own_memory(node: fx.Node) -> bool:

@@ -105,7 +105,7 @@ class OpRow:
 
     Where results lie in memory:
 
-    aliases: the result may begin at the memory of an argument although the schema does not say so.
+    aliases: the result lies in the memory of the argument although the schema does not say so.
     returns_input: the result is the argument.
     in_place: the overload of the op and of its form OP_, which writes over the first argument; "" without one.
     commutative: whether two tensors may be exchanged.

@@ -81,7 +81,8 @@ def norm(g: Grower) -> None:
         mode = rng.choice(("", "", "", ".eval()"))
         m = g.module(rng.choice(kinds) + dtype + mode)
     if g.chance(0.25):
-        g.step("mode", f"{m}.{rng.choice(('train', 'eval'))}()", outs=0)
+        # Not back to training: PyTorch's gradient of a norm in eval mode would read the statistics after the next call.
+        g.step("mode", f"{m}.eval()", outs=0)
     g.step("norm", f"{m}({name})")
 
 

@@ -172,6 +172,17 @@ def shuffle(w, i) -> None:
         w.assign(target, names[1], "b")
 
 
+def reduction(w, i) -> None:
+    unguarded(i)
+    result, source, members = i.operands
+    sync, by, kind = i.modifiers
+    if sync != "sync":
+        raise Unsupported("a reduction of another kind")
+    name, kind = w.temporary(), KINDS[kind]
+    w.emit(f"{name} = W.reduce({by!r}, {w.array(source, kind)}, {w.value(members, 'u4')}, idx, {i.line})")
+    w.assign(result, name, kind)
+
+
 def barrier(w, i) -> None:
     if i.modifiers == ("warp", "sync"):
         w.emit(f"W.sync_warps(idx, {i.line})")
@@ -181,7 +192,7 @@ def barrier(w, i) -> None:
 
 HANDLERS = {
     "ld": load, "st": store, "cp": copy, "ldmatrix": load_matrix, "stmatrix": store_matrix, "mma": product,
-    "wgmma": group_product, "shfl": shuffle, "bar": barrier, "barrier": barrier,
+    "wgmma": group_product, "shfl": shuffle, "redux": reduction, "bar": barrier, "barrier": barrier,
     # Branches and returns end a block, and barriers do the work of fences here.
     **dict.fromkeys(["bra", "ret", "fence"], lambda w, i: None),
 }  # fmt: skip

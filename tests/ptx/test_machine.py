@@ -204,3 +204,16 @@ $L__BB0_2:
 """
     with pytest.raises(RuntimeError, match="part of a warp"):
         run(code)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("add.s32", 496), ("max.s32", 31), ("min.u32", 0), ("or.b32", 31)])
+def test_a_reduction_over_a_warp(kind, expected):
+    found = torch.zeros(32, **INTS)
+    code = f"""
+	mov.b32 %r2, -1;
+	redux.sync.{kind} %r1, %r0, %r2;
+	mad.wide.u32 %rd1, %r0, 4, %rd0;
+	st.global.b32 [%rd1], %r1;
+"""
+    assert not run(code, found)
+    assert found.tolist() == [expected] * 32

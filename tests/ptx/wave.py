@@ -16,6 +16,8 @@ u4 = np.uint32
 # The value of a register that no instruction has written.
 GARBAGE = {"pred": np.bool_(False), "b16": np.uint16(0x7FF3), "b32": u4(0x7FC0BEEF),
            "b64": np.uint64(0x7FF8DEADBEEF7FC1)}  # fmt: skip
+REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+              "xor": np.bitwise_xor}  # fmt: skip
 
 
 class Finding(NamedTuple):
@@ -182,3 +184,10 @@ class Wave:
         valid = source <= last
         source = np.where(valid, source, lane)
         return values[np.arange(len(values)) - lane + source], valid
+
+    def reduce(self, by: str, values, members, idx, line: int):
+        """redux.sync: each lane gets the sum, or the smallest, of the values of all lanes of its warp."""
+        self.whole_warps(idx, line)
+        if (np.asarray(members) != 0xFFFFFFFF).any() or by not in REDUCTIONS:
+            raise Unsupported(f"redux.sync.{by}: {self.where(line)}")
+        return np.repeat(REDUCTIONS[by].reduce(values.reshape(-1, 32), axis=1, dtype=values.dtype), 32)

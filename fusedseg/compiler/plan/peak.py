@@ -20,7 +20,6 @@ from ..graph import (
     hinted,
     is_op,
     is_tensor,
-    may_alias,
     nbytes_of,
     node_at,
     op_of,
@@ -79,7 +78,7 @@ class PlannedBackward(schedule.BackwardGraph):
             if reader is joint.end:
                 made = PlannedNode(reader, inputs, 0, op="output")
             else:
-                made = PlannedNode(reader, inputs, nbytes_of(reader), _is_view(reader))
+                made = PlannedNode(reader, inputs, nbytes_of(reader), is_view(reader))
             self._made[reader] = made
             calls.append(made)
             if any(one in follows for one in inputs):
@@ -122,20 +121,16 @@ class PlannedBackward(schedule.BackwardGraph):
         other, call = recompute.recomputation_of(node), call_node(node)
         if other is None and call is not node:
             if call not in self._made:
-                self._made[call] = PlannedNode(call, inputs, nbytes_of(call), _is_view(call))
+                self._made[call] = PlannedNode(call, inputs, nbytes_of(call), is_view(call))
                 calls.append(self._made[call])
             inputs = [self._made[call]]
-        made = PlannedNode(node, inputs, nbytes_of(node), other is None and _is_view(node))
+        made = PlannedNode(node, inputs, nbytes_of(node), other is None and is_view(node))
         calls.append(made)
         return made
 
 
 def _picks(node: fx.Node, inputs: list[PlannedNode]) -> bool:
     return len(inputs) == 1 and inputs[0].node is node.args[0]
-
-
-def _is_view(node: fx.Node) -> bool:
-    return is_view(node) or may_alias(node)
 
 
 class ByteModel:
