@@ -61,6 +61,12 @@ def test_no_stock_norm_and_no_stock_activation_is_left(name, sources, monkeypatc
     assert not left
 
 
+def test_an_instance_norm_of_rows_returns_planes():
+    """As PyTorch's does, which copies its input; the kernels could compute in rows."""
+    norm, x = instance(), torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    assert compiled(norm)(x).stride() == norm(x).stride() == (144, 36, 6, 1)
+
+
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_eval_mode(name, sources):
     """With gradients, and without: then each result is written over its input."""

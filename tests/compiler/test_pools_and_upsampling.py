@@ -54,6 +54,21 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
             assert sum("upsample" in name for name in graphs[-1]) == 1
 
 
+@pytest.mark.parametrize("of_each_axis", [False, True])
+def test_a_factor_that_follows_sizes(of_each_axis):
+    """It is a node of the graph, and the op takes numbers, so PyTorch's interpolation stays."""
+
+    def net(x):
+        factor = x.shape[-1] / 5
+        return F.interpolate(x, scale_factor=(factor, 2.0) if of_each_axis else factor).sin()
+
+    backend, _ = seeing_backend()
+    x = torch.randn(1, 2, 7, 7, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(torch.compile(net, backend=backend, dynamic=True)(x).sum(), x)
+    (wanted,) = torch.autograd.grad(net(x).sum(), x)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
     """Where Triton serves a tensor, a linear interpolation is the op of this package, in forward too."""
     monkeypatch.setattr(fusedseg, "backend", "triton")
