@@ -13,7 +13,7 @@ from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import SMOOTH_BITS
 from .. import passes
 from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
-from ..plan import nearly_free, write
+from ..plan import write
 from ..plan.choose import Choice, Choices
 from ..plan.decision import RECOMPUTE, SAVE, Decision, call_node, decision_that_recomputes
 from ..plan.min_cut import Cut
@@ -103,7 +103,7 @@ class RoundedChoices(Choices):
 
     def first(self) -> Decision:
         # The result of a pool is picked from the larger value, which costs fewer bytes than to keep both.
-        return self._without_budget(nearly_free.scores)
+        return self._without_budget()
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

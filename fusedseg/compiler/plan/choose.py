@@ -16,7 +16,7 @@ They run a third time where the peak loses as many bytes for it as the choice ke
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from enum import Enum, auto
@@ -83,15 +83,12 @@ class Choices:
 
     def first(self) -> Decision:
         """The decision without a budget."""
-        return self._without_budget(nearly_free.repeated, from_larger=False)
+        return self._without_budget(nearly_free.SHARE, from_larger=False)
 
-    def _without_budget(
-        self, repeats: Callable[[set[fx.Node], Joint], set[fx.Node]], from_larger: bool = True
-    ) -> Decision:
-        """What is decided if just those compute-intensive ops run again that ``repeats`` names.
+    def _without_budget(self, share: float = 0.0, from_larger: bool = True) -> Decision:
+        """What is decided if no compute-intensive op runs again that is not nearly free.
 
-        ``repeats`` is given what would be saved if cheap calls cost nothing: the results of compute-intensive ops
-        themselves, and not what follows from them.  ``from_larger`` is that of ``Cut``.
+        share: that of ``nearly_free.cheapest``.  from_larger: that of ``Cut``.
         """
         cut = Cut(self.joint, partial(Choices.nbytes, self), self._price, from_larger=from_larger)
 
@@ -100,7 +97,12 @@ class Choices:
             return replace(decision_that_recomputes(self.joint, recomputed), peak_target=self.peak_target)
 
         choices = [decided(frozenset())]
-        if twice_run := repeats(decision_that_recomputes(self.joint, cut.all_cheap()).saved, self.joint):
+        twice_run = nearly_free.scores(cut.compute_intensive, self.joint)
+        if share:
+            # Of what would be saved if cheap calls cost nothing: the results of compute-intensive ops themselves.
+            saved = decision_that_recomputes(self.joint, cut.all_cheap()).saved
+            twice_run |= nearly_free.cheapest(saved, self.joint, share)
+        if twice_run:
             # A compute-intensive op that runs again may need an input that backward would not keep otherwise.
             choices.insert(0, decided(twice_run))
         return min(choices, key=lambda choice: sum(map(nbytes_of, choice.saved)))

@@ -7,6 +7,8 @@
   backward would have to enlarge again, such as an interpolation: on a CPU that takes as long as the convolution.
 """
 
+from collections.abc import Set as AbstractSet
+
 from torch import fx
 
 from ..graph import Joint, calls_view, flops_of, nbytes_of, row_of, size_of
@@ -17,18 +19,20 @@ SHARE = 0.02
 LARGER_THAN_INPUTS = 4
 
 
-def scores(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """The saved compute-intensive ops that compute scores of attention."""
-    return {node for node in saved - joint.free_to_save if _is_of_scores(node)}
+def scores(calls: AbstractSet[fx.Node], joint: Joint) -> set[fx.Node]:
+    """The calls that compute scores of attention."""
+    return {node for node in calls - joint.free_to_save if _is_of_scores(node)}
 
 
-def repeated(saved: set[fx.Node], joint: Joint) -> set[fx.Node]:
-    """The saved compute-intensive ops that run again."""
-    mine, found = saved - joint.free_to_save, scores(saved, joint)
+def cheapest(saved: set[fx.Node], joint: Joint, share: float) -> set[fx.Node]:
+    """The saved compute-intensive ops, but for scores, that run again within a share of forward's arithmetic."""
+    mine, found = saved - joint.free_to_save, set[fx.Node]()
     intensive = {node: _flops_of(node) for node in joint.graph.nodes if node in mine}
-    left = SHARE * sum(map(_flops_of, joint.forward))
+    left = share * sum(map(_flops_of, joint.forward))
     others = [
-        node for node, flops in intensive.items() if flops and node not in found and not _is_of_larger(node, saved)
+        node
+        for node, flops in intensive.items()
+        if flops and not _is_of_scores(node) and not _is_of_larger(node, saved)
     ]
     for node in sorted(others, key=lambda node: intensive[node] / max(1, nbytes_of(node))):
         left -= intensive[node]
