@@ -59,6 +59,7 @@ FOUND = {
     "relu6": (lambda x: F.relu6(normed(x)), ("relu6", 0.0), False),
     "its module": (lambda x: nn.ReLU6(inplace=True)(normed(x)), ("relu6", 0.0), False),
     "hardtanh": (lambda x: F.hardtanh(normed(x), 0.0, 5.0), ("identity", 0.0), False),
+    "hardtanh of itself": (lambda x: F.hardtanh(normed(x)), ("identity", 0.0), False),
     "hardswish": (lambda x: F.hardswish(normed(x)), ("hardswish", 0.0), False),
     "group": (lambda x: F.silu(F.group_norm(x, 2)), ("silu", 0.0), False),
     "instance": (lambda x: F.mish(F.instance_norm(x)), ("mish", 0.0), False),
