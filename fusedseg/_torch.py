@@ -15,8 +15,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar
 
@@ -232,6 +232,37 @@ else:
     TorchDispatchMode = _needed("torch.utils._python_dispatch.TorchDispatchMode")
     tree_leaves = _needed(f"{_TREE}.tree_leaves")
     tree_map = _needed(f"{_TREE}.tree_map")
+# Fake tensors ask this function for the memory format of a convolution's results, and remember the results here.
+_OF_CONVOLUTIONS = "_conv_determine_backend_memory_format"
+_or(f"torch._C.{_OF_CONVOLUTIONS}", None)
+_or(f"{_FAKE}.FakeTensorMode.cache", None)
+_remembered_of_a_gpu: dict[Any, Any] = {}
+
+
+def format_of_cudnn(x: torch.Tensor, weight: torch.Tensor, *backend: object) -> torch.memory_format:
+    """The memory format in which cuDNN computes a convolution: channels_last if the image or the weight has it."""
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)} - {torch.contiguous_format}
+    return formats.pop() if formats and torch.float64 not in (x.dtype, weight.dtype) else torch.contiguous_format
+
+
+@contextmanager
+def convolutions_of_a_gpu() -> Iterator[None]:
+    """Inside, convolutions of tensors without values return the memory format of a GPU, on every machine.
+
+    PyTorch gives them the format in which this machine computes the convolution.  On a CPU that depends on the dtype,
+    on the instructions that the CPU has, and on the number of threads.
+    """
+    if not (hasattr(torch._C, _OF_CONVOLUTIONS) and hasattr(FakeTensorMode, "cache")):
+        yield
+        return
+    before = getattr(torch._C, _OF_CONVOLUTIONS), FakeTensorMode.cache
+    setattr(torch._C, _OF_CONVOLUTIONS, format_of_cudnn)
+    FakeTensorMode.cache = _remembered_of_a_gpu
+    try:
+        yield
+    finally:
+        setattr(torch._C, _OF_CONVOLUTIONS, before[0])
+        FakeTensorMode.cache = before[1]
 
 
 class ListingMode(FakeTensorMode):

@@ -22,9 +22,9 @@ Model = nn.Module | Callable[[], nn.Module]
 def fake_mode() -> Iterator[_torch.FakeTensorMode]:
     """A context in which new tensors have no values, and stand for tensors on a GPU.
 
-    A model may hold real tensors beside parameters and buffers.
+    A model may hold real tensors beside parameters and buffers.  No other thread may compile meanwhile.
     """
-    with quiet(), EstimateMode(allow_non_fake_inputs=True) as mode:
+    with quiet(), _torch.convolutions_of_a_gpu(), EstimateMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
@@ -64,12 +64,8 @@ def bytes_before(
 
 
 def autocast_without_values(dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast around a step without values; none if ``dtype`` is None.
-
-    bfloat16 stands for float16, because it has the same bytes.  In float16 some CPUs compute convolutions in contiguous
-    memory alone, and the copies between the formats would be counted.
-    """
-    return torch.autocast("cpu", torch.bfloat16 if dtype in (None, torch.float16) else dtype, dtype is not None)
+    """Autocast around a step without values; none if ``dtype`` is None."""
+    return torch.autocast("cpu", dtype or torch.bfloat16, dtype is not None)
 
 
 def eager_step(

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusedseg
@@ -42,6 +43,33 @@ def test_fake_and_real_agree(model, autocast, monkeypatch):
     fake = step_of(build, shape, autocast=torch.bfloat16 if autocast else None)
     assert fake.saved == pytest.approx(real.saved, rel=0.01 if autocast else 0)
     assert fake.peak == pytest.approx(real.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of"), [(torch.float16, "channels_last"), (torch.float32, "channels_last"), (torch.float64, "contiguous")]
+)
+@pytest.mark.parametrize("laid_out", ["image", "weight"])
+def test_convolutions_return_the_memory_format_of_a_gpu(dtype, of, laid_out):
+    """They returned that of this CPU, which depends on its instructions and on the number of threads."""
+    image, weight = (2, 4, 6, 6, 6), (8, 4, 3, 3, 3)
+    with fake_mode():
+        x, w = (torch.empty(shape, dtype=dtype, requires_grad=True) for shape in (image, weight))
+        if laid_out == "image":
+            x = x.to(memory_format=torch.channels_last_3d)
+        else:
+            w = w.to(memory_format=torch.channels_last_3d)
+        y = F.conv3d(x, w)
+        gradients = torch.autograd.grad(y, (x, w), torch.empty_like(y))
+    formats = {"channels_last": torch.channels_last_3d, "contiguous": torch.contiguous_format}
+    assert all(t.is_contiguous(memory_format=formats[of]) for t in (y, *gradients))
+
+
+def test_convolutions_keep_their_memory_format_outside():
+    of_this_cpu, remembered = torch._C._conv_determine_backend_memory_format, FakeTensorMode.cache
+    with pytest.raises(ValueError, match="stop"), fake_mode(), fake_mode():
+        raise ValueError("stop")
+    assert torch._C._conv_determine_backend_memory_format is of_this_cpu
+    assert FakeTensorMode.cache is remembered
 
 
 def test_what_is_there_before_a_step():

@@ -6,25 +6,15 @@ Half precision is computed in fp32 and rounded once, as a GPU does.  A CPU witho
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
 
+from fusedseg._torch import convolutions_of_a_gpu, format_of_cudnn
 from fusedseg.ops.check import HALF
 
 NAMES = ("convolution", "convolution_backward")
-# What PyTorch remembers of results without values, which have other strides here.
-remembered: dict[Any, Any] = {}
-
-
-def format_of(x: Tensor, weight: Tensor, *_: Any) -> torch.memory_format:
-    """channels_last where the image or the weight has it, as cuDNN's convolutions decide."""
-    formats = suggest_memory_format(x), suggest_memory_format(weight)
-    return next((fmt for fmt in formats if fmt is not torch.contiguous_format), torch.contiguous_format)
 
 
 @contextlib.contextmanager
@@ -40,12 +30,12 @@ def strides_of_a_gpu() -> Iterator[None]:
 
     def convolution(keys: Any, *arguments: Any) -> Tensor:
         x, weight = arguments[:2]
-        return computed(forward, keys, x, arguments).to(x.dtype, memory_format=format_of(x, weight))
+        return computed(forward, keys, x, arguments).to(x.dtype, memory_format=format_of_cudnn(x, weight))
 
     def convolution_backward(keys: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
         _, x, weight = arguments[:3]
         dx, dw, db = computed(backward, keys, x, arguments)
-        formats = (format_of(x, weight),) * 2 + (torch.contiguous_format,)
+        formats = (format_of_cudnn(x, weight),) * 2 + (torch.contiguous_format,)
         results = zip((dx, dw, db), formats, strict=True)
         return tuple(None if t is None else t.to(x.dtype, memory_format=fmt) for t, fmt in results)
 
@@ -53,11 +43,7 @@ def strides_of_a_gpu() -> Iterator[None]:
     try:
         for name, function in zip(NAMES, (convolution, convolution_backward), strict=True):
             library.impl(name, function, "CPU", with_keyset=True)
-        with (
-            # Tensors without values ask this function for the strides.
-            mock.patch.object(torch._C, "_conv_determine_backend_memory_format", format_of),
-            mock.patch.object(FakeTensorMode, "cache", remembered),
-        ):
+        with convolutions_of_a_gpu():
             yield
     finally:
         library._destroy()
