@@ -230,9 +230,8 @@ else:
     tree_leaves = _needed(f"{_TREE}.tree_leaves")
     tree_map = _needed(f"{_TREE}.tree_map")
 # Fake tensors ask this function for the memory format of a convolution's results, and remember the results here.
-_OF_CONVOLUTIONS = "_conv_determine_backend_memory_format"
-_or(f"torch._C.{_OF_CONVOLUTIONS}", None)
-_or(f"{_FAKE}.FakeTensorMode.cache", None)
+_format_of_convolutions = _or("torch._C._conv_determine_backend_memory_format", None)
+_remembered_results = _or(f"{_FAKE}.FakeTensorMode.cache", None)
 _remembered_of_a_gpu: dict[Any, Any] = {}
 
 
@@ -249,16 +248,17 @@ def convolutions_of_a_gpu() -> Iterator[None]:
     PyTorch gives them the format in which this machine computes the convolution.  On a CPU that depends on the dtype,
     on the instructions that the CPU has, and on the number of threads.
     """
-    if not (hasattr(torch._C, _OF_CONVOLUTIONS) and hasattr(FakeTensorMode, "cache")):
+    if _format_of_convolutions is None or _remembered_results is None:
         yield
         return
-    before = getattr(torch._C, _OF_CONVOLUTIONS), FakeTensorMode.cache
-    setattr(torch._C, _OF_CONVOLUTIONS, format_of_cudnn)
+    bindings: Any = torch._C
+    before = bindings._conv_determine_backend_memory_format, FakeTensorMode.cache
+    bindings._conv_determine_backend_memory_format = format_of_cudnn
     FakeTensorMode.cache = _remembered_of_a_gpu
     try:
         yield
     finally:
-        setattr(torch._C, _OF_CONVOLUTIONS, before[0])
+        bindings._conv_determine_backend_memory_format = before[0]
         FakeTensorMode.cache = before[1]
 
 
