@@ -30,8 +30,8 @@ class _Interpolation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, *how: Any) -> Tensor:
-        large, (_, *others) = upsample.forward(x, *how), how
-        ctx.how = list(large.shape[2:]), list(x.shape), *others
+        large = upsample.forward(x, *how)
+        ctx.how = list(large.shape[2:]), list(x.shape), *how[1:]
         return large
 
     @staticmethod

@@ -315,14 +315,13 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
     """What a node adds to the output of a norm, if it is such a sum and writes over nothing else."""
-    if len(y.args) != 2 or y.kwargs or y.target not in (*SUMS, *SUMS_OVER):
+    is_sum = y.target in SUMS or (y.target in SUMS_OVER and y.args[0] is node)
+    if not is_sum or len(y.args) != 2 or y.kwargs or y.args.count(node) != 1:
         return None
-    one, other = y.args if y.args[0] is node else reversed(y.args)
-    if one is not node or other is node or not isinstance(other, fx.Node):
-        return None
-    if y.target in SUMS_OVER and y.args[0] is not node:
-        return None
-    return other if is_alike(captured_value_of(node), captured_value_of(other)) else None
+    (other,) = [term for term in y.args if term is not node]
+    if isinstance(other, fx.Node) and is_alike(captured_value_of(node), captured_value_of(other)):
+        return other
+    return None
 
 
 def _is_undisturbed(start: fx.Node, end: fx.Node, norm: NormCall) -> bool:
