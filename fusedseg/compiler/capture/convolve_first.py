@@ -9,6 +9,7 @@ of those of x.  The same holds for backward.  Last bits differ, because addition
 """
 
 from inspect import getcallargs
+from typing import Any
 
 import torch
 from torch import fx
@@ -90,10 +91,11 @@ def _swap(graph: fx.Graph, node: fx.Node, made: fx.Node, x: fx.Node) -> None:
     value, convolution = captured_value_of(node), node.target
     assert value is not None
     assert callable(convolution)
-    of_made = getcallargs(F.interpolate, *made.args, **made.kwargs)
+    interpolate: Any = F.interpolate
+    of_made = getcallargs(interpolate, *made.args, **made.kwargs)
     with graph.inserting_before(node):
         small = graph.call_function(convolution, kwargs=captured_arguments_of(node, ARGUMENTS) | {"input": x})
-        large = graph.call_function(F.interpolate, kwargs=of_made | {"input": small})
+        large = graph.call_function(interpolate, kwargs=of_made | {"input": small})
     x_value = captured_value_of(x)
     assert x_value is not None
     small.meta = {**node.meta, "example_value": value.new_empty((*value.shape[:2], *x_value.shape[2:]))}
