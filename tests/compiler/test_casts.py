@@ -29,29 +29,29 @@ def one_by_one(monkeypatch):
     torch._dynamo.reset()
 
 
-def train(net, run, inputs, accumulate=1, frozen=(), seen=None):
-    """Losses, gradients, weights and an output in eval mode of some steps; ``seen`` notes the hooks that fire."""
+def train(net, run, inputs, frozen=()):
+    """Losses, gradients, weights and an output in eval mode of some steps of two backward passes; hooks that fire."""
     torch.manual_seed(0)
+    seen, found = [], []
+    params = {name: param for name, param in net.named_parameters() if not name.startswith(frozen)}
     for name, param in net.named_parameters():
-        param.requires_grad_(not name.startswith(tuple(frozen)))
-    params = [(name, param) for name, param in net.named_parameters() if param.requires_grad]
-    if seen is not None:
-        for name, param in params:
-            param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append((name, param.grad.dtype)))
-    optimizer, found = torch.optim.SGD([param for _, param in params], 0.005), []
+        param.requires_grad_(name in params)
+    for name, param in params.items():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append((name, param.grad.dtype)))
+    optimizer = torch.optim.SGD(params.values(), 0.005)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for _ in range(accumulate):
+        for _ in range(2):
             loss = run(*inputs).float().square().mean()
             loss.backward()
-        found += [loss.detach().clone(), *(param.grad.clone() for _, param in params)]
+        found += [loss.detach().clone(), *(param.grad.clone() for param in params.values())]
         optimizer.step()
         if step == 1:
             net.eval()
             with torch.no_grad():
                 found.append(run(*inputs).clone())
             net.train()
-    return [*found, *(t.clone() for t in net.state_dict().values())]
+    return [*found, *(t.clone() for t in net.state_dict().values())], seen
 
 
 def test_bits(sources, monkeypatch):
@@ -61,12 +61,11 @@ def test_bits(sources, monkeypatch):
     """
     net, inputs = make("mixed")
     twin = copy.deepcopy(net)
-    how, mine, theirs = {"accumulate": 2, "frozen": ("0.",)}, [], []
-    found = train(net, compiled(under_autocast(net)), inputs, seen=mine, **how)
+    found, mine = train(net, compiled(under_autocast(net)), inputs, frozen="0.")
     assert any("casts" in calls(source) for source in sources)
     one_by_one(monkeypatch)
     sources.clear()
-    wanted = train(twin, compiled(under_autocast(twin)), inputs, seen=theirs, **how)
+    wanted, theirs = train(twin, compiled(under_autocast(twin)), inputs, frozen="0.")
     assert not any("casts" in calls(source) for source in sources)
     assert all(t.isfinite().all() for t in found)
     assert all(map(torch.equal, found, wanted))
@@ -90,9 +89,10 @@ class Shared(nn.Module):
 def test_a_shared_weight_is_cast_once(sources, monkeypatch):
     net, x = Shared(), [torch.randn(2, 4, 16, 16)]
     twin = copy.deepcopy(net)
-    found = train(net, compiled(under_autocast(net)), x)
+    found, _ = train(net, compiled(under_autocast(net)), x)
     one_by_one(monkeypatch)
-    assert all(map(torch.equal, found, train(twin, compiled(under_autocast(twin)), x)))
+    wanted, _ = train(twin, compiled(under_autocast(twin)), x)
+    assert all(map(torch.equal, found, wanted))
     given = [name for args in re.findall(r"_of_casts_\d+\((.*)\)", sources[0]) for name in args.split(", ")]
     assert given
     assert len(given) == len(set(given))
