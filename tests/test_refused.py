@@ -106,6 +106,7 @@ X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
 LOGITS, LABELS = rand(2, 4, 5, 6), torch.randint(4, (2, 1, 5, 6))
 UNET, TWO_ENCODERS = UNet(1, 2, widths=(4, 8, 8)), MultiEncoderUNet((1, 2), 2, widths=(4, 8))
 VALUES = {
+    "fusedseg.backend must be one of auto, triton, aten, got 'cuda'": lambda: setattr(fusedseg, "backend", "cuda"),
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
     "norm_act: num_groups must be given for norm 'group' and for no other": lambda: act(norm="group"),
     "num_groups must be given for norm 'group' and for no other, got .*2": lambda: act(num_groups=2),
@@ -238,6 +239,10 @@ VALUES = {
     r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d": lambda: pool((17, 16)),
     r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)": lambda: pool(2, x=(2, 0, 4, 4)),
     r"max_pool: x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)": lambda: pool(2, x=(4, 4)),
+    "MaxPool2d: return_indices must be False, got True; use torch.nn.MaxPool2d":
+        lambda: fusedseg.MaxPool2d(2, return_indices=True),
+    "MaxPool3d: return_indices must be False, got True; use torch.nn.MaxPool3d":
+        lambda: fusedseg.MaxPool3d(2, return_indices=True),
     r"upsample: .*1 to 3 spatial dimensions, got \(2, 2\)": lambda: upsample(ones(2, 2), size=2),
     "upsample: one of size and scale_factor must be given, got None and None": lambda: upsample(ones(1, 1, 2)),
     r"upsample: size must be positive, one number or 2, got \(3,\)": lambda: upsample(ones(1, 1, 2, 2), size=(3,)),

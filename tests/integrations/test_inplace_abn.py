@@ -131,7 +131,7 @@ def test_convert_sync_keeps_the_names_of_the_package():
     fusedseg.convert_sync(net)
     assert [type(module) for module in net] == [plugin.InPlaceABNSync] * 3
     assert [module.KEEP for module in net] == ["output", "input", "input"]
-    with pytest.raises(RuntimeError, match=r"call fusedseg\.convert_sync"):
+    with pytest.raises(RuntimeError, match=r"fusedseg\.InPlaceABNSync: .* call fusedseg\.convert_sync"):
         nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 

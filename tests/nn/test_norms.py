@@ -140,18 +140,9 @@ def test_parametrized_weight(device):
     torch.testing.assert_close(ours(x.clone()), nn.functional.leaky_relu(stock(x), 0.01))
 
 
-@pytest.mark.parametrize("which", ["eval", "requires_grad"])
-def test_frozen(backend, device, which):
-    stock, ours = pair("batch")
-    for module in (stock.to(device), ours.to(device)):
-        module.requires_grad_(which == "eval")
-        module.train(which != "eval")
+def test_frozen(backend, device):
+    stock, ours = (module.to(device).requires_grad_(False) for module in pair("batch"))
     assert_same_step(stock, ours, torch.randn(2, 4, 5, 3, dtype=torch.float64, device=device))
-
-
-def test_sync_batchnorm_conversion_is_refused():
-    with pytest.raises(RuntimeError, match=r"fusedseg\.InPlaceABN: .* call fusedseg\.convert_sync"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(InPlaceABN(3)))
 
 
 def test_parameters_changed_between_calls_are_seen():
@@ -166,11 +157,6 @@ def test_parameters_changed_between_calls_are_seen():
         change()
         module(x.clone().requires_grad_() * 1)
         assert (module._kept.kept.count if module._kept.kept else 0) == count
-
-
-def test_backend_is_checked():
-    with pytest.raises(ValueError, match=r"fusedseg.backend must be one of auto, triton, aten, got 'cuda'"):
-        fusedseg.backend = "cuda"
 
 
 def test_old_checkpoints_are_refused_as_by_stock():
