@@ -153,6 +153,3 @@ def nnunet_trainer(rank, world):
     trainer.is_ddp = world > 1
     trainer.initialize()
     return trained(nn.Sequential(trainer.network.double(), nn.AdaptiveAvgPool2d(16)), rank, world)
-
-
-# The programs below need a framework.

@@ -98,7 +98,6 @@ def test_functions(name):
     activation, param, act, in_place = ACTIVATIONS[name]
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
     weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    found = []
     for training in (True, False):
         mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
         leaf = x.clone().requires_grad_()

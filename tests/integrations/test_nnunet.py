@@ -147,7 +147,11 @@ def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypa
     The CUDA graphs of training held their memory, so the validation could run out of memory on a card that fits a step.
     """
     released = []
-    monkeypatch.setattr(fusedseg.compiler.backend, "reset", lambda: released.append(gradients_of(trainer.network)))
+
+    def gradients():
+        return [parameter.grad for parameter in trainer.network.parameters() if parameter.grad is not None]
+
+    monkeypatch.setattr(fusedseg.compiler.backend, "reset", lambda: released.append(gradients()))
     trainer = FusedStandIn(nn.BatchNorm2d(8))
     trainer.initialize()
     trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
@@ -157,10 +161,6 @@ def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypa
     assert len(fusedseg.compiler.report(trainer.network).graphs) == 1
     # The gradients lie in the memory of the graphs, so they go first.
     assert released == [[]]
-
-
-def gradients_of(network):
-    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.gpu
