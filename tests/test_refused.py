@@ -397,6 +397,9 @@ VALUES = {
         lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
     "no parameter of ReLU requires a gradient, so the optimizer has nothing to train":
         lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
+    "fusedseg.plan: reserve must be at least 0 and below 1, got 1.0":
+        lambda: fusedseg.plan(CONV, (4, 9, 9), "1GiB", reserve=1.0),
+    "fusedseg.plan: batch must be at least 1, got 0": lambda: fusedseg.plan(CONV, (4, 9, 9), "1GiB", batch=0),
     "options must be among codegen, .* got 'bit'": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bit": 4}),
     "option bits must be 8, 4 or None, got 5": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bits": 5}),
     **{
@@ -467,6 +470,7 @@ TYPES = {
         lambda: bytes_before(BN, [], optimizer=torch.optim.SGD(BN.parameters())),
     "fusedseg.memory: model must be a module or a function that builds one, got str$":
         lambda: fusedseg.profile("net", (4, 3, 32, 32)),
+    r"fusedseg\.convert: model must be an nn\.Module, got int": lambda: fusedseg.convert(1),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),
