@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedseg import ConvABN2d, ConvABN3d
+from tests.nn.test_norms import fill
 
 CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
 BATCH_NORMS = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -27,12 +28,7 @@ def pair(dims=2, dtype=torch.float64, **options):
     stock = nn.Sequential(
         CONVS[dims](4, 6, dtype=dtype, **options), BATCH_NORMS[dims](6, dtype=dtype, **of_norm), nn.LeakyReLU(0.01)
     )
-    with torch.no_grad():
-        for t in (*stock[1].parameters(), *stock[1].buffers()):
-            if t.is_floating_point():
-                t.uniform_(0.5, 1.5)
-        if stock[1].affine:
-            stock[1].weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0, 2.0, 0.3], dtype=dtype))
+    fill(stock[1])
     ours = OURS[dims](4, 6, dtype=dtype, **options, **of_norm)
     ours.load_state_dict(renamed(stock.state_dict()), strict=True)
     return stock, ours

@@ -49,17 +49,22 @@ by_place = pytest.mark.parametrize("place", [0, 1], ids=["output", "input"])
 by_kind = pytest.mark.parametrize("kind", OURS)
 
 
+def fill(norm):
+    """Gives a stock norm other statistics and parameters than at first, among them a tiny weight and one of zero."""
+    with torch.no_grad():
+        for t in (*norm.parameters(), *norm.buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+        if norm.weight is not None:
+            norm.weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0, 2.0, 0.3])[: len(norm.weight)])
+
+
 def pair(kind, place=0, dims=2, dtype=torch.float64, **options):
     """Makes a stock norm of 4 channels, and our module with the same state; the activation is leaky_relu."""
     groups = (2,) if kind == "group" else ()
     stock = STOCK[kind][dims](*groups, 4, dtype=dtype, **options)
     ours = OURS[kind][place](*groups, 4, dtype=dtype, **options)
-    with torch.no_grad():
-        for t in (*stock.parameters(), *stock.buffers()):
-            if t.is_floating_point():
-                t.uniform_(0.5, 1.5)
-        if stock.weight is not None:
-            stock.weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0], dtype=dtype))
+    fill(stock)
     ours.load_state_dict(stock.state_dict(), strict=True)
     assert list(ours.state_dict()) == list(stock.state_dict())
     return stock, ours
