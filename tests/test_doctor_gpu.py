@@ -128,7 +128,7 @@ def test_kernels_for_hopper_are_tested_on_hopper_alone(on_a_gpu, monkeypatch, ca
     assert "conv3d" not in capsys.readouterr().out
 
 
-def test_a_failure_is_a_problem(on_a_gpu, tmp_path, capsys):
+def test_a_failure_is_a_problem(on_a_gpu, capsys):
     on_a_gpu(norm="fails")
     assert main(["doctor", "--gpu"]) == 1
     out = capsys.readouterr().out

@@ -40,22 +40,21 @@ FRAMEWORKS = "monai", "segmentation_models_pytorch", "timm", "lightning", "trans
 
 
 class Block(NamedTuple):
-    """A block of a page: its language, its text, the output that the page shows under it, and its position."""
+    """A block of a page: its text, the output that the page shows under it, and its position."""
 
-    language: str
     text: str
     output: str | None
     where: str
 
 
-def blocks(*languages: str) -> list[Block]:
+def blocks(language: str) -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text()
         for match in BLOCK.finditer(text):
             line = text[: match.start()].count("\n") + 1
-            if match[1] in languages:
-                found.append(Block(match[1], match[2], match[3], f"{page.relative_to(ROOT)}:{line}"))
+            if match[1] == language:
+                found.append(Block(match[2], match[3], f"{page.relative_to(ROOT)}:{line}"))
     return found
 
 

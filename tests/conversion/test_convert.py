@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import pickle
 import weakref
 from functools import partial
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.convert import LIBRARY, BlockPlan, FusedStock, digest_of
+from fusedseg.convert import LIBRARY, BlockPlan, FusedStock, _library_steps, digest_of
 from fusedseg.memory.meter import graph_of, measure
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, results, saved
@@ -110,13 +109,13 @@ def test_another_version_of_a_library_stays_stock(monkeypatch):
     dynunet = pytest.importorskip("monai.networks.blocks.dynunet_block")
     block = dynunet.UnetBasicBlock(2, 1, 4, 3, 1, "instance")
     monkeypatch.setattr(dynunet.UnetBasicBlock, "forward", lambda self, inp: self.norm1(self.conv1(inp)))
-    importlib.import_module("fusedseg.convert")._library_steps.cache_clear()
+    _library_steps.cache_clear()
     try:
         found = fusedseg.conversion(fusedseg.convert(block))
         assert [row.why for row in found.left] == ["the forward of another version of UnetBasicBlock calls it"] * 2
     finally:
         monkeypatch.undo()
-        importlib.import_module("fusedseg.convert")._library_steps.cache_clear()
+        _library_steps.cache_clear()
     assert len(fusedseg.conversion(fusedseg.convert(block)).served) == 2
 
 
