@@ -101,6 +101,39 @@ CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
 X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
 LOGITS, LABELS = rand(2, 4, 5, 6), torch.randint(4, (2, 1, 5, 6))
 UNET, TWO_ENCODERS = UNet(1, 2, widths=(4, 8, 8)), MultiEncoderUNet((1, 2), 2, widths=(4, 8))
+WINDOWS = {
+    r"image must have shape \(N, C, \*spatial\) with one to three": lambda: windows(image=ones(9, 9)),
+    r"at least one value, got \(0, 2, 9, 9\)": lambda: windows(image=ones(0, 2, 9, 9)),
+    r"roi must be one integer, or 2 integers, one for each axis, got \(4,\)": lambda: windows(roi=(4,)),
+    r"image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or":
+        lambda: windows(image=ones(2, 9, 9), roi=(4, 4)),
+    "image must .* has no batch dimension": lambda: windows(image=ones(2, 9, 9, 9), roi=[4, 4, None]),
+    "no batch and channel dimensions .pass": lambda: windows(image=ones(9, 9, 9), roi=(4, 4, 4)),
+    "roi must be one integer, or 1 integers": lambda: windows(image=ones(1, 2, 9), roi=(4, 4, 4, 4)),
+    "roi must be one integer, or 2 integers, one for each axis, got 4.5": lambda: windows(roi=4.5),
+    "overlap must be one number at least 0 and below 1, or 2 of them, got 1.0": lambda: windows(overlap=1.0),
+    r"for image \(N, C, \*spatial\) = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), overlap=(0.5, 0.5)),
+    r"got .* for image .* = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), mirror=(0, 1)),
+    r"or 2 of them, got \(0.5,\)": lambda: windows(overlap=(0.5,)),
+    "sigma_scale must be one number above 0, or 2 of them, got 0": lambda: windows(sigma_scale=0),
+    "sw_batch_size must be an integer >= 1, got 0": lambda: windows(sw_batch_size=0),
+    "mode must be one of constant, gaussian, got 'box'": lambda: windows(mode="box"),
+    "padding_mode must be one of constant, reflect, replicate, circular": lambda: windows(padding_mode="zeros"),
+    "cval must be 0 for padding_mode 'reflect', got 1": lambda: windows(padding_mode="reflect", cval=1),
+    r"mirror must have different axes from 0 to 1, got \(0, 0\)": lambda: windows(mirror=(0, 0)),
+    "mirror must have different axes from 0 to 1, got 0 for image": lambda: windows(mirror=0),
+    "regions must be True, False, or labels of at least 0, got None": lambda: windows(regions=None),
+    "roi must be one integer, or 2 integers, one for each axis, got True": lambda: windows(roi=True),
+    "sigma_scale must be one number above 0, or 2 of them, got None": lambda: windows(sigma_scale=None),
+    "overlap must be one number at least 0 and below 1, or 2 of them, got 'half'": lambda: windows(overlap="half"),
+    r"mirror must have different axes from 0 to 1, got \(2,\)": lambda: windows(mirror=(2,)),
+    r"regions must be True, False, or labels of at least 0, got \(1, -1\)": lambda: windows(regions=(1, -1)),
+    "regions must have 5 labels, one for each class, got 2": lambda: windows(regions=(1, 2)),
+    r"is \(1, 2, 4, 4\), got \(1, 2, 4, 2\)": lambda: windows(model=lambda x: x[..., ::2]),
+    r"for windows \(1, 2, 4, 4\) is .*, got \(2, 4, 4\)": lambda: windows(model=lambda x: x[0]),
+    "for every window, got 3 after 2":
+        lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
+}  # fmt: skip
 VALUES = {
     "fusedseg.backend must be one of auto, triton, aten, got 'cuda'": lambda: setattr(fusedseg, "backend", "cuda"),
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
@@ -339,55 +372,7 @@ VALUES = {
         lambda: losses.DC_and_CE_loss({}, {"reduction": "none"}),
     r"pos_weight must have one value, or shape \(4, 1, 1\) .* got \(4,\)":
         lambda: losses.DC_and_BCE_loss({"pos_weight": ones(4)}, {})(LOGITS, LOGITS > 0),
-    r"sliding_window_labels: .*image must have shape \(N, C, \*spatial\) with one to three":
-        lambda: windows(image=ones(9, 9)),
-    r"sliding_window_labels: .*at least one value, got \(0, 2, 9, 9\)": lambda: windows(image=ones(0, 2, 9, 9)),
-    r"sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got \(4,\)":
-        lambda: windows(roi=(4,)),
-    r"sliding_window_labels: .*image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or":
-        lambda: windows(image=ones(2, 9, 9), roi=(4, 4)),
-    "sliding_window_labels: .*image must .* has no batch dimension":
-        lambda: windows(image=ones(2, 9, 9, 9), roi=[4, 4, None]),
-    "sliding_window_labels: .*no batch and channel dimensions .pass":
-        lambda: windows(image=ones(9, 9, 9), roi=(4, 4, 4)),
-    "sliding_window_labels: .*roi must be one integer, or 1 integers":
-        lambda: windows(image=ones(1, 2, 9), roi=(4, 4, 4, 4)),
-    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got 4.5":
-        lambda: windows(roi=4.5),
-    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 1.0":
-        lambda: windows(overlap=1.0),
-    r"sliding_window_labels: .*for image \(N, C, \*spatial\) = \(2, 9, 9\)":
-        lambda: windows(image=ones(2, 9, 9), overlap=(0.5, 0.5)),
-    r"sliding_window_labels: .*got .* for image .* = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), mirror=(0, 1)),
-    r"sliding_window_labels: .*or 2 of them, got \(0.5,\)": lambda: windows(overlap=(0.5,)),
-    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got 0":
-        lambda: windows(sigma_scale=0),
-    "sliding_window_labels: .*sw_batch_size must be an integer >= 1, got 0": lambda: windows(sw_batch_size=0),
-    "sliding_window_labels: .*mode must be one of constant, gaussian, got 'box'": lambda: windows(mode="box"),
-    "sliding_window_labels: .*padding_mode must be one of constant, reflect, replicate, circular":
-        lambda: windows(padding_mode="zeros"),
-    "sliding_window_labels: .*cval must be 0 for padding_mode 'reflect', got 1":
-        lambda: windows(padding_mode="reflect", cval=1),
-    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(0, 0\)":
-        lambda: windows(mirror=(0, 0)),
-    "sliding_window_labels: .*mirror must have different axes from 0 to 1, got 0 for image": lambda: windows(mirror=0),
-    "sliding_window_labels: .*regions must be True, False, or labels of at least 0, got None":
-        lambda: windows(regions=None),
-    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got True":
-        lambda: windows(roi=True),
-    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got None":
-        lambda: windows(sigma_scale=None),
-    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 'half'":
-        lambda: windows(overlap="half"),
-    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(2,\)": lambda: windows(mirror=(2,)),
-    r"sliding_window_labels: .*regions must be True, False, or labels of at least 0, got \(1, -1\)":
-        lambda: windows(regions=(1, -1)),
-    "sliding_window_labels: .*regions must have 5 labels, one for each class, got 2": lambda: windows(regions=(1, 2)),
-    r"sliding_window_labels: .*is \(1, 2, 4, 4\), got \(1, 2, 4, 2\)": lambda: windows(model=lambda x: x[..., ::2]),
-    r"sliding_window_labels: .*for windows \(1, 2, 4, 4\) is .*, got \(2, 4, 4\)":
-        lambda: windows(model=lambda x: x[0]),
-    "sliding_window_labels: .*for every window, got 3 after 2":
-        lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
+    **{f"sliding_window_labels: .*{text}": call for text, call in WINDOWS.items()},
     "no parameter of ReLU requires a gradient, so the optimizer has nothing to train":
         lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
     "fusedseg.plan: reserve must be at least 0 and below 1, got 1.0":
