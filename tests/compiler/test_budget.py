@@ -35,8 +35,7 @@ def chosen(monkeypatch):
 
     def noted(result, choices, *given, **options):
         # With bits, the plan without them is made before, and noted too.
-        choice, _ = result
-        return choices.eager, choice.cost, choice.cost.repeated
+        return choices.eager, result.cost, result.cost.repeated
 
     return spied(monkeypatch, choose, "nearest", noted)
 
@@ -236,10 +235,10 @@ def test_peak_with_inductor(monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""
     counted, apply = [], write.apply
 
-    def noted(joint, decided, storage=None):
+    def noted(joint, decided):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.saved)
         counted.append(ByteModel(joint, by_inductor=True).needs(decided).peak)
-        apply(joint, decided, storage)
+        apply(joint, decided)
 
     monkeypatch.setattr(write, "apply", noted)
     found = estimate_ways(*make("U-Net"), [{"codegen": "inductor"}, {"budget": 0.3}])

@@ -50,10 +50,11 @@ PEAK_SLACK = 1e-3
 
 
 class Choice(NamedTuple):
-    """A decision, and what it costs."""
+    """A decision, what it costs, and whether it meets the budget."""
 
     decision: Decision
     cost: StepBytes
+    met: bool = True
 
 
 class Choices:
@@ -142,7 +143,7 @@ class Choices:
                 found += itertools.islice(search, 1)
             if place == len(found):
                 return
-            decision, cost = found[place]
+            decision, cost, _ = found[place]
             of_own = decision_that_recomputes(self.joint, {own[node] for node in decision.recomputed})
             yield Choice(replace(of_own, peak_target=decision.peak_target), cost)
 
@@ -262,15 +263,15 @@ Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice], list[Cho
 
 def nearest(
     choices: Choices, budget: Budget | None, most: StepBytes | None = None, known: Known | None = None
-) -> tuple[Choice, bool]:
-    """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
+) -> Choice:
+    """The choice for a budget that keeps and peaks at no more than ``most``.
 
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
     ``known`` has the searches of other ways to divide the same graph.
     """
     frontier = choices.frontier if known is None else partial(choices.in_copy, known)
     if budget is None:
-        return next(frontier(0.0, True)), True
+        return next(frontier(0.0, True))
     nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops before.
     falling_peak = nbytes is not None or budget.peak is not None
@@ -281,13 +282,12 @@ def nearest(
         last = found
         kept_enough = nbytes is not None and found.cost.kept <= nbytes
         if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
-            return found, True
-    return last or found, False
+            return found
+    return (last or found)._replace(met=False)
 
 
-def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> None:
+def warn_of(cost: StepBytes, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
-    assert cost is not None
     assert budget is not None
     eager = choices.eager
     most, peak = budget.bytes_of(eager), cost.peak + choices.model.arguments
