@@ -20,7 +20,7 @@ from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.max_pool import aten_max_pool
 from fusedseg.ops.norm import aten_norms
 from fusedseg.unet import UNet
-from tests.compiler.networks import Dense, kept, make, relu, results, same
+from tests.compiler.networks import Dense, compiled, kept, make, relu, results, same
 from tests.compiler.test_bits import MOST, error_of
 from tests.tools.spy import spied
 from tests.tools.threads import threads
@@ -40,11 +40,9 @@ def chosen(monkeypatch):
     return spied(monkeypatch, choose, "nearest", noted)
 
 
-def budgeted(model, budget, codegen="aten", dynamic=None, **options):
+def budgeted(model, budget, dynamic=None, **options):
     torch._dynamo.reset()
-    options = {name: value for name, value in options.items() if value is not None}
-    options |= {"codegen": codegen} | ({} if budget is None else {"budget": budget})
-    return torch.compile(model, backend="fusedseg", options=options, dynamic=dynamic)
+    return compiled(model, dynamic=dynamic, budget=budget, **options)
 
 
 @pytest.fixture
@@ -324,9 +322,7 @@ def test_beside_the_optimum(name, monkeypatch):
     def compared(choices, wanted, known):
         for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
-            flops = sum(
-                choices.flops.get(call, 0) for call in {decision.call_node(node) for node in choice.decision.recomputed}
-            )
+            flops = choices.flops_of(choice.decision.recomputed)
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted, known=known)
 

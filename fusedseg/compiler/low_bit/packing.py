@@ -92,9 +92,9 @@ class RoundedChoices(Choices):
         nbytes, bits = super().nbytes(node), bits_of(node, self._bits)
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
-    def first(self) -> Decision:
+    def first(self, share: float = 0.0, from_larger: bool = True) -> Decision:
         # The result of a pool is picked from the larger value, which costs fewer bytes than to keep both.
-        return self._without_budget()
+        return super().first(share, from_larger)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

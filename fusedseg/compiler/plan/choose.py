@@ -16,7 +16,7 @@ They run a third time where the peak loses as many bytes for it as the choice ke
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from enum import Enum, auto
@@ -82,12 +82,8 @@ class Choices:
     def nbytes(self, node: fx.Node) -> int:
         return 0 if node in self.joint.free_to_save else nbytes_of(node)
 
-    def first(self) -> Decision:
-        """The decision without a budget."""
-        return self._without_budget(nearly_free.SHARE, from_larger=False)
-
-    def _without_budget(self, share: float = 0.0, from_larger: bool = True) -> Decision:
-        """What is decided if no compute-intensive op runs again that is not nearly free.
+    def first(self, share: float = nearly_free.SHARE, from_larger: bool = False) -> Decision:
+        """The decision without a budget: no compute-intensive op runs again that is not nearly free.
 
         share: that of ``nearly_free.cheapest``.  from_larger: that of ``Cut``.
         """
@@ -119,12 +115,9 @@ class Choices:
         """A decision with what it costs; one without a target of the peak may get one."""
         return Choice(decision, self.model.needs(decision))
 
-    def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
+    def flops_of(self, nodes: Iterable[fx.Node]) -> int:
+        """The arithmetic of the compute-intensive ops that compute these nodes, once each."""
         return sum(self.flops.get(call, 0) for call in {call_node(node) for node in nodes})
-
-    def flops_of(self, decision: Decision) -> int:
-        """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
-        return self._flops_of(set(decision.recomputed))
 
     def in_copy(self, known: "Known", most_flops: float, falling_peak: bool) -> Iterator[Choice]:
         """``frontier`` for a graph that is divided in several ways: it is found once for all equal copies of it.
@@ -162,7 +155,7 @@ class Choices:
         for wanted, price in steps.items():
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
-            for part in sorted(cut.parts(wanted - search.recomputed), key=self._flops_of) or [set()]:
+            for part in sorted(cut.parts(wanted - search.recomputed), key=self.flops_of) or [set()]:
                 tried = search.recomputed | small | part
                 verdict = search.try_with(tried)
                 if verdict is TrialResult.OVER_FLOPS and len(over_flops) < NEAREST:
@@ -186,7 +179,7 @@ class Choices:
                 call_node(node) for node in decision_that_recomputes(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
-                if self._flops_of(intensive - {call}) > search.most_flops:
+                if self.flops_of(intensive - {call}) > search.most_flops:
                     continue
                 if search.try_with(cut.with_intensive(intensive - {call}, over_flops[more])) is TrialResult.TAKEN:
                     yield search.best
@@ -195,7 +188,7 @@ class Choices:
                     return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
             intensive = cut.compute_intensive & {call_node(node) for node in search.best.decision.recomputed}
-            if call in intensive or self._flops_of(intensive | {call}) > search.most_flops:
+            if call in intensive or self.flops_of(intensive | {call}) > search.most_flops:
                 continue
             if search.try_with(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield search.best
@@ -237,13 +230,13 @@ class Search:
         of, best = self._choices, self.best
         decision = decision_that_recomputes(of.joint, tried)
         enough = best.cost.kept - LEAST_SAVED * of.eager
-        kept, flops = of.kept(decision), of.flops_of(decision)
+        kept, flops = of.kept(decision), of.flops_of(decision.recomputed)
         if kept > enough or tried in self.refused:
             return TrialResult.SMALL
         if flops > self.most_flops:
             return TrialResult.OVER_FLOPS
         # A byte of the peak is worth as much as one that is kept.
-        price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
+        price = max(flops - of.flops_of(best.decision.recomputed), 0) / max(of.kept(best.decision) - kept, 1)
         decision.peak_target = PeakTarget(self._most * (1 + PEAK_SLACK), self.most_flops, price)
         found = of.counted(decision)
         cost = found.cost
