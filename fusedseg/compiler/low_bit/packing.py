@@ -28,7 +28,7 @@ def _pack(graph: fx.Graph, packed: dict[fx.Node, Packed], seed: int) -> tuple[li
     packing: list[fx.Node] = []
     unpacking: dict[fx.Node, tuple[Any, ...]] = {}
 
-    def pack(target: Callable[..., object], *given: Any, before: fx.Node) -> fx.Node:
+    def added(target: Callable[..., object], *given: Any, before: fx.Node) -> fx.Node:
         packing.append(call(graph, target, *given, before=before))
         return packing[-1]
 
@@ -39,15 +39,15 @@ def _pack(graph: fx.Graph, packed: dict[fx.Node, Packed], seed: int) -> tuple[li
         how, after, kink = packed[node], behind(node), None
         form = form_in(graph, node, after)
         if not value_of(node).is_floating_point():
-            codes = pack(ops.bits_pack, node, how.bits, form[1], before=after)
+            codes = added(ops.bits_pack, node, how.bits, form[1], before=after)
             unpacking[node] = (ops.bits_unpack, codes, how.bits, value_of(node).dtype, *form)
             continue
         if isinstance(norm := how.sign, Norm):
             after = behind(call_node(norm.mean))
             of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
-            kink = pack(ops.norm_kink, *of_norm, before=after)
-        codes = pack(ops.round_op, node, how.bits, key, place, kink, how.unit, form[1], before=after)
-        results = [pack(operator.getitem, codes, k, before=after) for k in range(3)]
+            kink = added(ops.norm_kink, *of_norm, before=after)
+        codes = added(ops.round_op, node, how.bits, key, place, kink, how.unit, form[1], before=after)
+        results = [added(operator.getitem, codes, k, before=after) for k in range(3)]
         unpacking[node] = (ops.unpack_op, *results, kink, how.bits, how.unit, *form)
     return packing, unpacking
 
