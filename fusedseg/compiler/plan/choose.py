@@ -30,8 +30,8 @@ from ...memory.step_bytes import StepBytes
 from ..budget import Budget
 from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
-from . import nearly_free, recompute
-from .decision import Decision, call_node, decision_that_recomputes
+from . import nearly_free
+from .decision import Decision, call_node, decision_that_recomputes, inputs_of
 from .min_cut import DEFAULT_PRICE, UNIT, Cut
 from .peak import ByteModel
 from .schedule import PeakTarget, is_inlined
@@ -74,9 +74,7 @@ class Choices:
         """What a second run of a call costs: arithmetic, or the bytes that it reads and writes."""
         if flops := self.flops.get(call):
             return flops
-        other = recompute.recomputation_of(call)
-        read = call.all_input_nodes if other is None else recompute.read_by(other)
-        moved = sum(map(nbytes_of, (call, *read)))
+        moved = sum(map(nbytes_of, (call, *inputs_of(call))))
         return moved // INLINED if self.by_inductor and is_inlined(call) else moved
 
     def nbytes(self, node: fx.Node) -> int:
@@ -128,15 +126,12 @@ class Choices:
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
             search = Choices(twin, self.by_inductor, self.peak_target).frontier(most_flops, falling_peak)
-            known[key] = (list(twin.graph.nodes), search, [])
-        twins, search, found = known[key]
+            known[key] = (list(twin.graph.nodes), search)
+        twins, search = known[key]
+        found, search = itertools.tee(search)
+        known[key] = (twins, search)
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))
-        for place in itertools.count():
-            if place == len(found):
-                found += itertools.islice(search, 1)
-            if place == len(found):
-                return
-            decision, cost, _ = found[place]
+        for decision, cost, _ in found:
             of_own = decision_that_recomputes(self.joint, {own[node] for node in decision.recomputed})
             yield Choice(replace(of_own, peak_target=decision.peak_target), cost)
 
@@ -250,8 +245,8 @@ class Search:
         return TrialResult.TAKEN
 
 
-# Of a graph, by what a search depends on: the nodes of its copy, the search, and the choices that it has found.
-Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice], list[Choice]]]
+# Of a graph, by what a search depends on: the nodes of its copy, and the search.
+Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice]]]
 
 
 def nearest(

@@ -81,15 +81,18 @@ class BackwardGraph:
         """Takes the nodes, for each the one whose memory its result lies in, and those that recompute values."""
         self.nodes, self.roots, self.recomputed = nodes, roots, recomputed
         self._flops: dict[fx.Node, int] = {}
-        self._over: dict[fx.Node, Over] = {}
-        self.needs: dict[fx.Node, int] = {}
-        self._inputs: dict[fx.Node, list[fx.Node]] = {}
+        # For each node the inputs that are recomputed, in the best order.
+        self.inputs: dict[fx.Node, list[fx.Node]] = {}
+        needs: dict[fx.Node, int] = {}
         for node in nodes:
+            rebuilt = [source for source in node.all_input_nodes if source in recomputed]
+            self.inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - needs[source])
             held = need = 0
-            for source in self.inputs(node):
-                need = max(need, held + self.needs[source])
+            for source in self.inputs[node]:
+                need = max(need, held + needs[source])
                 held += self.nbytes(source)
-            self.needs[node] = max(need, held + self.made(node))
+            needs[node] = max(need, held + self.made(node))
+        self._over = {node: self.over(node) for node in nodes}
 
     def made(self, node: fx.Node) -> int:
         """The bytes that a node allocates.  Parameters are alive anyway."""
@@ -101,20 +104,13 @@ class BackwardGraph:
         """The bytes that later nodes read; each of several results has a node of its own."""
         return 0 if isinstance(value_of(node), (tuple, list)) else self.made(node)
 
-    def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are recomputed, in the best order."""
-        if node not in self._inputs:
-            rebuilt = [source for source in node.all_input_nodes if source in self.recomputed]
-            self._inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - self.needs[source])
-        return self._inputs[node]
-
     def in_turn(self) -> list[ScheduledNode]:
         """The nodes, each value of forward right before its first reader."""
         done: dict[fx.Node, ScheduledNode] = {}
         for reader in self.nodes:
             if reader in self.recomputed:
                 continue
-            for node in inputs_first(reader, lambda node: reversed(self.inputs(node)), done):
+            for node in inputs_first(reader, lambda node: reversed(self.inputs[node]), done):
                 # All results of a call follow it at once, so that those that nobody reads are let go.
                 items = [user for user in node.users if node in self.recomputed and user.target is operator.getitem]
                 for one in (node, *items):
@@ -122,8 +118,6 @@ class BackwardGraph:
         return [*done.values()]
 
     def step(self, node: fx.Node, reads: list[ScheduledNode]) -> ScheduledNode:
-        if node not in self._over:
-            self._over[node] = self.over(node)
         return ScheduledNode(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
 
     def over(self, node: fx.Node) -> Over:
