@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from .. import _torch
 from . import counting
 from .eager_step import Captured
-from .graph import outputs_of, value_of
+from .graph import value_of
 from .plan.decision import Decision
 from .report import Graph, Report, counted_in_eager_mode
 
@@ -114,7 +114,7 @@ def note_bytes(decision: Decision | None, parts: counting.Parts, outputs: int, b
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
     graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, by_inductor)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
-    graph.returned = counting.returned_bytes(outputs_of(parts[0].graph)[:outputs])
-    graph.gradients = counting.returned_bytes(outputs_of(parts[1].graph))
+    graph.returned = counting.returned_bytes(parts[0], outputs)
+    graph.gradients = counting.returned_bytes(parts[1])
     if decision is not None:
         graph.recomputed = counting.recomputed_modules(decision.recomputed)
