@@ -19,7 +19,7 @@ from ..memory.meter import mean_of
 from . import counting, settings
 from .eager_step import Captured
 from .graph import copy_of
-from .notes import current, note_bytes, noting, noting_on
+from .notes import current, note_bytes, note_of, noting_on
 from .report import Graph, Report, counted_in_eager_mode
 
 OP = "fusedseg.compiler.estimate"
@@ -172,9 +172,9 @@ class _Divisions:
 
     def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         """Notes a captured graph, and returns the note of the first way."""
-        with noting(module, example_inputs) as (graph, captured):
-            for of in self.found:
-                of.append((replace(graph), captured))
+        graph, captured = note_of(module, example_inputs)
+        for of in self.found:
+            of.append((replace(graph), captured))
         return self.found[0][-1][0]
 
     def divide(self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:

@@ -71,15 +71,12 @@ def _kind(module: nn.Module) -> object:
     return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
-@contextmanager
-def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tuple[Graph, Captured]]:
-    """A context in which a captured graph is compiled."""
+def note_of(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph, Captured]:
+    """The note of a captured graph that is compiled now, and the graph as a step of eager mode is counted on it."""
     why = _torch.reason_of_break(module)
     trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
-    graph, captured = Graph(calls, trained, ends=why), Captured(module, example_inputs)
-    with noting_on(graph):
-        yield graph, captured
+    return Graph(calls, trained, ends=why), Captured(module, example_inputs)
 
 
 @contextmanager

@@ -277,15 +277,12 @@ def nearest(
 def warn_of(cost: StepBytes, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
     assert budget is not None
-    eager = choices.eager
-    most, peak = budget.bytes_of(eager), cost.peak + choices.model.arguments
+    most, peak = budget.bytes_of(choices.eager), cost.peak + choices.model.arguments
     if budget.peak is not None:
         asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
     elif most is not None:
-        asked, nearest = (
-            f"budget {text_of(most)}",
-            f"{text_of(cost.kept)}, which is a share of {_up(cost.kept / eager)}",
-        )
+        share = math.ceil(cost.kept / choices.eager * 1000) / 1000
+        asked, nearest = f"budget {text_of(most)}", f"{text_of(cost.kept)}, which is a share of {share:g}"
     else:
         return
     warnings.warn(
@@ -294,7 +291,3 @@ def warn_of(cost: StepBytes, budget: Budget | None, choices: Choices) -> None:
         f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )
-
-
-def _up(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 1000:g}"

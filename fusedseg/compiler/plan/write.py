@@ -47,9 +47,8 @@ class _Writer:
     """Gives backward the nodes that it reads."""
 
     def __init__(self, joint: Joint, decided: Decision, unpacking: Unpacking, copies: dict[fx.Node, fx.Node]) -> None:
-        self.graph, self.decided, self.unpacking, self.copies = joint.graph, decided, unpacking, copies
-        self.policies = decided.policies
-        self.changeable = joint.changeable
+        self.joint, self.graph, self.decided = joint, joint.graph, decided
+        self.unpacking, self.copies = unpacking, copies
         self.made: dict[fx.Node, fx.Node] = {}
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
@@ -73,7 +72,7 @@ class _Writer:
             return made
         whole = call_node(node)
         swapped = {source: self.read(source, before) for source in whole.all_input_nodes}
-        if node not in self.changeable and all(source is other for source, other in swapped.items()):
+        if node not in self.joint.changeable and all(source is other for source, other in swapped.items()):
             return self._noted(node, whole)
         if node is whole:
             return self._noted(copied(self.graph, node, swapped, before))
@@ -82,5 +81,5 @@ class _Writer:
         return self._noted(copied(self.graph, node, {whole: self.made[whole]}, before))
 
     def _noted(self, node: fx.Node, *others: fx.Node) -> fx.Node:
-        self.policies.update(dict.fromkeys((node, *others), RECOMPUTE))
+        self.decided.policies.update(dict.fromkeys((node, *others), RECOMPUTE))
         return node
