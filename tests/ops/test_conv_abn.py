@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from fusedseg.functional import conv_abn
-from tests.ops.conv_abn_cases import CASES, Inputs, fused, inputs, running, stock
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.ops.conv_abn_cases import CASES, check
+from tests.reference import FORWARD_TOLERANCE, relative_error
 from tests.tools.called import Called
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
@@ -31,37 +31,8 @@ ROWS = ("2d", "1x1", "stride 2", "groups", "same, even kernel", "3d, stride 2")
     [*((name, "contiguous", None) for name in CASES), *((name, "channels_last", None) for name in ROWS), *HALF],
 )
 def test_values_and_gradients(backend, device, name, fmt, dtype):
-    check(CASES[name], backend, device, fmt, dtype or EXACT[backend])
-
-
-def check(case, backend, device, fmt, dtype):
-    """Output, running statistics and gradients are those of float64, in which y is rounded to the stored dtype.
-
-    Every implementation that stores y can round a value across zero.  Such a value takes the other branch of the
-    activation, and its gradient is wrong by its whole size.  running_mean includes the convolution's bias.
-    """
-    params = dtype if dtype.itemsize > 2 else torch.float32
     for training in (True, False):
-        given = inputs(case, dtype, device, fmt, params=params)
-        statistics = running(case, params, device)
-        z = fused(given, backend, training, statistics, case, momentum=0.3)
-        # A gradient that is expanded from a scalar, too.
-        dz = torch.randn(z.shape if training else (1,) * z.dim(), dtype=torch.float64).to(device, dtype).expand(z.shape)
-        grads = torch.autograd.grad(z, given, dz)
-
-        exact = Inputs(*(t.detach().double().requires_grad_() for t in given))
-        # In training y is stored without the bias, which moves the mean.
-        used = exact._replace(conv_bias=None) if training else exact
-        moved = running(case, torch.float64, device)
-        expected = stock(case, used, moved, training, momentum=0.3, stored=dtype)
-        assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype], training
-        of_bias = 0.3 * exact.conv_bias.detach() if training else 0.0
-        for mine, theirs in zip(statistics, (moved[0] + of_bias, moved[1]), strict=True):
-            assert relative_error(mine, theirs) <= FORWARD_TOLERANCE[dtype], training
-        expected = torch.autograd.grad(expected, exact, dz.double(), materialize_grads=True)
-        for field, t, mine, theirs in zip(given._fields, given, grads, expected, strict=True):
-            assert mine.dtype == t.dtype
-            assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], (training, field)
+        check(CASES[name], backend, device, fmt, dtype or EXACT[backend], training)
 
 
 @pytest.mark.parametrize(
