@@ -263,7 +263,7 @@ class DiceCELoss(_Loss):
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, ignore_index=ignore_index,
-            weight=weight if weight is None or include_background else weight[1:],
+            weight=class_weight(name, weight if weight is None or include_background else weight[1:]),
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.register_buffer("weight", weight)
