@@ -288,7 +288,7 @@ class DiceCELoss(_Loss):
         if given.logits.shape[1] == 1:
             total = binary_total(found, self.weight)
             return total if self.reduction == "sum" else total / positions
-        return entropy.of_probabilities(found, positions) if spec.dense else entropy.of_labels(found)
+        return entropy.value(found, positions if spec.dense else None)
 
 
 def class_weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:
