@@ -116,12 +116,11 @@ class FocalLoss(_Loss):
     float32, whatever the dtype; here it is computed in float64 for float64 logits.
 
     Args:
-        include_background, to_onehot_y, gamma, weight: as in MONAI.
+        include_background, to_onehot_y, gamma, alpha, weight: as in MONAI.
         use_softmax: as in MONAI; include_background must be True then, because MONAI leaves the logits of the first
             class out of the softmax.
         ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored, because MONAI
             multiplies the logits by other values; the host waits for the device to know.
-        alpha: as in MONAI.
         reduction: "mean" or "sum", which is a mean over positions and a sum over samples and classes, as in MONAI.
 
     Its forward takes the logits and a target: labels (N, 1, *spatial) with to_onehot_y, of any integer or floating
@@ -184,8 +183,7 @@ class DiceFocalLoss(_Loss):
 
     Args:
         include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr: as in MONAI.
-        batch, gamma, weight, lambda_dice, lambda_focal: as in MONAI.
-        alpha: as in MONAI.
+        batch, gamma, weight, lambda_dice, lambda_focal, alpha: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
 
