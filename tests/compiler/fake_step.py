@@ -21,7 +21,7 @@ class Bytes(NamedTuple):
     backward: int
 
 
-def _graphs_of(net, inputs, **options):
+def graphs_of_a_step(net, inputs, **options):
     """The number of outputs, and for each graph its arguments and the function that runs it."""
     settings = Settings(codegen="aten", **options)
     divide, parts = Partition(settings), _torch.compiler_parts()
@@ -48,15 +48,15 @@ def _graphs_of(net, inputs, **options):
     return *outputs, *made
 
 
-def _bare(node):
+def bare(node):
     t = node.meta["val"]
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def fake_step(net, inputs, **options):
     """The bytes of one step of ``net``, inside a fake mode; ``options`` are those of the backend."""
-    outputs, (given, forward), (read, backward) = _graphs_of(net, inputs, **options)
-    arguments = [_bare(node) for node in given]
+    outputs, (given, forward), (read, backward) = graphs_of_a_step(net, inputs, **options)
+    arguments = [bare(node) for node in given]
     own = {memory_of(t) for t in arguments}
     with LiveBytes() as live:
         results = forward(list(arguments))
@@ -64,7 +64,7 @@ def fake_step(net, inputs, **options):
         sizes = {memory_of(t): t.untyped_storage().nbytes() for t in tensors_of(kept) if memory_of(t) not in own}
         # The caller holds the output until backward has its gradient.
         of_forward, output = live.peak, results[:outputs]
-        gradients = [_bare(node) for node in read if "tangents" in node.name]
+        gradients = [bare(node) for node in read if "tangents" in node.name]
         for t in gradients:
             live.track(t)
         del results, output, t

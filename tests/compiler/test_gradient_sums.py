@@ -1,5 +1,7 @@
 """Norms whose output has two readers, in the code of "aten": their gradient reads both gradients of the output."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,19 @@ def test_no_sum_is_left_and_the_peak_does_not_rise(name, rows, emitted, monkeypa
         # In channels_last another op stands between one more sum and its norm, and there is memory for both gradients.
         wanted += 1
     assert [len(joined(graph)) for graph in emitted if is_backward(graph)] == [wanted, 0]
+
+
+def test_a_gradient_that_somebody_reads_later_is_not_written_over(emitted):
+    """The caller gets the gradient of the shortcut's input too."""
+    torch.manual_seed(0)
+    net, x = made("residual blocks", True)
+    net, x = net.double(), x.detach().double().requires_grad_()
+    twin, leaf = copy.deepcopy(net), x.detach().requires_grad_()
+    loss_of(twin(leaf)).backward()
+    run = compiled(net)
+    for _ in range(2):
+        x.grad = None
+        net.zero_grad()
+        loss_of(run(x)).backward()
+    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-7, atol=1e-9)
+    assert any(joined(graph) for graph in emitted if is_backward(graph))
