@@ -21,6 +21,7 @@ from fusedseg.ops.self_test import first_use
 from tests.compiler.networks import compiled, make, results, same
 from tests.resnet import LEAST_WIDTH_IN_ROWS, ResNet18
 from tests.tools.marks import slow
+from tests.tools.spy import spied
 from tests.tools.stand_in import stand_in as stand_in
 
 # The first step compiles, the second one launches directly and is noted, and the others replay.
@@ -202,13 +203,7 @@ def test_a_profilers_hooks_use_up_no_tries(direct, compiled_afresh, monkeypatch)
     """After eight calls that a hook had to see, an op was never replayed again."""
     from fusedseg.kernels import launcher
 
-    kernels, launch = [], launcher.Launcher._launch
-
-    def launched(self, *given):
-        kernels.append(self._kernel)
-        return launch(self, *given)
-
-    monkeypatch.setattr(launcher.Launcher, "_launch", launched)
+    kernels = spied(monkeypatch, launcher.Launcher, "_launch", lambda result, launch, *given: launch._kernel)
     _, again, x, given = replay_of_a_norm()
     wanted = again(0, x, *given)[0]
     (row,) = direct
