@@ -18,6 +18,7 @@ from tests.compiler.programs import PROGRAMS, Net, conv
 from tests.nnunet import PlainConvUNet
 from tests.resnet import LEAST_WIDTH_IN_ROWS, ResNet18
 
+
 def returned_twice(x, first, norm):
     y = norm(first(x))
     return y, y.clone()
