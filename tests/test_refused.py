@@ -328,7 +328,8 @@ VALUES = {
     "fusedseg.DiceCELoss: other_act must be None, .* use monai.losses.DiceCELoss":
         lambda: fusedseg.DiceCELoss(other_act=torch.tanh),
     "DiceLoss: sigmoid and softmax must not both be True": lambda: fusedseg.DiceLoss(sigmoid=True, softmax=True),
-    # These two named DiceLoss.
+    # These three named DiceLoss.
+    "DiceCELoss: weight must not be negative": lambda: fusedseg.DiceCELoss(weight=torch.tensor([-1.0, 1.0])),
     "DiceCELoss: sigmoid and softmax must not both": lambda: fusedseg.DiceCELoss(sigmoid=True, softmax=True),
     "DiceFocalLoss: sigmoid and softmax must not both": lambda: losses.DiceFocalLoss(sigmoid=True, softmax=True),
     "DiceLoss: reduction must be one of mean, sum, none, got 'max'": lambda: fusedseg.DiceLoss(reduction="max"),

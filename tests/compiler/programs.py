@@ -26,6 +26,17 @@ class Net(nn.Module):
         return self.run(x, **self.layers)
 
 
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def conv(cin=3, cout=8, size=3, dims=2, **options):
     return getattr(nn, f"Conv{dims}d")(cin, cout, size, padding=size // 2, **options)
 
