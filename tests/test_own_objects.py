@@ -22,7 +22,7 @@ GRAPH = "a target in a graph of PyTorch"
 # File -> {the first argument: why it is asked}.
 ALLOWED = {
     "fusedseg/_torch.py": {
-        "found": VERSIONS, "torch._C": VERSIONS, "FakeTensorMode": VERSIONS,
+        "found": VERSIONS,
         "torch.ops.aten": VERSIONS, "_find('torch._inductor.config')": VERSIONS, "op": "an op, or its overload",
         "torch.ops.fusedseg": "an op, by its name",
         "compiled": USERS, "target": USERS, "module": GRAPH, "compiler": USERS, "handler": VERSIONS,

@@ -58,11 +58,11 @@ def _halves_backward(ctx, g):
     return torch.stack([g, torch.zeros_like(g)], 1).view(ctx.shape)
 
 
-halves.register_autograd(_halves_backward, setup_context=lambda ctx, inputs, output: _keep_shape(ctx, inputs))
-
-
-def _keep_shape(ctx, inputs):
+def _keep_shape(ctx, inputs, output):
     ctx.shape = inputs[0].shape
+
+
+halves.register_autograd(_halves_backward, setup_context=_keep_shape)
 
 
 class Twice(torch.autograd.Function):
