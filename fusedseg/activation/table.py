@@ -131,12 +131,16 @@ def _simple(
     forward: Callable[[Tensor], Tensor],
     backward: Any,
     *constants: float,
+    writes: bool = True,
     **more: Any,
 ) -> ActivationRow:
-    """The row of an activation without a number; ``backward`` is aten's op, with its arguments after dz and y."""
+    """The row of an activation without a number; ``backward`` is aten's op, with its arguments after dz and y.
+
+    ``writes`` says whether this op can write into memory that it is given.
+    """
     return ActivationRow(
         name, module, lambda y, p: function(y), lambda y, p: forward(y),
-        lambda dz, y, p, out: write_gradient(backward, out, dz, y, *constants), **more,
+        lambda dz, y, p, out: write_gradient(backward, out if writes else None, dz, y, *constants), **more,
     )  # fmt: skip
 
 
@@ -221,20 +225,8 @@ _ROWS = (
         parameter=_APPROXIMATION,
         selected_by=("gelu", "tanh"),
     ),
-    ActivationRow(
-        "mish",
-        nn.Mish,
-        function=lambda y, p: F.mish(y),
-        forward=lambda y, p: _nn.mish_(y),
-        grad=lambda dz, y, p, out: aten.mish_backward.default(dz, y),
-    ),
-    ActivationRow(
-        "hardswish",
-        nn.Hardswish,
-        function=lambda y, p: F.hardswish(y),
-        forward=lambda y, p: _nn.hardswish_(y),
-        grad=lambda dz, y, p, out: aten.hardswish_backward.default(dz, y),
-    ),
+    _simple("mish", nn.Mish, F.mish, _nn.mish_, aten.mish_backward, writes=False),
+    _simple("hardswish", nn.Hardswish, F.hardswish, _nn.hardswish_, aten.hardswish_backward, writes=False),
     _simple("relu6", nn.ReLU6, F.relu6, lambda y: _nn.hardtanh_(y, 0.0, 6.0), aten.hardtanh_backward, 0.0, 6.0),
     _simple(
         "softplus",

@@ -59,9 +59,8 @@ class Allocation(NamedTuple):
 class Program(NamedTuple):
     """What an op allocates and launches.
 
-    Tensors are numbered: first the arguments, then what is allocated, and last a None, which stands for an absent
-    tensor.  Addresses are numbered in the same way, with the addresses of ``parts`` before the None.  A part begins
-    some bytes behind the address of a tensor.
+    Tensors are numbered: first the arguments, then what is allocated; -1 stands for an absent tensor.  Addresses are
+    numbered in the same way, and those of ``parts`` follow.  A part begins some bytes behind the address of a tensor.
 
     forms: the dtype and the strides of the arguments with two dimensions or more; None for the others.
     launches: the kernel and its call with the grid and the options; what takes the addresses of the launch from all
@@ -223,9 +222,9 @@ class Numbers:
             raise Refused
 
     def of_tensor(self, t: Tensor | None) -> int | None:
-        """The number of a tensor; that behind all tensors for None; None for a tensor that is not among them."""
+        """The number of a tensor; -1 for None; None for a tensor that is not among them."""
         if t is None:
-            return len(self.known)
+            return -1
         for number, other in enumerate(self.known):
             # What a mode sees of an allocation is another object with the same memory.
             if t is other or (number >= self.arguments and other is not None and is_same(t, other)):
@@ -250,20 +249,16 @@ class Numbers:
             raise Refused
         return number, distance
 
-    def of_addresses(self, tensors: Sequence[Tensor | None]) -> list[int | tuple[int, int]]:
-        """The numbers of the tensors of a launch, and the parts among them."""
-        places: list[int | tuple[int, int]] = []
-        for t in tensors:
-            number = self.of_tensor(t)
-            if number is None:
-                assert t is not None
-                part = self.part_of(t)
-                if part not in self.parts:
-                    self.parts.append(part)
-                places.append(part)
-            else:
-                places.append(number)
-        return places
+    def of_address(self, t: Tensor | None) -> int:
+        """The number of the address of a tensor of a launch, which may be a part of another tensor."""
+        number = self.of_tensor(t)
+        if number is None:
+            assert t is not None
+            part = self.part_of(t)
+            if part not in self.parts:
+                self.parts.append(part)
+            number = len(self.known) + self.parts.index(part)
+        return number
 
 
 def program_of(
@@ -279,14 +274,10 @@ def program_of(
     returned = [results] if isinstance(results, Tensor) else results
     if not launches or (returned is results and len(results) < 2):
         raise Refused
-    taken = [numbers.of_addresses(launch.tensors) for launch in launches]
-    first, last = len(numbers.known), len(numbers.known) + len(numbers.parts)
-    # Where the addresses of parts stand, and the last None.
-    places: dict[Any, int] = {first: last, **{part: first + n for n, part in enumerate(numbers.parts)}}
     made = []
-    for launch, given in zip(launches, taken, strict=True):
+    for launch in launches:
         call, function, options, packed, compiled = launch.ready
-        choose = operator.itemgetter(*(places.get(number, number) for number in given))
+        choose = operator.itemgetter(*map(numbers.of_address, launch.tensors))
         options = (function, *options)
         made.append((launch.kernel, call, launch.grid, options, choose, launch.values, packed, compiled))
     return Program(

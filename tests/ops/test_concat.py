@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fusedseg
 from fusedseg.ops import concat as op
 from tests.tools.spy import spied
 from tests.tools.tensors import channels_last
@@ -32,9 +33,7 @@ def check(tensors, dim=1):
 @pytest.fixture
 def launched(monkeypatch):
     """How often the kernel has been launched."""
-    from fusedseg.ops import concat
-
-    return spied(monkeypatch, concat, "_launch")
+    return spied(monkeypatch, op, "_launch")
 
 
 @pytest.mark.gpu
@@ -101,8 +100,6 @@ def test_dense_copies_of_all_else(backend, device):
 
 @pytest.mark.usefixtures("needs_interpreter")
 def test_errors_are_those_of_torch_cat(monkeypatch):
-    import fusedseg
-
     monkeypatch.setattr(fusedseg, "backend", "triton")
     a, b = images([(2, 8, 5, 7), (2, 8, 5, 6)], "cpu")
     with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 1"):

@@ -1,4 +1,4 @@
-"""Norms that keep their output: how exact their gradients are, which channels keep their input, and refused calls."""
+"""Norms that keep their output: how exact their gradients are, and refused calls."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fusedseg.activation import Activation
 from fusedseg.functional import inplace_abn, inplace_group_norm_act, inplace_instance_norm_act
-from fusedseg.ops.norm.kept import KAPPA, find, kept_mask
+from fusedseg.ops.norm.kept import KAPPA, kept_mask
 from tests.reference import GRADIENT_TOLERANCE, Rounded, amplification, from_output, relative_error
 from tests.tools.tensors import channels_last
 
@@ -131,13 +131,6 @@ def test_the_output_of_an_op_that_keeps_it(backend, device):
             fused(f(x), None, None, None)
     # A convolution and a product keep their inputs.
     fused(torch.nn.functional.conv2d(x, x[:, :, :1, :1]), 2, None, None).sum().backward()
-
-
-def test_the_residual_decides_what_is_kept():
-    weight, bias = torch.tensor([1.0, 0.1, 0.01, 0.0]), torch.zeros(4)
-    assert find(weight, bias, LEAKY, torch.bfloat16).index.tolist() == [3]
-    assert find(weight, bias, LEAKY, torch.bfloat16, residual=True).index.tolist() == [1, 2, 3]
-    assert find(weight, bias, LEAKY, torch.float32, residual=True).index.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("view", ["reshaped", "sliced"])

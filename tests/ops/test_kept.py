@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
 from fusedseg.activation import Activation
+from fusedseg.ops.check import wide_dtype
 from fusedseg.ops.norm import kept
 from fusedseg.ops.norm.kept import Kept, KeptChannels, find
 from tests.tools.called import Called
@@ -18,82 +19,60 @@ from tests.tools.called import Called
 LEAKY = Activation("leaky_relu", 0.01)
 
 
+ELU, SMALL_ELU, SELU = Activation("elu", 1.0), Activation("elu", 0.01), Activation("selu", 0.0)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "weight", "bias", "is_kept"),
+    ("dtype", "act", "weight", "bias", "is_kept"),
     [
-        (torch.float32, 1.0, 64.0, False),
-        (torch.float32, 1.0, 65.0, True),
-        (torch.float32, -1.0, 64.0, False),
-        (torch.float32, 0.0, 0.0, True),
-        (torch.float32, 1e-30, 0.0, False),
-        (torch.bfloat16, 0.1, 0.7, False),
-        (torch.bfloat16, 0.1, 0.9, True),
-        (torch.bfloat16, 1e-30, 0.0, False),
+        (torch.float32, LEAKY, 1.0, 64.0, False),
+        (torch.float32, LEAKY, 1.0, 65.0, True),
+        (torch.float32, LEAKY, -1.0, 64.0, False),
+        (torch.float32, LEAKY, 0.0, 0.0, True),
+        (torch.float32, LEAKY, 1e-30, 0.0, False),
+        (torch.bfloat16, LEAKY, 0.1, 0.7, False),
+        (torch.bfloat16, LEAKY, 0.1, 0.9, True),
+        (torch.bfloat16, LEAKY, 1e-30, 0.0, False),
         # The slope moves this value below fp16's normal range.
-        (torch.float16, 1e-3, 0.0, False),
-        (torch.float16, 1e-4, 0.0, True),
-        (torch.float64, 1.0, 4096.0, False),
-        (torch.float64, 1.0, 4097.0, True),
+        (torch.float16, LEAKY, 1e-3, 0.0, False),
+        (torch.float16, LEAKY, 1e-4, 0.0, True),
+        (torch.float64, LEAKY, 1.0, 4096.0, False),
+        (torch.float64, LEAKY, 1.0, 4097.0, True),
+        # Near 0, elu multiplies negative values by alpha.  The choice of kept channels assumed an alpha of 1.
+        (torch.float16, ELU, 2e-5, 0.0, False),
+        (torch.float16, SMALL_ELU, 2e-5, 0.0, True),
+        # The others saturate.
+        (torch.bfloat16, LEAKY, 2.0, 0.0, False),
+        (torch.bfloat16, LEAKY, 0.2, -1.5, False),
+        *((*case[:1], act, *case[1:]) for act in (ELU, SELU) for case in (
+            (torch.float32, 2.2, 0.0, False),
+            (torch.float32, -2.3, 0.0, True),
+            (torch.float32, 1.0, -3.1, False),
+            (torch.float32, 1.0, -3.3, True),
+            (torch.float32, 3.0, 6.0, False),
+            (torch.bfloat16, 1.0, 0.0, False),
+            (torch.bfloat16, 2.0, 0.0, True),
+            # exp(1.5) - 1 is above 8 * 0.2, though the bias is not.
+            (torch.bfloat16, 0.2, -1.5, True),
+            (torch.float64, 3.0, 0.0, False),
+            (torch.float64, 6.0, 0.0, True),
+        )),
     ],
-)
-def test_threshold(dtype, weight, bias, is_kept):
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    found = find(torch.tensor([1.0, weight], dtype=wide), torch.tensor([0.0, bias], dtype=wide), LEAKY, dtype)
+)  # fmt: skip
+def test_threshold(dtype, act, weight, bias, is_kept):
+    given = (torch.tensor(of, dtype=wide_dtype(dtype)) for of in ([1.0, weight], [0.0, bias]))
+    found = find(*given, act, dtype)
     assert (found is not None) == is_kept
     if found is not None:
         assert found.slots.tolist() == [-1, 0]
         assert found.count == 1
 
 
-def test_threshold_of_an_elu_that_makes_small_values_smaller():
-    """Near 0, elu multiplies negative values by alpha.  The choice of kept channels assumed an alpha of 1."""
-    weight, bias = torch.tensor([1.0, 2e-5]), torch.zeros(2)
-    assert find(weight, bias, Activation("elu", 1.0), torch.float16) is None
-    assert find(weight, bias, Activation("elu", 0.01), torch.float16).slots.tolist() == [-1, 0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "weight", "bias", "is_kept"),
-    [
-        (torch.float32, 2.2, 0.0, False),
-        (torch.float32, -2.3, 0.0, True),
-        (torch.float32, 1.0, -3.1, False),
-        (torch.float32, 1.0, -3.3, True),
-        (torch.float32, 3.0, 6.0, False),
-        (torch.bfloat16, 1.0, 0.0, False),
-        (torch.bfloat16, 2.0, 0.0, True),
-        # exp(1.5) - 1 is above 8 * 0.2, though the bias is not.
-        (torch.bfloat16, 0.2, -1.5, True),
-        (torch.float64, 3.0, 0.0, False),
-        (torch.float64, 6.0, 0.0, True),
-    ],
-)
-def test_threshold_of_an_activation_that_saturates(dtype, weight, bias, is_kept):
-    given = torch.tensor([1.0, weight]), torch.tensor([0.0, bias])
-    for act in (Activation("elu", 1.0), Activation("selu", 0.0)):
-        found = find(*given, act, dtype)
-        assert (None if found is None else found.slots.tolist()) == ([-1, 0] if is_kept else None)
-    assert find(*given, LEAKY, dtype) is None
-
-
-def test_gradients_of_an_elu_that_makes_small_values_smaller():
-    torch.manual_seed(0)
-    x = torch.randn(4, 2, 8, 8).half()
-    # This gradient is similar to xhat, so dx subtracts most of it.  It is so large that dx is not a subnormal number.
-    dz = 256 * (x + 0.5)
-    exact, half = (dx_of_elu(x, dz, dtype).transpose(0, 1).flatten(1) for dtype in (torch.float64, torch.float16))
-    # About four roundings of fp16; the error of the second channel was 0.12.
-    assert ((half - exact).norm(dim=1) < 2e-3 * exact.norm(dim=1)).all()
-
-
-def dx_of_elu(x, dz, dtype):
-    net = fusedseg.InPlaceABN(2, activation="elu", activation_param=0.01)
-    net = net.double() if dtype == torch.float64 else net
-    with torch.no_grad():
-        net.weight.copy_(torch.tensor([1.0, 2e-5]))
-    leaf = x.to(dtype).requires_grad_()
-    net(leaf * 1).backward(dz.to(dtype))
-    return leaf.grad.double()
+def test_the_residual_decides_what_is_kept():
+    weight, bias = torch.tensor([1.0, 0.1, 0.01, 0.0]), torch.zeros(4)
+    assert find(weight, bias, LEAKY, torch.bfloat16).index.tolist() == [3]
+    assert find(weight, bias, LEAKY, torch.bfloat16, residual=True).index.tolist() == [1, 2, 3]
+    assert find(weight, bias, LEAKY, torch.float32, residual=True).index.tolist() == [2, 3]
 
 
 def test_half_precision_parameters_and_missing_ones():

@@ -24,6 +24,7 @@ from fusedseg.ops.norm.stock import KINDS as OF_NAME
 from tests.norms import ACTIVATIONS, INVERTIBLE, KINDS, SLOPES, Leaves, drawn, exact, functional, leaves, stock
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, PARAMS, relative_error, stock_activation
 from tests.tools.cuda_rules import CudaRules
+from tests.tools.spy import spied
 from tests.tools.tensors import channels_last
 
 # Cases of each activation.
@@ -244,9 +245,7 @@ def test_without_values_two_tiles_stand_for_all(norm, monkeypatch):
     """Gradients have the shapes of the inputs, and the peak is that of a real step where no tile has whole planes."""
     monkeypatch.setattr(aten_norms, "_plane_tiles", lambda x, norm: None)
     shape = (2, 12, 32, 64)
-    peaks, tiles = [], []
-    of = aten_norms._tiles
-    monkeypatch.setattr(aten_norms, "_tiles", lambda x: tiles.append(of(x)) or tiles[-1])
+    peaks, tiles = [], spied(monkeypatch, aten_norms, "_tiles")
     for mode in (contextlib.nullcontext(), FakeTensorMode()):
         with mode:
             x, residual = (torch.empty(shape).requires_grad_() for _ in range(2))

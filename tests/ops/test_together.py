@@ -7,6 +7,7 @@ from fusedseg import _backend, _torch
 from fusedseg.ops import together
 from fusedseg.ops.replay import Allocation
 from fusedseg.ops.self_test import first_use
+from tests.tools.spy import spied
 from tests.tools.stand_in import stand_in as stand_in
 
 CPU = torch.device("cpu")
@@ -16,16 +17,8 @@ ZEROS = together.Zeros((Allocation((70000,), (1,), torch.float32),) * 2, CPU)
 
 
 def calls(monkeypatch, name, change=lambda made: None):
-    """The number of calls of a function for many tensors, each of which ends with a ``change`` of the results."""
-    count, function = [], getattr(_torch, name)
-
-    def counted(made, *given):
-        count.append(len(made))
-        function(made, *given)
-        change(made)
-
-    monkeypatch.setattr(_torch, name, counted)
-    return count
+    """An entry for each call of a function for many tensors, which ends with a ``change`` of the results."""
+    return spied(monkeypatch, _torch, name, lambda result, made, *given: change(made))
 
 
 def right():

@@ -130,6 +130,8 @@ def pack(flat: Tensor, lines: ChannelLines, bits: int, key: int, kink: Tensor | 
         part.of_groups(highest).copy_(high)
         found = _encoded(v, grid_of(low, high, bits)).add_(noise.of(part)).bitwise_right_shift_(FRACTION_BITS)
         part.rows(codes, lines, bits).copy_(_to_bytes(found.to(torch.uint8).flatten(1, 2), lines, bits))
+        # Otherwise these codes would be there until the next part has its own.
+        del found
     return codes, lowest.flatten(), highest.flatten()
 
 
