@@ -1,7 +1,6 @@
 """The jobs of the contenders in a round: a layer, or a network."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -115,9 +114,4 @@ def compete_networks(
     contenders: Iterable[str], build: Callable[[str], NetJob], autocast: bool, timing: Timing
 ) -> dict[str, Result]:
     """Lets the networks that ``build`` makes of the contenders' names compete; eager's in float64 is the reference."""
-    return compete(
-        {name: partial(build, name) for name in contenders},
-        {"": lambda: build("eager").exact_results()},
-        net_tolerance(autocast),
-        timing,
-    )
+    return compete(contenders, build, lambda: build("eager").exact_results(), net_tolerance(autocast), timing)

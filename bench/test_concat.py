@@ -4,7 +4,6 @@ A copy of the concatenation moves as many bytes.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,8 +94,9 @@ def test_step(case, device, report):
         return {"y": y.double(), "dx": dy[:, -case.channels[-1] :].double()}
 
     results = compete(
-        {name: partial(ConcatJob, name, parts, dy) for name in CONTENDERS},
-        {"": expected},
+        CONTENDERS,
+        lambda name: ConcatJob(name, parts, dy),
+        expected,
         # A concatenation copies.
         {"y": 0.0, "dx": 0.0},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),

@@ -1,7 +1,6 @@
 """Times a training step of convolution, BatchNorm and activation as one layer."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,8 +183,9 @@ def test_step(case, device, report):
         return ReadingJob(module(name, case, device, data), data, CONTENDERS[name][1])
 
     results = compete(
-        {name: partial(build, name) for name in contenders(case, device.type)},
-        {"": lambda: expected(case, data)},
+        contenders(case, device.type),
+        build,
+        lambda: expected(case, data),
         {"z": output, **dict.fromkeys(("dx", "dconv_weight", "dweight", "dbias"), gradient)},
         Timing(device, SECONDS, ahead=device.type == "cuda"),
     )

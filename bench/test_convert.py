@@ -15,8 +15,8 @@ from tests.resnet import ResNet18, ResNet50
 
 from .contenders import Treat, as_it_is, compiled, leaky, relu
 from .data import memory_format_of
-from .harness import Timing, compete
-from .jobs import NetJob, net_tolerance
+from .harness import Timing
+from .jobs import NetJob, compete_networks
 
 CLASSES = 4
 
@@ -107,7 +107,8 @@ def test_step(case, device, report):
             fusedseg.convert(net)
         return TREATMENTS.get(name, as_it_is)(net)
 
-    references = {"": lambda: NetJob(network("eager"), x, target).exact_results()}
-    build = {name: partial(lambda name: NetJob(network(name), x, target, case.amp), name) for name in case.contenders()}
-    results = compete(build, references, net_tolerance(case.amp), Timing(device, SECONDS[device.type]))
+    def build(name: str) -> NetJob:
+        return NetJob(network(name), x, target, case.amp)
+
+    results = compete_networks(case.contenders(), build, case.amp, Timing(device, SECONDS[device.type]))
     report.add("convert", "fusedseg.convert of stock networks, a training step", str(case), results)

@@ -157,8 +157,9 @@ def test_step(case, device, report):
     # Compiling takes longer on a CPU than the rest.
     names = [name for name in LOSSES[case.loss] if device.type == "cuda" or name != "compiled"]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": partial(exact_layer, partial(exact, case, labels), data)},
+        names,
+        build,
+        partial(exact_layer, partial(exact, case, labels), data),
         tolerance,
         Timing(device, SECONDS),
     )

@@ -73,8 +73,9 @@ def test_step(case, device, report):
     # Compiling takes longer on a CPU than the rest.
     names = [name for name in CONTENDERS if device.type == "cuda" or name != "compiled"]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": partial(exact_layer, stock, data)},
+        names,
+        build,
+        partial(exact_layer, stock, data),
         # A maximum is exact.
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),

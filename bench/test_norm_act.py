@@ -212,8 +212,9 @@ def test_step(case, device, report):
         return LayerJob(layer(case).to(device), data, treat)
 
     results = compete(
-        {name: partial(build, name) for name in contenders(case, device.type)},
-        {"": partial(expected, case, data)},
+        contenders(case, device.type),
+        build,
+        partial(expected, case, data),
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
         Timing(device, SECONDS, ahead=device.type == "cuda"),
         probes={COPY: Copy(data["x"])},

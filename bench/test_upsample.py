@@ -89,8 +89,9 @@ def test_step(case, device, report):
     names = [name for name in CONTENDERS if name != "compiled" or case in MORE["cuda"]]
     dtype = DTYPES[case.dtype]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": partial(exact_layer, Stock(case), data)},
+        names,
+        build,
+        partial(exact_layer, Stock(case), data),
         {"z": FORWARD_TOLERANCE[dtype], "dx": GRADIENT_TOLERANCE[dtype]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
         # A copy reads and writes.
