@@ -101,8 +101,7 @@ def test_step(case, device, report):
     def network(name: str) -> nn.Module:
         net = case.make()
         net.load_state_dict(state)
-        # PyTorch's type stubs declare Module.to without memory_format.
-        net.to(device).to(memory_format=memory_format)  # type: ignore[call-overload]
+        net.to(device, memory_format=memory_format)
         if name == "ours":
             fusedseg.convert(net)
         return TREATMENTS.get(name, as_it_is)(net)
