@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,20 +82,25 @@ class Missing(Exception):
     """A contender cannot run here, for example because a package or a compiler is missing."""
 
 
-class Copy:
-    """A probe instead of a contender: it copies a tensor, which shows the bandwidth of the machine."""
+class Probe:
+    """Two calls that are timed instead of a contender; the second call gets the result of the first."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.source, self.target = like.detach().clone(), torch.empty_like(like)
+    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any] = lambda out: ()) -> None:
+        self._forward, self._backward = forward, backward
 
     def prepare(self) -> None:
         pass
 
-    def forward(self, prepared: None) -> Tensor:
-        return self.target.copy_(self.source)
+    def forward(self, prepared: None) -> Any:
+        return self._forward()
 
-    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return ()
+    def backward(self, out: Any) -> Any:
+        return self._backward(out)
+
+
+def copy_of(like: Tensor) -> Probe:
+    """Copies a tensor, which shows the bandwidth of the machine."""
+    return Probe(partial(torch.empty_like(like).copy_, like.detach().clone()))
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:

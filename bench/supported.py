@@ -26,6 +26,7 @@ from fusedseg.compiler import NotCompiled
 from fusedseg.compiler.capture import stock_norms as norms
 
 from .networks import MORE, NETWORKS, Network
+from .results import markdown
 
 MODELS = {**NETWORKS, **MORE}
 BUDGET = 0.3
@@ -145,17 +146,17 @@ def table() -> str:
     """The tables of the page, one figure a cell, and the sentences that name the exceptions."""
     rows = json.loads(FILE.read_text())
     exact = [[title(name, found), *shares(found["exact"]), again(found["exact"])] for name, found in rows.items()]
-    parts = [lines_of(["model, input", "kept", "peak", "repeated"], exact)]
+    parts = ["\n".join(markdown(["model, input", "kept", "peak", "repeated"], exact))]
     options = [
         [name, *shares(found["budget"]), again(found["budget"]), *shares(found["8"]), *shares(found["4"])]
         for name, found in rows.items()
     ]
     heads = [f"budget {BUDGET}: kept", "its peak", "repeated", "8 bits: kept", "its peak", "4 bits: kept", "its peak"]
-    parts.append(lines_of(["model", *heads], options))
+    parts.append("\n".join(markdown(["model", *heads], options)))
     parts.append(CHOICE)
     counted = {name: found["moved"] for name, found in rows.items() if found["moved"] is not None}
     chosen = [[name, *megabytes(figures), figures[0]] for name, figures in counted.items()]
-    parts.append(lines_of(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen))
+    parts.append("\n".join(markdown(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen)))
     parts.append("\n".join(f"* {line}" for line in remarks(rows)))
     absent = [name for name in MODELS if name not in rows]
     if absent:
@@ -182,10 +183,6 @@ def megabytes(figures: list[Any]) -> list[str]:
 def again(figures: list[float]) -> str:
     """The repeated share of forward's arithmetic; no-break spaces, so that no line parts a number and its sign."""
     return f"{figures[2]:.1%}".replace("%", "\u00a0%") if figures[2] else "0"
-
-
-def lines_of(heads: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
 
 
 def remarks(rows: dict[str, Any]) -> Iterable[str]:

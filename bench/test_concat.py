@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedseg.ops.concat import concat, dense
 
 from .data import FORMATS, Source
-from .harness import Copy, Timing, compete
+from .harness import Timing, compete, copy_of
 from .results import COPY
 
 SECONDS = {"cpu": 0.3, "cuda": 0.6}
@@ -100,6 +100,6 @@ def test_step(case, device, report):
         # A concatenation copies.
         {"y": 0.0, "dx": 0.0},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
-        probes={COPY: Copy(y)},
+        probes={COPY: copy_of(y)},
     )
     report.add("concat", "Concatenation, and the copy of a part of its gradient", str(case), results)

@@ -15,7 +15,7 @@ from fusedseg.ops.conv import conv3d
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 
 from .data import DTYPES, Source, describe
-from .harness import Copy, Timing, compete
+from .harness import Timing, compete, copy_of
 from .results import COPY
 
 SECONDS = {"cpu": 0.3, "cuda": 0.4}
@@ -119,7 +119,7 @@ def test_step(case, device, report):
             expected,
             {"y": FORWARD_TOLERANCE[dtype], "dx": GRADIENT_TOLERANCE[dtype]},
             Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
-            probes={COPY: Copy(torch.empty((x.numel() + dy.numel()) // 2, dtype=dtype, device=device))},
+            probes={COPY: copy_of(torch.empty((x.numel() + dy.numel()) // 2, dtype=dtype, device=device))},
         )
     finally:
         torch.backends.cudnn.benchmark = before

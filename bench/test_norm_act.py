@@ -15,7 +15,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, norm_act
 
 from .contenders import SLOPE, Foreign, Treat, aggressive, as_it_is, batch_norm, compiled, instance_norm
 from .data import DTYPES, Source, describe
-from .harness import Copy, Missing, Timing, compete
+from .harness import Missing, Timing, compete, copy_of
 from .jobs import LayerJob, exact_layer
 from .results import COPY
 
@@ -217,7 +217,7 @@ def test_step(case, device, report):
         partial(expected, case, data),
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
         Timing(device, SECONDS, ahead=device.type == "cuda"),
-        probes={COPY: Copy(data["x"])},
+        probes={COPY: copy_of(data["x"])},
     )
     nbytes = torch.Size(case.shape).numel() * dtype.itemsize
     report.add("norm_act", "Norm and activation, forward and backward of the layer alone", str(case), results, nbytes)

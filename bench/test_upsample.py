@@ -13,7 +13,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 
 from .contenders import Treat, as_it_is, compiled
 from .data import DTYPES, Source, describe
-from .harness import Copy, Timing, compete
+from .harness import Timing, compete, copy_of
 from .jobs import LayerJob, exact_layer
 from .results import COPY
 
@@ -95,6 +95,6 @@ def test_step(case, device, report):
         {"z": FORWARD_TOLERANCE[dtype], "dx": GRADIENT_TOLERANCE[dtype]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
         # A copy reads and writes.
-        probes={COPY: Copy(torch.empty((x.numel() + dz.numel()) // 2, dtype=dtype, device=device))},
+        probes={COPY: copy_of(torch.empty((x.numel() + dz.numel()) // 2, dtype=dtype, device=device))},
     )
     report.add("upsample", "Linear upsampling, forward and backward of the layer alone", str(case), results)

@@ -68,6 +68,17 @@ def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", 
     return json.loads(run.stdout)
 
 
+def cuobjdump(compiled, *options: str) -> str:
+    """What Triton's own cuobjdump prints about compiled code for NVIDIA's GPUs."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([tool, *options, cubin.name], capture_output=True, text=True, check=True).stdout
+
+
 def resources(compiled) -> dict[str, int]:
     """Reads registers per thread, spilled bytes per thread and shared memory per block."""
     shared = compiled.metadata.shared
@@ -75,14 +86,9 @@ def resources(compiled) -> dict[str, int]:
         counts = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", compiled.asm["amdgcn"])}
         spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"]) + counts["private_segment_fixed_size"]
         return {"registers": counts["vgpr_count"], "spilled": spilled, "shared": shared}
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        text = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-    counts = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    counts = {
+        key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump(compiled, "-res-usage"))
+    }
     return {"registers": counts["REG"], "spilled": counts["STACK"] + counts["LOCAL"], "shared": shared}
 
 
