@@ -6,11 +6,8 @@ Kernels are compiled for sm_90; a GPU is not needed.
 """
 
 import contextlib
-import json
 import os
 import random
-import sys
-import traceback
 import warnings
 import weakref
 from typing import NamedTuple
@@ -35,6 +32,7 @@ from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import Backward, Forward
 from fusedseg.ops.norm.stock import KINDS
 from tests.tools.called import Called
+from tests.tools.checks import print_results
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
@@ -397,17 +395,8 @@ def unknown_versions_take_the_public_way() -> None:
         assert all(isinstance(launched.args[0], torch.Tensor) for launched in record.launched)
 
 
-def run(check) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
     # The checks are imported, because this module has another name here.
     from tests.kernels import launcher_agreement, launcher_checks
 
-    checks = vars(launcher_checks) | vars(launcher_agreement)
-    print(json.dumps({name: run(checks[name]) for name in sys.argv[1:]}))
+    print_results(vars(launcher_checks) | vars(launcher_agreement))

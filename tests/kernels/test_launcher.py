@@ -1,7 +1,6 @@
 """Launches that go directly to compiled kernels, and plans that are made once for each shape."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
-from tests.tools import warm
-from tests.tools.checks import checks_of
+from tests.tools.checks import checks_of, results_of
 
 CHECKS = checks_of(*(Path(__file__).with_name(f"launcher_{of}.py") for of in ("checks", "agreement")))
 LEAKY = ("leaky_relu", 0.01)
@@ -19,11 +17,7 @@ LEAKY = ("leaky_relu", 0.01)
 
 @functools.cache
 def results() -> dict[str, str]:
-    """Results of the checks in a separate process, because this process may use the interpreter."""
-    env = warm.without(["TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"])
-    run = warm.run("tests.kernels.launcher_checks", *CHECKS, env=env)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout)
+    return results_of("tests.kernels.launcher_checks", CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

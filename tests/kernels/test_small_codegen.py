@@ -4,7 +4,6 @@ No value spills, and loads and stores of large tensors are wide.  ``test_codegen
 """
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -54,10 +53,9 @@ def test_memory_limits_the_kernels_of_packing():
 
     On an H100 they took 8.5 ms of a step, and a copy of the same bytes would have taken 2.
     """
-    run = warm.run("bench.gpu.instructions", "--json", "--dtypes", "fp16")
-    assert run.returncode == 0, run.stderr
+    issued = warm.json_of("bench.gpu.instructions", "--json", "--dtypes", "fp16")
     # Planes are slower than a copy, because each value has a hash of its own: Triton 3.9 issues 34, Triton 3.8 35.4.
-    slow = [of for of in json.loads(run.stdout) if of["instructions"] > of["most"] * (1 if of["rows"] else 1.45)]
+    slow = [of for of in issued if of["instructions"] > of["most"] * (1 if of["rows"] else 1.45)]
     assert slow == []
 
 

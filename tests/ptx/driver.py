@@ -178,15 +178,14 @@ def driven(driver: Driver) -> Iterator[Driver]:
         with mock.patch.object(driver, "tensors", list(tensors)):
             return call(self, tensors, *floats)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (CompiledKernel, "_init_handles", init_handles),
-            (CUDABackend, "make_cubin", lambda self, src, metadata, options, capability: b"none"),
-            (CUDABackend, "hash", lambda self: f"PTX without machine code for {self.target}"),
-            (launcher.Launcher, "__call__", noted),
-            (_backend, "_interpreted", lambda: True),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with (
+        mock.patch.object(CompiledKernel, "_init_handles", init_handles),
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b"none"),
+        mock.patch.object(CUDABackend, "hash", lambda self: f"PTX without machine code for {self.target}"),
+        mock.patch.object(launcher.Launcher, "__call__", noted),
+        mock.patch.object(_backend, "_interpreted", return_value=True),
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(setattr, triton_driver, "_active", active)
         stack.callback(launcher.forget_plans)
         triton_driver.set_active(driver)
