@@ -43,24 +43,6 @@ def forward_and_backward(x, weight, bias, dz):
     return z, *norm_act_bwd(dz, z, layout, weight, bias, rstd, None, None, True, LEAKY, weight.dtype)
 
 
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """A copy at an address that is not a multiple of 16."""
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-# A tensor that fits on chip takes one launch; a larger tensor takes two.
-@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 92, 94)], ids=["onchip", "split"])
-def test_misaligned_tensors_after_aligned_ones(shape, device):
-    """Code compiled for addresses that are multiples of 16 must not serve others."""
-    x, dz = torch.randn(2, *shape, device=device).unbind()
-    weight, bias = torch.rand(shape[1], device=device) + 0.5, torch.rand(shape[1], device=device)
-    expected = forward_and_backward(x, weight, bias, dz)
-    for arguments in ((x, dz), (misaligned(x), dz), (x, misaligned(dz)), (misaligned(x), misaligned(dz)), (x, dz)):
-        got = forward_and_backward(arguments[0], weight, bias, arguments[1])
-        for g, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
-
-
 def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
     """Choosing blocks in every call would take longer than a small kernel."""
     from fusedseg.kernels import norm_act, norm_act_bwd, norm_stats
