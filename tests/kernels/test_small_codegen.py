@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.tools import warm
-from tests.tools.codegen import VENDORS, check_spills
+from tests.tools.codegen import VENDORS, check_spills, check_widths
 
 # The families whose launches say what is expected of their kernels.
 FAMILIES = [
@@ -29,15 +29,7 @@ def test_no_spills_and_wide_accesses(family, cases, target, compiled, record_pro
     launches, of_family = compiled(module, cases, target), importlib.import_module(module).KERNELS
     assert check_spills(launches, {}, record_property) >= of_family.names
     assert target != "sm_90" or max(of["registers"] for of in launches) <= of_family.most_registers
-    narrow, seen = [], 0
-    for of in launches:
-        for (argument, kind), width in of_family.accesses(of).items():
-            widths = of["accesses"][argument][kind]
-            seen += bool(widths)
-            if set(widths) - {width}:
-                narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
-    assert not narrow
-    assert seen
+    assert check_widths(launches, of_family.accesses)
 
 
 @pytest.mark.slow

@@ -195,6 +195,19 @@ def check_spills(launches: Sequence[dict], known: Mapping[str, int], record_prop
     return {of["kernel"] for of in launches}
 
 
+def check_widths(launches: Sequence[dict], expected: Callable[[dict], dict[Access, str]]) -> set[Access]:
+    """Fails if an access does not move as many bytes at once as is expected of its launch; returns all accesses."""
+    wrong, seen = [], set()
+    for of in launches:
+        for (argument, kind), width in expected(of).items():
+            seen.add((argument, kind))
+            widths = of["accesses"][argument][kind]
+            if set(widths) != {width}:
+                wrong.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
+    assert not wrong
+    return seen
+
+
 def compile_for(target: str, module: str, cases: str) -> list[dict]:
     from fusedseg.kernels.dry_run import dry_run
 
