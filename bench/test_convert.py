@@ -33,8 +33,7 @@ class Segments(ResNet18):
         return nn.functional.interpolate(self.head(self.layers(self.stem(x))), size=x.shape[2:], mode="bilinear")
 
 
-TREATMENTS: dict[str, Treat] = {"compiled": compiled}
-CONTENDERS = ("eager", "compiled", "ours")
+WAYS: dict[str, Treat] = {"eager": as_it_is, "compiled": compiled, "ours": fusedseg.convert}
 SECONDS = {"cpu": 2.0, "cuda": 6.0}
 
 
@@ -53,7 +52,7 @@ class Case(NamedTuple):
         return self.title
 
     def contenders(self) -> list[str]:
-        return [name for name in CONTENDERS if self.compile or name != "compiled"]
+        return [name for name in WAYS if self.compile or name != "compiled"]
 
 
 def unet(dims: int, *widths: int, **options) -> partial:
@@ -98,16 +97,10 @@ def test_step(case, device, report):
     target = torch.randint(CLASSES, (case.shape[0], *(case.shape[2:] if case.dense else ())), device=device)
     state = case.make().state_dict()
 
-    def network(name: str) -> nn.Module:
+    def build(name: str) -> NetJob:
         net = case.make()
         net.load_state_dict(state)
-        net.to(device, memory_format=memory_format)
-        if name == "ours":
-            fusedseg.convert(net)
-        return TREATMENTS.get(name, as_it_is)(net)
-
-    def build(name: str) -> NetJob:
-        return NetJob(network(name), x, target, case.amp)
+        return NetJob(WAYS[name](net.to(device, memory_format=memory_format)), x, target, case.amp)
 
     results = compete_networks(case.contenders(), build, case.amp, Timing(device, SECONDS[device.type]))
     report.add("convert", "fusedseg.convert of stock networks, a training step", str(case), results)
