@@ -16,9 +16,8 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from fusedseg.kernels.dry_run import dry_run
+from fusedseg.kernels.dry_run import AbsentDevice, dry_run, parse_target
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -56,10 +55,11 @@ class Launched(NamedTuple):
     args: tuple
 
 
-class Recorder:
+class Recorder(AbsentDevice):
     """A driver that lists its launches."""
 
     def __init__(self) -> None:
+        super().__init__(parse_target("sm_90"))
         self.launched: list[Launched] = []
         self.device, self.stream, self.loaded, self.unloaded, self.fails = 0, 7, 0, 0, False
         self.utils = self
@@ -78,9 +78,6 @@ class Recorder:
                 recorder.launched.append(Launched((x, y, z), stream, function, args))
 
         self.launcher_cls = Record
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         return self.device
