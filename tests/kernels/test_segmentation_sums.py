@@ -83,14 +83,14 @@ def inputs(shape, kind, rows, device, dtype=torch.float64):
     return x, target, mask, torch.randn(5, *shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
-def check(shape, spec, kind, rows, device):
-    x, target, mask, dsums = inputs(shape, kind, rows, device)
-    leaf = x.detach().clone().requires_grad_()
+def check(shape, spec, kind, rows, device, dtype=torch.float64, tolerance=1e-13):
+    x, target, mask, dsums = inputs(shape, kind, rows, device, dtype)
+    leaf = x.detach().double().requires_grad_()
     options = {"ignore_index": spec.ignore, "squared": spec.squared, "minimum": spec.minimum, "gamma": spec.gamma}
     expected = reference.segmentation_sums(leaf, target, mask, spec.probability, spec.likelihood, **options)
     sums, dx, _ = launch(x, target, mask, spec, dsums)
-    assert relative_error(sums, expected) <= 1e-13
-    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums)[0]) <= 1e-13
+    assert relative_error(sums, expected) <= tolerance
+    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums.double())[0]) <= tolerance
 
 
 @pytest.mark.usefixtures("poison", "small")
@@ -110,13 +110,8 @@ def test_classes_in_several_tiles(name, rows, device):
 @pytest.mark.usefixtures("poison", "narrow")
 @by_layout
 def test_classes_in_several_tiles_of_fp32(rows, device):
-    x, target, mask, dsums = inputs((2, 5, 9), "labels", rows, device, torch.float32)
-    leaf = x.double().requires_grad_()
-    expected = reference.segmentation_sums(leaf, target, mask, "softmax", "softmax")
-    sums, dx, _ = launch(x, target, mask, DICE_CE, dsums)
     # A few roundings of fp32.
-    assert relative_error(sums, expected) <= 1e-6
-    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums.double())[0]) <= 1e-6
+    check((2, 5, 9), *CASES["dice-ce"], rows, device, torch.float32, 1e-6)
 
 
 @pytest.mark.usefixtures("poison", "split")
