@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from tests.tools.checks import checks_of, results_of
+from tests.tools.spy import spied
 
 CHECKS = checks_of(*(Path(__file__).with_name(f"launcher_{of}.py") for of in ("checks", "agreement")))
 LEAKY = ("leaky_relu", 0.01)
@@ -47,24 +48,18 @@ def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
     """Choosing blocks in every call would take longer than a small kernel."""
     from fusedseg.kernels import norm_act, norm_act_bwd, norm_stats
 
-    chosen = []
-    for module in (norm_act, norm_act_bwd, norm_stats):
-        for name in {"onchip_blocks", "split_blocks"} & vars(module).keys():
-            choose = getattr(module, name)
-
-            def choosing(*args, choose=choose, **options):
-                chosen.append(args)
-                return choose(*args, **options)
-
-            monkeypatch.setattr(module, name, choosing)
+    chosen = [
+        spied(monkeypatch, module, name)
+        for module in (norm_act, norm_act_bwd, norm_stats)
+        for name in {"onchip_blocks", "split_blocks"} & vars(module).keys()
+    ]
     x, dz = torch.randn(2, 2, 1, 192, 256, device=device).unbind()
     weight, bias = torch.ones(1, device=device), torch.zeros(1, device=device)
     forward_and_backward(x, weight, bias, dz)
-    count = len(chosen)
-    assert count == 6
+    assert sum(map(len, chosen)) == 6
     forward_and_backward(x, weight, bias, dz)
-    assert len(chosen) == count
+    assert sum(map(len, chosen)) == 6
     # Plans follow changed constants after they are cleared.
     replanned()
     forward_and_backward(x, weight, bias, dz)
-    assert len(chosen) == 2 * count
+    assert sum(map(len, chosen)) == 12
