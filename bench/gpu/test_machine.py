@@ -53,14 +53,9 @@ def record(report, device):
 measured: dict[Any, dict[str, Any]] = {}
 
 
-def timing(device: torch.device, jobs: int = 1) -> Timing:
-    """On a GPU, kernels are timed without their launches."""
-    return Timing(device, SECONDS[device.type] * jobs, ahead=device.type == "cuda")
-
-
 def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
-    """Times a part of each job.  Returns medians and spread."""
-    results = interleave(jobs, timing(device, len(jobs)))
+    """Medians and spread of a part of each job; on a GPU, kernels are timed without their launches."""
+    results = interleave(jobs, Timing(device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda"))
     return {name: spread(getattr(result, part)) for name, result in results.items()}
 
 
