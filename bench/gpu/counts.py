@@ -37,7 +37,7 @@ from fusedseg.compiler.settings import AS_IT_IS, BITS, Settings
 from fusedseg.compiler.traffic import norm_passes
 from fusedseg.memory.meter import mean_of
 from fusedseg.ops.conv import norm_conv
-from fusedseg.ops.layout import FORMATS, is_rows, suggests_channels_last
+from fusedseg.ops.layout import is_rows
 from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.norm import graph as norms
 
@@ -172,12 +172,6 @@ def on_triton() -> Iterator[None]:
         fusedseg.backend = before
 
 
-def as_cudnn(x: Tensor, w: Tensor, backend: object) -> torch.memory_format:
-    """The memory format of a convolution: channels_last if the image or the weight lies so."""
-    fmt = FORMATS[x.dim()]
-    return fmt if suggests_channels_last(x) or suggests_channels_last(w) else torch.contiguous_format
-
-
 def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Graph]:
     """Forward and backward of a network as they run."""
     made: list[fx.Graph] = []
@@ -202,7 +196,7 @@ def graphs_of(case: Case, settings: Settings, tiny: bool = False) -> list[fx.Gra
         on_triton(),
         mock.patch.object(fake, "is_cpu", False),
         mock.patch.object(fake, "is_cuda", True),
-        mock.patch.object(torch._C, "_conv_determine_backend_memory_format", as_cudnn),
+        _torch.convolutions_of_a_gpu(),
         # Replays stand in place of the ops that are counted.
         mock.patch.object(replays, "replay_launches", return_value=0),
         _torch.FakeTensorMode(allow_non_fake_inputs=True),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -13,9 +14,14 @@ from fusedseg.memory import allocator_peak
 from fusedseg.ops.layout import FORMATS
 from fusedseg.ops.norm.graph import Backward
 from tests.compiler.networks import compiled, is_backward
-from tests.compiler.programs import PROGRAMS
+from tests.compiler.programs import PROGRAMS, Net, conv
 from tests.nnunet import PlainConvUNet
 from tests.resnet import LEAST_WIDTH_IN_ROWS, ResNet18
+
+def returned_twice(x, first, norm):
+    y = norm(first(x))
+    return y, y.clone()
+
 
 # The network, its input, and the norms that read two gradients.
 NETWORKS = {
@@ -27,6 +33,8 @@ NETWORKS = {
     "three gradients": (*PROGRAMS["three gradients"], 1),
     # Nothing is written over the first gradient here, so the kernel allocates beside both of them.
     "norm of the input": (*PROGRAMS["norm of the input"], 0),
+    # Both gradients are the caller's.
+    "returned twice": (lambda: Net(returned_twice, first=conv(2, 8), norm=nn.BatchNorm2d(8)), (2, 2, 16, 16), 0),
 }
 
 

@@ -150,10 +150,8 @@ def _may_pass_on(node: fx.Node) -> bool:
         return groups == 1 or (weight is not None and value_of(weight).shape[1] == 1)
     if op in INSTEAD:
         return avg_pool.is_simple(*_window(node))
-    if row.returns_input:
-        return is_tensor(node) and graphs.has_same_form(value_of(graphs.node_at(node, 0)), value_of(node))
     # Copies are written in the format that they are to have.
-    if op in SLICES or row.copies:
+    if op in SLICES or row.copies or row.returns_input:
         return True
     return row.layout == KEEPS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
 
