@@ -116,7 +116,7 @@ class Step:
     """Gradients of one batch that the network has not met."""
 
     def __init__(self, net: nn.Module, problem: Problem) -> None:
-        self._net, self._problem = net, problem
+        self._net = net
         self._weight: Any = training.loss_of(True, problem).weight
         self._batch = problem.batch(torch.Generator().manual_seed(1))
 

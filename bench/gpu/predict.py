@@ -98,7 +98,6 @@ class Prediction(NamedTuple):
     kilobytes: float
     cycles: int
     nbytes: int
-    hits: float
     seconds: float
     fraction: float
 
@@ -195,7 +194,7 @@ def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
     kilobytes = min(resident, programs / device.multiprocessors) * code.under_way * 32 * warps / 1024
     name = launch.name.removeprefix("norm_").removesuffix("_kernel")
     return Prediction(name, code.registers, warps, resident, programs, runs_of(launch), programs / places, kilobytes,
-                      code.cycles, nbytes, hits, seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
+                      code.cycles, nbytes, seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
 
 
 def runs_of(launch: Any) -> tuple:
