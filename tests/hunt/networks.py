@@ -29,7 +29,7 @@ def unit(g: Grower, name: str) -> None:
     rng = g.rng
     n, c = g.of(name).dim() - 2, g.of(name).shape[1]
 
-    def made(kind: str, expression: str) -> str:
+    def made(expression: str) -> str:
         used = [m for m, module in g.log.modules.items() if type(module).__name__ in expression]
         return rng.choice(used) if used and g.chance(0.2) else g.module(expression)
 
@@ -43,8 +43,8 @@ def unit(g: Grower, name: str) -> None:
     if len(g.frames) > 1:
         # Inside a checkpoint a fused module moves its running statistics once, and the stock module twice.
         norms = (norms[2], norms[3], f"nn.BatchNorm{n}d({out}, track_running_stats=False)")
-    conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
-    norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
+    conv = made(f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
+    norm, act = made(rng.choice(norms)), made(rng.choice(ACTIVATIONS))
     drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []
     if g.chance(0.1):
         drop = [g.module("nn.Identity()")]

@@ -24,7 +24,7 @@ def pair(value, x):
 
 
 def launch(x, shape, dz, rows, pool):
-    """Returns z, codes and dx of a dense x; in the interpreter every access must lie inside its argument."""
+    """Returns z, codes and dx of a dense x."""
     from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
 
     kernel, *geometry = (pair(value, x) for value in pool)
@@ -113,7 +113,6 @@ def test_the_order_of_programs_does_not_matter(rows, device):
 @by_layout
 def test_beyond_two_to_the_31_elements(rows, device):
     """The last program of both launches computes the right values, and no access leaves the tensor."""
-    # The system never commits memory for most of these channels or samples.
     x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
     dz = empty((40, 64, 512, 512), torch.bfloat16, rows)
     assert x.numel() > 2**31

@@ -61,7 +61,7 @@ def split(request, narrow):
 
 
 def launch(x, target, mask, spec, dsums, dx=None):
-    """The sums, dx and the counted bytes; in the interpreter every access must lie inside its argument."""
+    """The sums, dx and the counted bytes."""
     from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
     dx = torch.empty_like(x) if dx is None else dx

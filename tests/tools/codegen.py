@@ -5,7 +5,8 @@
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
 Kernels are compiled in a separate process, because the calling process may have imported them for the interpreter.
-The named dict of the named module has functions that call launchers with CPU tensors.
+The named dict of the named module has functions that call launchers with CPU tensors, such as CASES, all of them, or
+FEW of ``tests/kernels/*_launches.py``.  The tensors are never touched, so their size costs nothing.
 """
 
 import importlib
