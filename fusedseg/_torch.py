@@ -109,12 +109,7 @@ EMPTY_STRIDED: dict[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
 # Copies of several tensors in one call, to other dtypes too, and zeros.
 foreach_copy = _or("torch._foreach_copy_", lambda made, of: [a.copy_(b) for a, b in zip(made, of, strict=True)])
 foreach_zero = _or("torch._foreach_zero_", lambda made: [a.zero_() for a in made])
-# The class of ops in torch.ops.
-if TYPE_CHECKING:
-    from torch._ops import OpOverload as OpOverload
-else:
-    OpOverload = _or("torch._ops.OpOverload", SimpleNamespace)
-# The classes of an op whose overload is not chosen yet, and of calls of graphs.
+# The classes of an op of torch.ops whose overload is not chosen yet, and of calls of graphs.
 OpOverloadPacket: Any = _or("torch._ops.OpOverloadPacket", SimpleNamespace)
 HigherOrderOperator: Any = _or("torch._ops.HigherOrderOperator", SimpleNamespace)
 # Attributes of tensors and storages, which callers read from the object.
@@ -210,10 +205,11 @@ def _memory_format(t: torch.Tensor) -> torch.memory_format:
 suggest_memory_format = _or("torch._prims_common.suggest_memory_format", _memory_format)
 
 
-# Tensors without values, dispatch modes and trees of tensors: the estimates of memory.
+# The class of ops in torch.ops.  Tensors without values, dispatch modes and trees of tensors: the estimates of memory.
 _FAKE = "torch._subclasses.fake_tensor"
 _TREE = "torch.utils._pytree"
 if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -223,6 +219,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
 else:
+    OpOverload = _or("torch._ops.OpOverload", SimpleNamespace)
     FakeTensor = _needed(f"{_FAKE}.FakeTensor")
     FakeTensorMode = _needed(f"{_FAKE}.FakeTensorMode")
     unset_fake_temporarily = _or(f"{_FAKE}.unset_fake_temporarily", nullcontext)
@@ -233,9 +230,8 @@ else:
     tree_leaves = _needed(f"{_TREE}.tree_leaves")
     tree_map = _needed(f"{_TREE}.tree_map")
 # Fake tensors ask this function for the memory format of a convolution's results, and remember the results here.
-_OF_CONVOLUTIONS = "_conv_determine_backend_memory_format"
-_or(f"torch._C.{_OF_CONVOLUTIONS}", None)
-_or(f"{_FAKE}.FakeTensorMode.cache", None)
+_format_of_convolutions = _or("torch._C._conv_determine_backend_memory_format", None)
+_remembered_results = _or(f"{_FAKE}.FakeTensorMode.cache", None)
 _remembered_of_a_gpu: dict[Any, Any] = {}
 
 
@@ -252,16 +248,17 @@ def convolutions_of_a_gpu() -> Iterator[None]:
     PyTorch gives them the format in which this machine computes the convolution.  On a CPU that depends on the dtype,
     on the instructions that the CPU has, and on the number of threads.
     """
-    if not (hasattr(torch._C, _OF_CONVOLUTIONS) and hasattr(FakeTensorMode, "cache")):
+    if _format_of_convolutions is None or _remembered_results is None:
         yield
         return
-    before = getattr(torch._C, _OF_CONVOLUTIONS), FakeTensorMode.cache
-    setattr(torch._C, _OF_CONVOLUTIONS, format_of_cudnn)
+    bindings: Any = torch._C
+    before = bindings._conv_determine_backend_memory_format, FakeTensorMode.cache
+    bindings._conv_determine_backend_memory_format = format_of_cudnn
     FakeTensorMode.cache = _remembered_of_a_gpu
     try:
         yield
     finally:
-        setattr(torch._C, _OF_CONVOLUTIONS, before[0])
+        bindings._conv_determine_backend_memory_format = before[0]
         FakeTensorMode.cache = before[1]
 
 
@@ -301,25 +298,24 @@ nearest_exact_backward = {
     dims: _or(f"torch.ops.aten._upsample_nearest_exact{dims}d_backward.default", None) for dims in (1, 2, 3)
 }
 
-# What the compiler backend and the planner need (``fusedseg/compiler/``).  Importing some of them takes seconds.
+# What the compiler backend and the planner need (``fusedseg/compiler/``), and for Inductor alone.  Importing some of
+# them takes seconds.
 _BACKEND = {
-    "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
-    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
-    "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
-    "compile_fx": "torch._inductor.compile_fx.compile_fx",
-    "list_mode_options": "torch._inductor.list_mode_options",
-    "decompositions": "torch._inductor.decomposition.select_decomp_table",
-    "force_stride_order": "torch._inductor.inductor_prims.force_stride_order",
     "make_boxed_func": "torch._functorch._aot_autograd.utils.make_boxed_func",
     "config": "torch._functorch.config",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",
     "stock_partition": "torch._functorch.partitioners.min_cut_rematerialization_partition",
 }
-_FOR_INDUCTOR = (
-    "CustomPartitionerFn", "CustomGraphPass", "get_hash_for_files", "compile_fx", "list_mode_options",
-    "decompositions", "force_stride_order",
-)  # fmt: skip
+_FOR_INDUCTOR = {
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "get_hash_for_files": "torch._inductor.custom_graph_pass.get_hash_for_files",
+    "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "list_mode_options": "torch._inductor.list_mode_options",
+    "decompositions": "torch._inductor.decomposition.select_decomp_table",
+    "force_stride_order": "torch._inductor.inductor_prims.force_stride_order",
+}
 
 
 def compiler_parts() -> SimpleNamespace:
@@ -327,15 +323,12 @@ def compiler_parts() -> SimpleNamespace:
 
     Without those of Inductor, which exist since PyTorch 2.9, the backend runs PyTorch's own kernels.
     """
-    feature = 'torch.compile(backend="fusedseg")'
-    found = {name: _find(path) for name, path in _BACKEND.items()}
-    for name, path in _BACKEND.items():
-        if found[name] is _ABSENT and name not in _FOR_INDUCTOR:
-            _raise(path, feature)
+    needed = {name: later(path, 'torch.compile(backend="fusedseg")') for name, path in _BACKEND.items()}
+    found = {name: _find(path) for name, path in _FOR_INDUCTOR.items()}
     for base in ("CustomPartitionerFn", "CustomGraphPass"):
         if found[base] is _ABSENT:
             found[base] = object
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**needed, **found)
 
 
 _CUDA_GRAPHS = {
@@ -357,7 +350,7 @@ def cuda_graph_parts() -> SimpleNamespace:
 
 def inductor_problem() -> str:
     """The reason why the backend cannot hand graphs to Inductor, or ""."""
-    missing = [_BACKEND[name] for name in _FOR_INDUCTOR if _find(_BACKEND[name]) is _ABSENT]
+    missing = any(_find(path) is _ABSENT for path in _FOR_INDUCTOR.values())
     if missing or not hasattr(_find("torch._inductor.config"), "custom_partitioner_fn"):
         return f"PyTorch {torch.__version__} does not let others divide its graphs"
     check = _find("torch._inductor.cpp_builder.get_cpp_compiler")

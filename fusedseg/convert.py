@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from ._module_hooks import has_global_hooks
+from ._module_hooks import has_global_hooks, has_hooks
 from ._torch import FakeTensor, FakeTensorMode
 from .activation import OF_MODULE as ACTIVATIONS
 from .activation import TABLE, Activation, is_invertible, parse_activation
@@ -154,16 +154,9 @@ def _activation(act: Any) -> Activation | None:
 def _is_untouched(module: nn.Module, cls: type) -> bool:
     """Whether a module is still of its class, and nobody looks at its calls, so that other code may do its work."""
     own = module.__dict__
-    return not (
-        module.__class__ is not cls
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or "_conv_forward" in own
-        or own.get("_compiled_call_impl") is not None
-    )
+    if module.__class__ is not cls or has_hooks(module) or "forward" in own or "_conv_forward" in own:
+        return False
+    return own.get("_compiled_call_impl") is None
 
 
 def _takes(norm: Any, x: Tensor) -> bool:

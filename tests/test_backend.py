@@ -48,12 +48,7 @@ def gpu(monkeypatch):
 def test_supported_architectures_take_triton(gpu, arch):
     gpu(arch)
     assert explain(GPU) == ("triton", f"a GPU ({arch}), and triton is installed")
-
-
-@pytest.mark.parametrize("arch", SUPPORTED)
-def test_tf32_is_used_only_where_triton_compiles_it(gpu, arch):
-    """On gfx90a and gfx950 the convolution of fp32 tensors did not compile if PyTorch's settings allow TF32."""
-    gpu(arch)
+    # On gfx90a and gfx950 the convolution of fp32 tensors did not compile if PyTorch's settings allow TF32.
     assert _backend.has_tf32(GPU) == (arch.startswith("sm_") or arch == "gfx942")
 
 

@@ -333,13 +333,9 @@ def test_device_and_dtype(name):
 
 
 @by_module
-def test_an_input_that_is_no_tensor(name):
+def test_an_input_that_is_no_tensor_or_has_another_number_of_dimensions(name):
     with pytest.raises(TypeError, match=rf"fusedseg\.(nn\.)?{name}: x must be a tensor"):
         MODULES[name]()("x")
-
-
-@by_module
-def test_an_input_of_another_number_of_dimensions(name):
     with pytest.raises(ValueError, match=rf"fusedseg\.(nn\.)?{name}: x must have shape .* got \(4,\)"):
         MODULES[name]()(torch.randn(4))
 

@@ -38,16 +38,12 @@ def test_tested_versions_bring_no_warning():
     assert list(doctor.untested()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "side"),
-    [("torch", "2.5.1+cu124", "older"), ("torch", "2.16.0", "newer"), ("torch", "3.0", "newer")],
-)
-def test_another_torch_brings_a_warning(monkeypatch, name, version, side):
+@pytest.mark.parametrize(("version", "side"), [("2.5.1+cu124", "older"), ("2.16.0", "newer"), ("3.0", "newer")])
+def test_another_torch_brings_a_warning(monkeypatch, version, side):
     monkeypatch.setattr(torch, "__version__", version)
-    (line,) = doctor.untested()
-    oldest, newest = doctor.TESTED[name]
-    expected = f"{name} {version} is {side} than the versions that fusedseg is tested with, {oldest} to {newest}"
-    assert line == f"WARNING: {expected}"
+    tested = " to ".join(doctor.TESTED["torch"])
+    expected = f"WARNING: torch {version} is {side} than the versions that fusedseg is tested with, {tested}"
+    assert list(doctor.untested()) == [expected]
 
 
 def test_another_triton_and_missing_names_bring_warnings(monkeypatch, capsys):
@@ -60,7 +56,7 @@ def test_another_triton_and_missing_names_bring_warnings(monkeypatch, capsys):
     assert "WARNING: triton 3.99.1" in capsys.readouterr().out
 
 
-def test_triton_is_found_by_import(monkeypatch, tmp_path):
+def test_triton_is_found_by_import(tmp_path):
     """The distribution may be triton-windows or pytorch-triton-rocm, and an empty folder ``triton`` is no Triton."""
     for name in ("empty", "windows"):
         (tmp_path / name / "triton").mkdir(parents=True)

@@ -31,7 +31,7 @@ from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mod
 from fusedseg.ops.conv import conv_abn as conv_op
 from fusedseg.unet import ConvNormAct, DoubleConv, Down, MultiEncoderUNet, UNet, Up
 
-ones, rand = torch.ones, torch.randn
+ones, rand, from_modules = torch.ones, torch.randn, ConvABN2d.from_modules
 
 
 def act(x=None, training=True, running=(None, None), **options):
@@ -92,10 +92,6 @@ def without_values(model, *shapes):
         return eager_step(fake_model(model, torch.float32), fake_inputs(shapes, torch.float32))
 
 
-def from_modules(conv, bn, *activation):
-    return ConvABN2d.from_modules(conv, bn, *activation)
-
-
 def hooked(module):
     module.register_forward_hook(lambda *args: None)
     return module
@@ -105,7 +101,41 @@ CONV, BN = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
 X, W = rand(2, 3, 8, 8), rand(4, 5, 3, 3)
 LOGITS, LABELS = rand(2, 4, 5, 6), torch.randint(4, (2, 1, 5, 6))
 UNET, TWO_ENCODERS = UNet(1, 2, widths=(4, 8, 8)), MultiEncoderUNet((1, 2), 2, widths=(4, 8))
+WINDOWS = {
+    r"image must have shape \(N, C, \*spatial\) with one to three": lambda: windows(image=ones(9, 9)),
+    r"at least one value, got \(0, 2, 9, 9\)": lambda: windows(image=ones(0, 2, 9, 9)),
+    r"roi must be one integer, or 2 integers, one for each axis, got \(4,\)": lambda: windows(roi=(4,)),
+    r"image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or":
+        lambda: windows(image=ones(2, 9, 9), roi=(4, 4)),
+    "image must .* has no batch dimension": lambda: windows(image=ones(2, 9, 9, 9), roi=[4, 4, None]),
+    "no batch and channel dimensions .pass": lambda: windows(image=ones(9, 9, 9), roi=(4, 4, 4)),
+    "roi must be one integer, or 1 integers": lambda: windows(image=ones(1, 2, 9), roi=(4, 4, 4, 4)),
+    "roi must be one integer, or 2 integers, one for each axis, got 4.5": lambda: windows(roi=4.5),
+    "overlap must be one number at least 0 and below 1, or 2 of them, got 1.0": lambda: windows(overlap=1.0),
+    r"for image \(N, C, \*spatial\) = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), overlap=(0.5, 0.5)),
+    r"got .* for image .* = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), mirror=(0, 1)),
+    r"or 2 of them, got \(0.5,\)": lambda: windows(overlap=(0.5,)),
+    "sigma_scale must be one number above 0, or 2 of them, got 0": lambda: windows(sigma_scale=0),
+    "sw_batch_size must be an integer >= 1, got 0": lambda: windows(sw_batch_size=0),
+    "mode must be one of constant, gaussian, got 'box'": lambda: windows(mode="box"),
+    "padding_mode must be one of constant, reflect, replicate, circular": lambda: windows(padding_mode="zeros"),
+    "cval must be 0 for padding_mode 'reflect', got 1": lambda: windows(padding_mode="reflect", cval=1),
+    r"mirror must have different axes from 0 to 1, got \(0, 0\)": lambda: windows(mirror=(0, 0)),
+    "mirror must have different axes from 0 to 1, got 0 for image": lambda: windows(mirror=0),
+    "regions must be True, False, or labels of at least 0, got None": lambda: windows(regions=None),
+    "roi must be one integer, or 2 integers, one for each axis, got True": lambda: windows(roi=True),
+    "sigma_scale must be one number above 0, or 2 of them, got None": lambda: windows(sigma_scale=None),
+    "overlap must be one number at least 0 and below 1, or 2 of them, got 'half'": lambda: windows(overlap="half"),
+    r"mirror must have different axes from 0 to 1, got \(2,\)": lambda: windows(mirror=(2,)),
+    r"regions must be True, False, or labels of at least 0, got \(1, -1\)": lambda: windows(regions=(1, -1)),
+    "regions must have 5 labels, one for each class, got 2": lambda: windows(regions=(1, 2)),
+    r"is \(1, 2, 4, 4\), got \(1, 2, 4, 2\)": lambda: windows(model=lambda x: x[..., ::2]),
+    r"for windows \(1, 2, 4, 4\) is .*, got \(2, 4, 4\)": lambda: windows(model=lambda x: x[0]),
+    "for every window, got 3 after 2":
+        lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
+}  # fmt: skip
 VALUES = {
+    "fusedseg.backend must be one of auto, triton, aten, got 'cuda'": lambda: setattr(fusedseg, "backend", "cuda"),
     "norm_act: norm must be one of batch, instance, group, got 'layer'": lambda: act(norm="layer"),
     "norm_act: num_groups must be given for norm 'group' and for no other": lambda: act(norm="group"),
     "num_groups must be given for norm 'group' and for no other, got .*2": lambda: act(num_groups=2),
@@ -181,10 +211,7 @@ VALUES = {
     "num_slopes must be 1 or .* 3, got 2": lambda: BatchNormAct(3, activation="prelu", num_slopes=2),
     "slope must be given for activation": lambda: BatchNormAct.from_norm(nn.BatchNorm2d(3), "prelu"),
     "bn must have 6 features, one per output channel, got 4": lambda: from_modules(CONV, nn.BatchNorm2d(4)),
-    "activation 'relu' cannot be inverted": lambda: from_modules(CONV, BN, "relu"),
-    "slope 0.0 cannot be inverted": lambda: from_modules(CONV, BN, "leaky_relu", 0.0),
     r"2 spatial dimensions .* got \(4, 8, 8\)": lambda: ConvABN2d(4, 6, 3)(rand(4, 8, 8)),
-    r"fusedseg.ConvABN3d: .* got \(4,\)": lambda: ConvABN3d(4, 6, 3)(rand(4)),
     r"3 spatial dimensions after it, got \(2, 4": lambda: ConvABN3d(4, 6, 3)(rand(2, 4, 8, 8)),
     "fusedseg.ConvABN2d: conv_backend must be one of": lambda: ConvABN2d(4, 6, 3, conv_backend="x"),
     "divisible by groups": lambda: ConvABN2d(4, 6, 3, groups=3),
@@ -238,6 +265,10 @@ VALUES = {
     r"at most 256 positions.* got \(17, 16\); use torch.nn.MaxPool2d": lambda: pool((17, 16)),
     r"x must not be empty beyond its batch, got \(2, 0, 4, 4\)": lambda: pool(2, x=(2, 0, 4, 4)),
     r"max_pool: x must have shape \(N, C, \*spatial\) or .* got \(4, 4\)": lambda: pool(2, x=(4, 4)),
+    "MaxPool2d: return_indices must be False, got True; use torch.nn.MaxPool2d":
+        lambda: fusedseg.MaxPool2d(2, return_indices=True),
+    "MaxPool3d: return_indices must be False, got True; use torch.nn.MaxPool3d":
+        lambda: fusedseg.MaxPool3d(2, return_indices=True),
     r"upsample: .*1 to 3 spatial dimensions, got \(2, 2\)": lambda: upsample(ones(2, 2), size=2),
     "upsample: one of size and scale_factor must be given, got None and None": lambda: upsample(ones(1, 1, 2)),
     r"upsample: size must be positive, one number or 2, got \(3,\)": lambda: upsample(ones(1, 1, 2, 2), size=(3,)),
@@ -297,7 +328,8 @@ VALUES = {
     "fusedseg.DiceCELoss: other_act must be None, .* use monai.losses.DiceCELoss":
         lambda: fusedseg.DiceCELoss(other_act=torch.tanh),
     "DiceLoss: sigmoid and softmax must not both be True": lambda: fusedseg.DiceLoss(sigmoid=True, softmax=True),
-    # These two named DiceLoss.
+    # These three named DiceLoss.
+    "DiceCELoss: weight must not be negative": lambda: fusedseg.DiceCELoss(weight=torch.tensor([-1.0, 1.0])),
     "DiceCELoss: sigmoid and softmax must not both": lambda: fusedseg.DiceCELoss(sigmoid=True, softmax=True),
     "DiceFocalLoss: sigmoid and softmax must not both": lambda: losses.DiceFocalLoss(sigmoid=True, softmax=True),
     "DiceLoss: reduction must be one of mean, sum, none, got 'max'": lambda: fusedseg.DiceLoss(reduction="max"),
@@ -341,57 +373,12 @@ VALUES = {
         lambda: losses.DC_and_CE_loss({}, {"reduction": "none"}),
     r"pos_weight must have one value, or shape \(4, 1, 1\) .* got \(4,\)":
         lambda: losses.DC_and_BCE_loss({"pos_weight": ones(4)}, {})(LOGITS, LOGITS > 0),
-    r"sliding_window_labels: .*image must have shape \(N, C, \*spatial\) with one to three":
-        lambda: windows(image=ones(9, 9)),
-    r"sliding_window_labels: .*at least one value, got \(0, 2, 9, 9\)": lambda: windows(image=ones(0, 2, 9, 9)),
-    r"sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got \(4,\)":
-        lambda: windows(roi=(4,)),
-    r"sliding_window_labels: .*image must .* got \(2, 9, 9\), which has no batch dimension \(pass image\[None\]\) or":
-        lambda: windows(image=ones(2, 9, 9), roi=(4, 4)),
-    "sliding_window_labels: .*image must .* has no batch dimension":
-        lambda: windows(image=ones(2, 9, 9, 9), roi=[4, 4, None]),
-    "sliding_window_labels: .*no batch and channel dimensions .pass":
-        lambda: windows(image=ones(9, 9, 9), roi=(4, 4, 4)),
-    "sliding_window_labels: .*roi must be one integer, or 1 integers":
-        lambda: windows(image=ones(1, 2, 9), roi=(4, 4, 4, 4)),
-    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got 4.5":
-        lambda: windows(roi=4.5),
-    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 1.0":
-        lambda: windows(overlap=1.0),
-    r"sliding_window_labels: .*for image \(N, C, \*spatial\) = \(2, 9, 9\)":
-        lambda: windows(image=ones(2, 9, 9), overlap=(0.5, 0.5)),
-    r"sliding_window_labels: .*got .* for image .* = \(2, 9, 9\)": lambda: windows(image=ones(2, 9, 9), mirror=(0, 1)),
-    r"sliding_window_labels: .*or 2 of them, got \(0.5,\)": lambda: windows(overlap=(0.5,)),
-    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got 0":
-        lambda: windows(sigma_scale=0),
-    "sliding_window_labels: .*sw_batch_size must be an integer >= 1, got 0": lambda: windows(sw_batch_size=0),
-    "sliding_window_labels: .*mode must be one of constant, gaussian, got 'box'": lambda: windows(mode="box"),
-    "sliding_window_labels: .*padding_mode must be one of constant, reflect, replicate, circular":
-        lambda: windows(padding_mode="zeros"),
-    "sliding_window_labels: .*cval must be 0 for padding_mode 'reflect', got 1":
-        lambda: windows(padding_mode="reflect", cval=1),
-    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(0, 0\)":
-        lambda: windows(mirror=(0, 0)),
-    "sliding_window_labels: .*mirror must have different axes from 0 to 1, got 0 for image": lambda: windows(mirror=0),
-    "sliding_window_labels: .*regions must be True, False, or labels of at least 0, got None":
-        lambda: windows(regions=None),
-    "sliding_window_labels: .*roi must be one integer, or 2 integers, one for each axis, got True":
-        lambda: windows(roi=True),
-    "sliding_window_labels: .*sigma_scale must be one number above 0, or 2 of them, got None":
-        lambda: windows(sigma_scale=None),
-    "sliding_window_labels: .*overlap must be one number at least 0 and below 1, or 2 of them, got 'half'":
-        lambda: windows(overlap="half"),
-    r"sliding_window_labels: .*mirror must have different axes from 0 to 1, got \(2,\)": lambda: windows(mirror=(2,)),
-    r"sliding_window_labels: .*regions must be True, False, or labels of at least 0, got \(1, -1\)":
-        lambda: windows(regions=(1, -1)),
-    "sliding_window_labels: .*regions must have 5 labels, one for each class, got 2": lambda: windows(regions=(1, 2)),
-    r"sliding_window_labels: .*is \(1, 2, 4, 4\), got \(1, 2, 4, 2\)": lambda: windows(model=lambda x: x[..., ::2]),
-    r"sliding_window_labels: .*for windows \(1, 2, 4, 4\) is .*, got \(2, 4, 4\)":
-        lambda: windows(model=lambda x: x[0]),
-    "sliding_window_labels: .*for every window, got 3 after 2":
-        lambda: windows(model=mock.Mock(side_effect=[ones(1, 2, 4, 4), ones(1, 3, 4, 4)])),
+    **{f"sliding_window_labels: .*{text}": call for text, call in WINDOWS.items()},
     "no parameter of ReLU requires a gradient, so the optimizer has nothing to train":
         lambda: bytes_before(nn.ReLU(), [], optimizer=torch.optim.SGD),
+    "fusedseg.plan: reserve must be at least 0 and below 1, got 1.0":
+        lambda: fusedseg.plan(CONV, (4, 9, 9), "1GiB", reserve=1.0),
+    "fusedseg.plan: batch must be at least 1, got 0": lambda: fusedseg.plan(CONV, (4, 9, 9), "1GiB", batch=0),
     "options must be among codegen, .* got 'bit'": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bit": 4}),
     "option bits must be 8, 4 or None, got 5": lambda: fusedseg.profile(CONV, (4, 4, 9, 9), options={"bits": 5}),
     **{
@@ -462,6 +449,7 @@ TYPES = {
         lambda: bytes_before(BN, [], optimizer=torch.optim.SGD(BN.parameters())),
     "fusedseg.memory: model must be a module or a function that builds one, got str$":
         lambda: fusedseg.profile("net", (4, 3, 32, 32)),
+    r"fusedseg\.convert: model must be an nn\.Module, got int": lambda: fusedseg.convert(1),
     "max_pool: x must be a tensor, got list": lambda: pool(2, x=[[1.0]]),
     "max_pool: x must be float16, .* got torch.int64": lambda: pool(2, x=ones(1, 1, 4, 4).long()),
     "upsample: x must be a tensor, got list": lambda: upsample([1.0], size=2),

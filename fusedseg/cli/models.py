@@ -21,9 +21,7 @@ from ..memory import fake
 from .command import Parser, Refused, first_line
 
 PRESETS: dict[str, Callable[..., nn.Module]] = {
-    "lidar_optical_unet": unet.lidar_optical_unet,
-    "unet3d_large": unet.unet3d_large,
-    "unet3d_small": unet.unet3d_small,
+    make.__name__: make for make in (unet.lidar_optical_unet, unet.unet3d_large, unet.unet3d_small)
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZERS = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -18,7 +18,7 @@ from ..progress import Progress
 from . import passes, subclasses
 from .capture.prepare import prepare
 from .graph import copy_of
-from .notes import current, noting, remember
+from .notes import current, note_of, noting_on, remember
 from .settings import OP, QUIET_SECONDS, Settings, parse, say_once
 from .traffic import InductorMovesLess, check
 
@@ -50,7 +50,8 @@ def backend(
             ": the model has a graph break, and each of its graphs keeps and peaks at up to "
             f"budget={settings.budget!r} by itself; a share such as budget=0.3 holds for all of them together"
         )
-    with noting(module, example_inputs) as noted, Progress(f"{OP}: {noted[0].calls} calls", QUIET_SECONDS) as progress:
+    graph, captured = note_of(module, example_inputs)
+    with noting_on(graph), Progress(f"{OP}: {graph.calls} calls", QUIET_SECONDS) as progress:
         places = subclasses.places_of(example_inputs)
         inputs = subclasses.without_classes(module, example_inputs, places)
 
@@ -62,7 +63,7 @@ def backend(
         run = with_least_traffic(module, settings, compiled)
     if places:
         run = subclasses.unwrapping(run, places)
-    remember(run, *noted)
+    remember(run, graph, captured)
     return run
 
 

@@ -1,9 +1,7 @@
 """The bytes of a step, counted on the two graphs that run: what forward keeps, by module, and the most at once.
 
-The model is that of ``plan/schedule.py`` and ``plan/peak.py``, which decide by it: a value lives from the node that
-makes it to its last reader, and results are written over inputs where ``codegen/in_place.py`` allows it.  With the
-codegen "aten" these are the graphs as they run; for Inductor elementwise functions have no memory where other kernels
-compute them.
+The model is that of ``plan/peak.py``, which decides by it.  With the codegen "aten" these are the graphs as they run;
+for Inductor elementwise functions have no memory where other kernels compute them.
 
 Workspaces alone are counted in another way.  A decision counts a copy of each image of a convolution, the most that a
 kernel may make; a report, as the estimate of eager mode beside it, counts those that are not in channels_last.
@@ -98,9 +96,9 @@ def kept_by_module(forward: fx.GraphModule, outputs: int) -> Mapping[Module, int
     return found
 
 
-def returned_bytes(results: Sequence[object]) -> int:
-    """The bytes of results of a graph."""
-    return sum(nbytes for nbytes, _ in _storages(results).values())
+def returned_bytes(module: fx.GraphModule, outputs: int | None = None) -> int:
+    """The bytes of the first ``outputs`` results of a graph, or of all."""
+    return sum(nbytes for nbytes, _ in _storages(outputs_of(module.graph)[:outputs]).values())
 
 
 def recomputed_modules(nodes: Iterable[fx.Node]) -> dict[str, int]:

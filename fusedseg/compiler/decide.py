@@ -6,11 +6,9 @@ or peak higher, than without bits.
 
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import fx
 
-from ..memory.step_bytes import StepBytes
 from . import passes
 from .graph import POLICY, Joint, Outputs, twin_of
 from .low_bit import choose_bits, packing
@@ -19,21 +17,6 @@ from .passes import Stage
 from .plan import choose, schedule, write
 from .plan.decision import Decision
 from .settings import Settings, say_once
-
-
-class Candidate(NamedTuple):
-    """A decision about a graph.
-
-    choices: those of which it is one.
-    cost: what it costs; None where there is nothing to compare it with.
-    met: whether it meets the budget.
-    """
-
-    graph: fx.Graph
-    choices: choose.Choices
-    decision: Decision
-    cost: StepBytes | None = None
-    met: bool = True
 
 
 def decide(module: fx.GraphModule, outputs: Outputs, settings: Settings, known: choose.Known | None = None) -> Decision:
@@ -46,55 +29,51 @@ def decide(module: fx.GraphModule, outputs: Outputs, settings: Settings, known: 
         say_once(
             ": the options bits and budget change nothing in the parts of the model that are inside of a checkpoint"
         )
-    if settings.bits is None:
-        found = _exact(module.graph, outputs, settings, known)
-    else:
-        found = _exact(twin_of(module.graph)[0], outputs, settings, known)
-        rounded = _rounded(module.graph, outputs, settings, found)
-        if rounded is None:
-            current().unpacked = True
-        found = rounded or found
-    if not found.decision.policies:
-        write.apply(found.choices.joint, found.decision)
-    if found.graph is not module.graph:
-        module.graph = found.graph
-    if not found.met:
-        choose.warn_of(found.cost, settings.limits, found.choices)
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-    return found.decision
-
-
-def _exact(graph: fx.Graph, outputs: Outputs, settings: Settings, known: choose.Known | None) -> Candidate:
-    """What is best without bits."""
+    graph = module.graph if settings.bits is None else twin_of(module.graph)[0]
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, replace(settings, bits=None))
     graph.eliminate_dead_code()
     # Bits are used where a step peaks no higher with them than it could without them.
     peak_target = None if settings.bits is None else schedule.LOWEST
     choices = choose.Choices(Joint(graph, outputs), settings.by_inductor, peak_target)
-    if settings.bits is None and settings.limits is None:
-        return Candidate(graph, choices, choices.first())
-    choice, met = choose.nearest(choices, settings.limits, known=known)
-    return Candidate(graph, choices, choice.decision, choice.cost, met)
+    decision = _asked_for(module.graph, choices, settings, known) if asks else choices.first()
+    if decision.policies:
+        graph = module.graph
+    else:
+        write.apply(choices.joint, decision)
+    graph.eliminate_dead_code()
+    module.graph = graph
+    graph.lint()
+    return decision
 
 
-def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candidate) -> Candidate | None:
+def _asked_for(
+    graph: fx.Graph, exact_choices: choose.Choices, settings: Settings, known: choose.Known | None
+) -> Decision:
+    """What is best for a budget and for bits; a decision that packs is written into the graph."""
+    found = choose.nearest(exact_choices, settings.limits, known=known)
+    if settings.bits is not None:
+        rounded = _rounded(graph, exact_choices.joint.outputs, settings, found)
+        current().unpacked = rounded is None
+        found = rounded or found
+    if not found.met:
+        choose.warn_of(found.cost, settings.limits, exact_choices)
+    return found.decision
+
+
+def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: choose.Choice) -> choose.Choice | None:
     """What is best with bits; None if nothing may be packed, or if ``exact`` is better."""
     assert settings.bits is not None
-    assert exact.cost is not None
     passes.run(Stage.CANDIDATE, passes.JOINT, graph, settings)
     graph.eliminate_dead_code()
     choices = packing.RoundedChoices(Joint(graph, outputs), settings.by_inductor, settings.bits, exact.cost)
     chosen, met = choices.first(), True
     if settings.limits is not None:
-        choice, met = choose.nearest(choices, settings.limits, exact.cost)
-        chosen = choice.decision
+        chosen, _, met = choose.nearest(choices, settings.limits, exact.cost)
     settled = choose_bits.settled(graph, outputs, settings.bits, chosen)
     if not settled.packed:
         return None
     # From here on the graph packs and unpacks; ``choices`` knows the one before.
-    packed = packing.packed(settled, settings.seed, settings.by_inductor, exact.cost)
+    packed = packing.packed(settled, settings.seed, settings.by_inductor, exact.cost)._replace(met=met)
     is_better = packed.cost.is_within(exact.cost)
     if settings.limits is not None:
         # The lower peak, so that a smaller budget has no higher one.
@@ -102,4 +81,4 @@ def _rounded(graph: fx.Graph, outputs: Outputs, settings: Settings, exact: Candi
     if not is_better:
         return None
     current().packed = Counter(map(str, settled.packed.values()))
-    return Candidate(graph, choices, packed.decision, packed.cost, met)
+    return packed

@@ -19,14 +19,12 @@ from ..memory.meter import mean_of
 from . import counting, settings
 from .eager_step import Captured
 from .graph import copy_of
-from .notes import current, note_bytes, noting, noting_on
+from .notes import current, note_bytes, note_of, noting_on
 from .report import Graph, Report, counted_in_eager_mode
 
 OP = "fusedseg.compiler.estimate"
 # Options of the backend; or the ``activation_memory_budget`` of the compiler itself, whose default is 1.
 Division = Mapping[str, Any] | float
-# The graphs of a model in one way.
-Found = list[tuple[Graph, Captured]]
 
 
 class NotCompiled(RuntimeError):
@@ -89,17 +87,18 @@ def estimate_ways(
 
     parsed = [settings.parse(way) if isinstance(way, Mapping) else way for way in ways]
     first = with_codegen(next((way for way in parsed if isinstance(way, settings.Settings)), settings.Settings()))
-    found: list[Found] = [[] for _ in ways]
+    divisions = _Divisions(parsed, stock)
     try:
         with autocast_without_values(autocast):
             # Norms that one way needs in pieces are in pieces in all.
             bits = next((way.bits for way in parsed if isinstance(way, settings.Settings) and way.bits), None)
-            _compile(model, inputs, replace(first, bits=bits), _Divisions(parsed, found, stock))
+            _compile(model, inputs, replace(first, bits=bits), divisions)
     # The compiler may raise any error.
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
         line = next(iter(str(cause).strip().splitlines()), "")
         raise NotCompiled(f"{OP}: the compiler refuses the model: {type(cause).__name__}: {line}") from error
+    found = divisions.found
     if not found[0]:
         raise NotCompiled(f"{OP}: the compiler finds no graph in the model")
     if not any(graph.trained for graph, _ in found[0]):
@@ -166,17 +165,17 @@ def _arrays_of_numbers(graph: fx.Graph) -> dict[int, Any]:
 class _Divisions:
     """Divides each captured graph in each way, and with ``stock`` as PyTorch does, and notes what it keeps."""
 
-    def __init__(self, ways: Sequence[settings.Settings | float], found: Sequence[Found], stock: bool) -> None:
-        self._ways = ways
-        self._found = found
-        self._stock = stock
+    def __init__(self, ways: Sequence[settings.Settings | float], stock: bool) -> None:
+        self._ways, self._stock = ways, stock
+        # For each way the graphs of the model.
+        self.found: list[list[tuple[Graph, Captured]]] = [[] for _ in ways]
 
     def begin(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Graph:
         """Notes a captured graph, and returns the note of the first way."""
-        with noting(module, example_inputs) as (graph, captured):
-            for of in self._found:
-                of.append((replace(graph), captured))
-        return self._found[0][-1][0]
+        graph, captured = note_of(module, example_inputs)
+        for of in self.found:
+            of.append((replace(graph), captured))
+        return self.found[0][-1][0]
 
     def divide(self, codegen: str | None, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
         """Divides a joint graph in each way; the model runs with the parts that the last way makes."""
@@ -190,10 +189,10 @@ class _Divisions:
             stock, *_ = counting.bytes_of(
                 _by_budget(1.0, copy_of(joint), joint_inputs, **options), options["num_fwd_outputs"], by_inductor
             )
-            for of in self._found:
+            for of in self.found:
                 of[-1][0].stock = stock
         parts, known = None, Known()
-        for place, (way, of) in enumerate(zip(self._ways, self._found, strict=True), 1):
+        for place, (way, of) in enumerate(zip(self._ways, self.found, strict=True), 1):
             graph, _ = of[-1]
             given = joint if place == len(self._ways) else copy_of(joint)
             with noting_on(graph), warnings.catch_warnings():

@@ -400,23 +400,15 @@ class Joint:
         self.end = graph.output_node()
         self.backward = following(graph) - {self.end}
         writing = [node for node in self.graph.nodes if writes(node)]
-        self.forward = set(self._before([*self.returned, *writing, *handed]))
+        self.forward = {*self.returned, *writing, *handed} - self.backward
+        for node in reversed(self.graph.nodes):
+            if node in self.forward:
+                self.forward.update(node.all_input_nodes)
         self.overwritten = {node.args[0] for node in writing}
         self.overwritten |= {node for node in self.graph.nodes if node.meta.get(WRITTEN_LATER)}
         for node in self.graph.nodes:
             if calls_view(node) and any(n in self.overwritten for n in node.all_input_nodes):
                 self.overwritten.add(node)
-
-    def _before(self, ends: list[fx.Node]) -> Iterator[fx.Node]:
-        """The nodes from which others follow, with them."""
-        seen: set[fx.Node] = set()
-        stack = [node for node in ends if node not in self.backward]
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += node.all_input_nodes
-                yield node
 
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

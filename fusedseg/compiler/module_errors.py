@@ -5,7 +5,6 @@ and no module, and a model with such an error never reaches the backend.  So ``n
 ends, and reads the module from the traceback.
 """
 
-import re
 import sys
 import traceback
 from types import FrameType
@@ -13,10 +12,8 @@ from types import FrameType
 from torch import fx
 
 from .. import _torch
+from .counting import MODEL, module_of
 from .settings import OP
-
-# What Dynamo calls the model that is compiled, before the names of its modules.
-ROOT = re.compile(r"^L\['\w+'\]\.?")
 
 
 def name_module(*unused: object) -> None:
@@ -39,8 +36,5 @@ def name_module(*unused: object) -> None:
 def _module_in(frame: FrameType) -> str:
     """The module whose op a frame of Dynamo runs on tensors without values, or ""."""
     node = frame.f_locals.get("node")
-    stack = node.meta.get("nn_module_stack") if isinstance(node, fx.Node) else None
-    if not stack:
-        return ""
-    path, cls = list(stack.values())[-1]
-    return f"{ROOT.sub('', path) or 'the model'} ({cls.__name__})"
+    name, kind = module_of(node) if isinstance(node, fx.Node) else MODEL
+    return f"{'the model' if name == MODEL.name else name} ({kind})" if kind else ""

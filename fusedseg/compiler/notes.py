@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from .. import _torch
 from . import counting
 from .eager_step import Captured
-from .graph import outputs_of, value_of
+from .graph import value_of
 from .plan.decision import Decision
 from .report import Graph, Report, counted_in_eager_mode
 
@@ -71,15 +71,12 @@ def _kind(module: nn.Module) -> object:
     return type(module), repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
 
 
-@contextmanager
-def noting(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tuple[Graph, Captured]]:
-    """A context in which a captured graph is compiled."""
+def note_of(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph, Captured]:
+    """The note of a captured graph that is compiled now, and the graph as a step of eager mode is counted on it."""
     why = _torch.reason_of_break(module)
     trained = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
     calls = sum(node.op not in ("placeholder", "output", "get_attr") for node in module.graph.nodes)
-    graph, captured = Graph(calls, trained, ends=why), Captured(module, example_inputs)
-    with noting_on(graph):
-        yield graph, captured
+    return Graph(calls, trained, ends=why), Captured(module, example_inputs)
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def note_bytes(decision: Decision | None, parts: counting.Parts, outputs: int, b
     graph.symbolic = any(isinstance(value_of(node), torch.SymInt) for node in parts[0].graph.nodes)
     graph.ours, graph.ours_course, graph.at_peak = counting.bytes_of(parts, outputs, by_inductor)
     graph.ours_by = counting.kept_by_module(parts[0], outputs)
-    graph.returned = counting.returned_bytes(outputs_of(parts[0].graph)[:outputs])
-    graph.gradients = counting.returned_bytes(outputs_of(parts[1].graph))
+    graph.returned = counting.returned_bytes(parts[0], outputs)
+    graph.gradients = counting.returned_bytes(parts[1])
     if decision is not None:
         graph.recomputed = counting.recomputed_modules(decision.recomputed)

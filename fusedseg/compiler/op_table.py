@@ -317,16 +317,14 @@ _LINEAR = (
         "dropout", CHOOSES, ("native_dropout",), _flagged(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
         cheap=False,
     ),
-    *_each(FOLLOWS, "neg"),
+    # The last one is Inductor's call that lays a tensor out in given strides.
+    *_each(FOLLOWS, "neg", "broadcast_in_dim", "inductor_force_stride_order"),
     *_each(CHOOSES, "where", "masked_fill"),
     *_each(ADDS, "rsub"),
     *_each(FIRST, "sum", "mean", inductor=READS, layout=ANY),
     # The second one repeats values, in an interpolation that Inductor has taken apart.
     *_each(FOLLOWS, "repeat", "_unsafe_index", inductor=INSIDE),
     *_each(CHOOSES, "index", inductor=INSIDE),
-    *_each(FOLLOWS, "broadcast_in_dim"),
-    # Inductor's call that lays a tensor out in given strides.
-    *_each(FOLLOWS, "inductor_force_stride_order"),
     *_each(FOLLOWS, "copy", cheap=False),
     *_each(FIRST, "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", cheap=False, layout=KEEPS),
     *_each(
@@ -358,22 +356,19 @@ _EXACT = (
         _alone(F.max_pool2d, torch.max_pool2d),
     ),
     OpRow("max_pool3d", EXACT, ("max_pool3d_with_indices",), _alone(F.max_pool3d, torch.max_pool3d)),
-    *_each(EXACT, "_log_softmax", poles=True),
-    *_each(EXACT, "glu", "log_sigmoid_forward", "addcmul"),
+    *_each(EXACT, "glu", "log_sigmoid_forward", "addcmul", "erf", "sin", "cos"),
     *_each(EXACT, "var", inductor=READS, layout=ANY),
     *_each(EXACT, "var_mean", statistics=0, inductor=READS, layout=ANY),
+    *_each(EXACT, "_softmax", "_log_softmax", poles=True),
     *_each(EXACT, "rsqrt", "reciprocal", "pow", "exp", "expm1", "log1p", poles=True),
     *_each(EXACT, "le", "gt", sign_of=(0, 1)),
 )  # fmt: skip
 
 # Ops that a compiler writes for functions above and their gradients.
 _WRITTEN = (
-    *_each(EXACT, "erf", "sin", "cos"),
-    *_each(EXACT, "_softmax", poles=True),
     *_each(
         SLOPE, "silu_backward", "gelu_backward", "mish_backward", "sigmoid_backward", "tanh_backward", cheap=False,
     ),
-    *_each(EXACT, "_softmax_backward_data", cheap=False),
     OpRow("abs", FOLLOWS, ("abs",), kinks=(0.0,), pieces=lambda x: torch.where(x < 0, -x, x)),
     OpRow("clamp", EXACT, ("clamp",), pieces=_clamp),
     OpRow("clamp_min", EXACT, ("clamp_min",), pieces=_clamp),
@@ -395,7 +390,7 @@ _WRITTEN = (
     *_each(FORM, "new_empty_strided", "new_empty", "new_zeros", "new_ones", "new_full", cheap=False),
     *_each(FORM, "empty_like", "zeros_like", "ones_like", "full_like", cheap=False),
     *_each(EXACT, "_reshape_alias", "lift_fresh", "lift", cheap=False, aliases=True),
-    *_each(EXACT, "slice_backward", "select_backward", cheap=False),
+    *_each(EXACT, "_softmax_backward_data", "slice_backward", "select_backward", cheap=False),
     *_each(EXACT, "_low_memory_max_pool_offsets_to_indices", "full", "iota", cheap=False, inductor=INSIDE),
     *_each(EXACT, "_unsafe_index_put", "index_put", "amax", "amin", "scatter_add", cheap=False, inductor=READS),
 )  # fmt: skip

@@ -3,8 +3,7 @@
 "Life of a joint graph" in docs/design.md has what goes into each phase, and what comes out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -63,46 +62,32 @@ def divide_along_policies(
     policies: Mapping[fx.Node, CheckpointPolicy],
     options: Mapping[str, object],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graphs of forward, which has so many ``outputs``, and of backward, along the policies of a joint graph."""
+    """The graphs of forward, which has so many ``outputs``, and of backward, along the policies of a joint graph.
+
+    Forward also returns what it packs, behind its own outputs, while PyTorch's partitioner divides the graph.  The
+    partitioner regards a policy of forward only where a result of forward needs the node.  Else it keeps what is
+    packed, and packs in backward, wherever codes and their ranges are not smaller.
+    """
     for node, policy in policies.items():
         node.meta[POLICY] = policy
+    of = Joint(module.graph, Outputs(outputs))
+    others = (node for node in module.graph.nodes if node not in of.forward and is_tensor(node))
+    kept = [node for node in others if node.meta.get(POLICY) == SAVE]
+    last = outputs + len(kept)
+    _return(module.graph, kept, outputs, outputs)
     # Equal nodes are one already, and the partitioner does not know which must stay apart.
-    with (
-        _parts.config.patch(activation_memory_budget=1.0, cse=False),
-        _codes_returned(module.graph, outputs) as all_outputs,
-    ):
-        forward, backward = _parts.stock_partition(module, joint_inputs, num_fwd_outputs=all_outputs, **options)
-    _forget_outputs(forward, outputs, all_outputs)
+    with _parts.config.patch(activation_memory_budget=1.0, cse=False):
+        forward, backward = _parts.stock_partition(module, joint_inputs, num_fwd_outputs=last, **options)
+    for graph in (module.graph, forward.graph):
+        _return(graph, [], outputs, last)
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
     return forward, backward
 
 
-@contextmanager
-def _codes_returned(graph: fx.Graph, outputs: int) -> Iterator[int]:
-    """Forward also returns what it packs, behind its own ``outputs``; yields the number of all outputs.
-
-    The partitioner regards a policy of forward only where a result of forward needs the node.  Else it keeps what is
-    packed, and packs in backward, wherever codes and their ranges are not smaller.
-    """
-    of = Joint(graph, Outputs(outputs))
-    others = (node for node in graph.nodes if node not in of.forward and is_tensor(node))
-    kept = [node for node in others if node.meta.get(POLICY) == SAVE]
-    args, says = of.end.args, of.end.meta.get("desc")
-    returned = outputs_of(graph)
-    of.end.args = ([*returned[:outputs], *kept, *returned[outputs:]],)
-    if says is not None:
-        of.end.meta["desc"] = [*says[:outputs], *([None] * len(kept)), *says[outputs:]]
-    yield outputs + len(kept)
-    of.end.args = args
-    if says is not None:
-        of.end.meta["desc"] = says
-
-
-def _forget_outputs(forward: fx.GraphModule, first: int, last: int) -> None:
-    """Forward does not return its outputs from ``first`` to ``last``."""
-    end = forward.graph.output_node()
-    returned = outputs_of(forward.graph)
-    end.args = ((*returned[:first], *returned[last:]),)
-    if "desc" in end.meta:
-        end.meta["desc"] = [*end.meta["desc"][:first], *end.meta["desc"][last:]]
-    forward.graph.eliminate_dead_code()
-    forward.recompile()
+def _return(graph: fx.Graph, nodes: Sequence[fx.Node], first: int, last: int) -> None:
+    """The graph returns these nodes in place of its outputs from ``first`` to ``last``."""
+    end, returned = graph.output_node(), outputs_of(graph)
+    end.args = ((*returned[:first], *nodes, *returned[last:]),)
+    if (says := end.meta.get("desc")) is not None:
+        end.meta["desc"] = [*says[:first], *([None] * len(nodes)), *says[last:]]

@@ -147,28 +147,26 @@ class Report:
 
         While a graph runs, what the graphs before it keep is alive, and the gradients from those after it.
         """
-        graphs = self._counted()
-        gradients = [graph.gradients for graph, _, _ in graphs]
-        eager = _in_turn([eager for _, eager, _ in graphs], gradients)
-        return eager, _in_turn([ours for _, _, ours in graphs], gradients, self.repeated)
+        (eager, _), (ours, _) = self._in_both()
+        return eager, ours
 
-    def _counted(self) -> list[tuple[Graph, StepBytes, StepBytes]]:
-        """The graphs with a backward, and what they need in eager mode, and in the backend."""
-        found = ((graph, graph.eager, graph.ours) for graph in self.graphs)
-        return [(graph, eager, ours) for graph, eager, ours in found if eager is not None and ours is not None]
+    def courses(self) -> tuple[Course, Course]:
+        """The bytes alive over the step, in eager mode and in the backend."""
+        (_, eager), (_, ours) = self._in_both()
+        return eager, ours
+
+    def _in_both(self) -> tuple[tuple[StepBytes, Course], tuple[StepBytes, Course]]:
+        """What a step needs, and the bytes alive over it, in eager mode, and in the backend."""
+        trained = [graph for graph in self.graphs if graph.eager is not None and graph.ours is not None]
+        gradients = [graph.gradients for graph in trained]
+        eager = [(graph.eager, graph.eager_course) for graph in trained if graph.eager is not None]
+        ours = [(graph.ours, graph.ours_course) for graph in trained if graph.ours is not None]
+        return _in_turn(eager, gradients), _in_turn(ours, gradients, self.repeated)
 
     def stock_step(self) -> StepBytes | None:
         """What a step needs with the compiler's own partitioner; None if it was not counted."""
         counted = [(graph.stock, graph.gradients) for graph in self.graphs if graph.stock is not None]
-        return _in_turn([of for of, _ in counted], [n for _, n in counted]) if counted else None
-
-    def courses(self) -> tuple[Course, Course]:
-        """The bytes alive over the step, in eager mode and in the backend."""
-        graphs = self._counted()
-        gradients = [graph.gradients for graph, _, _ in graphs]
-        eager = [(eager.kept, graph.eager_course) for graph, eager, _ in graphs]
-        ours = [(ours.kept, graph.ours_course) for graph, _, ours in graphs]
-        return _course_in_turn(eager, gradients), _course_in_turn(ours, gradients)
+        return _in_turn([(of, ((), ())) for of, _ in counted], [n for _, n in counted])[0] if counted else None
 
     def modules(self) -> list[KeptByModule]:
         """What is kept of what each module makes, the largest in eager mode first."""
@@ -225,27 +223,20 @@ class Report:
             yield f"  {name:<{width}}{text_of(row.eager):>13} -> {text_of(row.ours)}"
 
 
-def _in_turn(graphs: Sequence[StepBytes], gradients: Sequence[int], repeated: float = 0.0) -> StepBytes:
-    """What a step of several graphs needs."""
-    kept = peak = most = 0
-    for place, graph in enumerate(graphs):
-        held = kept + sum(gradients[place + 1 :])
-        peak, most = max(peak, held + graph.peak), max(most, held + graph.with_workspaces)
-        kept += graph.kept
-    return StepBytes(kept, peak, most, repeated)
-
-
-def _course_in_turn(graphs: Sequence[tuple[int, Course]], gradients: Sequence[int]) -> Course:
-    """The course of a step of several graphs, whose backward runs in reverse."""
+def _in_turn(
+    graphs: Sequence[tuple[StepBytes, Course]], gradients: Sequence[int], repeated: float = 0.0
+) -> tuple[StepBytes, Course]:
+    """What a step of several graphs needs, and its course: backward of the graphs runs in reverse."""
     forward: list[int] = []
     backward: list[int] = []
-    kept = 0
-    for place, (of_graph, (first, second)) in enumerate(graphs):
+    kept = peak = most = 0
+    for place, (needs, (first, second)) in enumerate(graphs):
         held = kept + sum(gradients[place + 1 :])
+        peak, most = max(peak, held + needs.peak), max(most, held + needs.with_workspaces)
         forward += [kept + nbytes for nbytes in first]
         backward = [held + nbytes for nbytes in second] + backward
-        kept += of_graph
-    return forward, backward
+        kept += needs.kept
+    return StepBytes(kept, peak, most, repeated), (forward, backward)
 
 
 def counted_in_eager_mode(name: str, found: Sequence[tuple[Graph, Captured]]) -> Report:

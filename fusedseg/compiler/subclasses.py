@@ -16,12 +16,9 @@ from .. import _torch
 
 def places_of(inputs: Sequence[object]) -> list[int]:
     """The places of inputs whose class only says what a call of PyTorch does, as AOTAutograd knows other classes."""
-    return [place for place, x in enumerate(inputs) if isinstance(x, Tensor) and _only_sees_calls(x)]
-
-
-def _only_sees_calls(x: Tensor) -> bool:
-    is_plain = type(x) is Tensor or isinstance(x, nn.Parameter)
-    return not is_plain and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    others = ((place, x) for place, x in enumerate(inputs) if type(x) is not Tensor and not isinstance(x, nn.Parameter))
+    stock = Tensor.__torch_dispatch__
+    return [place for place, x in others if isinstance(x, Tensor) and type(x).__torch_dispatch__ is stock]
 
 
 def without_classes(module: fx.GraphModule, inputs: Sequence[Any], places: Sequence[int]) -> list[Any]:

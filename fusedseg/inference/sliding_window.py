@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..ops.check import check_choice, check_dtype, check_positive, check_tensor
 from ..ops.segmentation.positions import argmax_labels, labels_dtype
 from ..progress import Progress
-from .windows import Cell, Sums, Windows, importance, part
+from .windows import Slices, Sums, Windows, importance, part
 
 OP = "fusedseg.sliding_window_labels"
 MODES = ("constant", "gaussian")
@@ -161,8 +161,8 @@ class _Labels:
             dtype = labels_dtype(max(self.regions) + 1)
         self.labels = torch.empty(N, *channels, *spatial, dtype=dtype, device=self.device)
 
-    def write(self, n: int, cell: Cell, logits: Tensor) -> None:
-        part(self.labels[n], cell.where).copy_(labels_of(logits[None], self.regions)[0])
+    def write(self, n: int, where: Slices, logits: Tensor) -> None:
+        part(self.labels[n], where).copy_(labels_of(logits[None], self.regions)[0])
 
 
 def labels_of(logits: Tensor, regions: bool | Sequence[int]) -> Tensor:

@@ -17,19 +17,7 @@ from torch import Tensor
 
 # A window: its index along each axis.
 Window = tuple[int, ...]
-
-
-class Cell(NamedTuple):
-    """A cell that a window touches.
-
-    where: the slices of the cell in the image.
-    in_window: the slices of the cell in the window.
-    in_cell: the slices of the window in the cell.
-    """
-
-    where: tuple[slice, ...]
-    in_window: tuple[slice, ...]
-    in_cell: tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 class Windows(NamedTuple):
@@ -60,13 +48,13 @@ class Windows(NamedTuple):
         """All windows of one image in their order."""
         return list(product(*(range(len(starts)) for starts in self.starts)))
 
-    def where(self, window: Window) -> tuple[slice, ...]:
+    def where(self, window: Window) -> Slices:
         """The slices of a window in the image."""
         first = [starts[i] for starts, i in zip(self.starts, window, strict=True)]
         return tuple(slice(a, a + size) for a, size in zip(first, self.roi, strict=True))
 
-    def cells(self, window: Window) -> Iterator[Cell]:
-        """The cells that a window touches."""
+    def cells(self, window: Window) -> Iterator[tuple[Slices, Slices, Slices]]:
+        """For each cell that a window touches: the cell in the image and in the window, and the window in the cell."""
         inside = self.where(window)
         touched = [
             [slice(a, b) for a, b in pairwise(edges) if a < at.stop and at.start < b]
@@ -77,15 +65,13 @@ class Windows(NamedTuple):
                 (max(c.start, w.start), min(c.stop, w.stop), c.start, w.start)
                 for c, w in zip(where, inside, strict=True)
             ]
-            yield Cell(
-                where,
-                tuple(slice(a - w, b - w) for a, b, _, w in both),
-                tuple(slice(a - c, b - c) for a, b, c, _ in both),
-            )
+            in_window = tuple(slice(a - w, b - w) for a, b, _, w in both)
+            in_cell = tuple(slice(a - c, b - c) for a, b, c, _ in both)
+            yield where, in_window, in_cell
 
-    def last(self, cell: Cell) -> Window:
+    def last(self, where: Slices) -> Window:
         """The last window that touches a cell: along each axis, the last one that starts before the end of the cell."""
-        ends = (at.stop - 1 for at in cell.where)
+        ends = (at.stop - 1 for at in where)
         return tuple(bisect_right(starts, end) - 1 for starts, end in zip(self.starts, ends, strict=True))
 
 
@@ -111,7 +97,7 @@ def importance(roi: tuple[int, ...], sigmas: tuple[float, ...] | None, device: t
     return weights.clamp_(min=1e-3)
 
 
-def part(t: Tensor, where: tuple[slice, ...]) -> Tensor:
+def part(t: Tensor, where: Slices) -> Tensor:
     """The part of a tensor that slices of its last axes name."""
     index: Any = (..., *where)
     return t[index]
@@ -126,11 +112,11 @@ class Sums:
         windows: the windows of an image and its cells.
         weights: the weight of each position of a window, beside the predictions.
         device: where the sums are.
-        finish: gets a cell and its mean predictions (K, *size), which are freed after the call.
+        finish: gets the slices of a cell and its mean predictions (K, *size), which are freed after the call.
     """
 
     def __init__(
-        self, windows: Windows, weights: Tensor, device: torch.device, finish: Callable[[Cell, Tensor], None]
+        self, windows: Windows, weights: Tensor, device: torch.device, finish: Callable[[Slices, Tensor], None]
     ) -> None:
         self.windows, self.device, self.finish = windows, device, finish
         # The weights beside the predictions, and beside the sums.
@@ -140,18 +126,18 @@ class Sums:
 
     def add(self, window: Window, prediction: Tensor) -> None:
         """Adds the prediction (K, *roi) of a window."""
-        for cell in self.windows.cells(window):
-            key = tuple(at.start for at in cell.where)
+        for where, in_window, in_cell in self.windows.cells(window):
+            key = tuple(at.start for at in where)
             if key not in self.open:
-                size, zeros = [at.stop - at.start for at in cell.where], self.own_weights.new_zeros
+                size, zeros = [at.stop - at.start for at in where], self.own_weights.new_zeros
                 self.open[key] = zeros([prediction.shape[0], *size]), zeros(size)
-            self._add(self.open[key], cell, prediction)
-            if self.windows.last(cell) == window:
+            self._add(self.open[key], prediction, in_window, in_cell)
+            if self.windows.last(where) == window:
                 predictions, weights = self.open.pop(key)
-                self.finish(cell, predictions.div_(weights))
+                self.finish(where, predictions.div_(weights))
 
-    def _add(self, sums: tuple[Tensor, Tensor], cell: Cell, prediction: Tensor) -> None:
+    def _add(self, sums: tuple[Tensor, Tensor], prediction: Tensor, in_window: Slices, in_cell: Slices) -> None:
         predictions, weights = sums
-        product = part(prediction, cell.in_window) * part(self.weights, cell.in_window)
-        part(predictions, cell.in_cell).add_(product.to(prediction.dtype).to(self.device))
-        part(weights, cell.in_cell).add_(part(self.own_weights, cell.in_window))
+        product = part(prediction, in_window) * part(self.weights, in_window)
+        part(predictions, in_cell).add_(product.to(prediction.dtype).to(self.device))
+        part(weights, in_cell).add_(part(self.own_weights, in_window))

@@ -36,13 +36,11 @@ class CrossEntropy(NamedTuple):
             total = (1 - self.smoothing) * total + self.smoothing / sums.shape[2] * others
         return total
 
-    def of_labels(self, sums: Tensor) -> Tensor:
-        """For labels: the mean divides by the weights of the labels."""
-        return self.total(sums, 1 if self.reduction == "sum" else self.weights(sums))
-
-    def of_probabilities(self, sums: Tensor, positions: Tensor | int) -> Tensor:
-        """For a target with a channel for each class: the mean divides by the number of positions."""
-        return self.total(sums, 1 if self.reduction == "sum" else positions)
+    def value(self, sums: Tensor, positions: Tensor | int | None) -> Tensor:
+        """The mean divides by the number of positions, or for labels, which have None, by their weights."""
+        if self.reduction == "sum":
+            return self.total(sums)
+        return self.total(sums, self.weights(sums) if positions is None else positions)
 
     def weights(self, sums: Tensor) -> Tensor:
         """The sum of the weights of the labels at all positions that are not ignored."""
@@ -122,7 +120,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             raise ValueError(f"{OP}: ignore_index must be < 0 for a target of probabilities, got {self.ignore_index}")
         ignore = None if dense else self.ignore_index
         found = sums(SumsInputs(input, target), SumsSpec("none", entropy.likelihood(), ignore, dense=dense))
-        return entropy.of_probabilities(found, positions_of(input)) if dense else entropy.of_labels(found)
+        return entropy.value(found, positions_of(input) if dense else None)
 
 
 def check_reduction(op: str, reduction: str, stock: str) -> None:

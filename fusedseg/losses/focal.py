@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 from ..ops.segmentation.conv_logits import ConvLogits, Logits
 from ..ops.segmentation.spec import NLL, OTHER_NLL, ROWS, SumsInputs, SumsSpec, differs
 from ..ops.segmentation.sums import sums
-from .monai import DiceLoss, InputForm, LossCall, check_not_negative, checked_reduction, class_weight
+from .monai import DiceLoss, InputForm, check_not_negative, checked_reduction, class_weight
 
 
 class Focal(NamedTuple):
@@ -24,17 +24,17 @@ class Focal(NamedTuple):
     reduction: str
     softmax: bool = False
 
-    def is_soft(self, call: LossCall) -> bool:
+    def is_soft(self, given: SumsInputs, spec: SumsSpec) -> bool:
         """Whether alpha depends on each value of the target, which may be soft, so that the sums do not have it.
 
         It is decided by the dtype, because the host would have to wait for values.
         """
-        soft = call.spec.dense and call.given.target.is_floating_point()
+        soft = spec.dense and given.target.is_floating_point()
         return soft and self.alpha is not None and not self.softmax
 
-    def soft_sums(self, call: LossCall, gamma: float) -> Tensor:
+    def soft_sums(self, given: SumsInputs, gamma: float) -> Tensor:
         """The sums, (ROWS, N, K), in which each element of the target has the weight that MONAI derives from alpha."""
-        logits, y, mask = call.given
+        logits, y, mask = given
         x = logits.formed() if isinstance(logits, ConvLogits) else logits
         N, K, *spatial = x.shape
         y = y.to(torch.promote_types(y.dtype, torch.float32))
@@ -49,11 +49,11 @@ class Focal(NamedTuple):
         apart = [t.reshape(N * K, 1, *spatial) for t in (x, y, weight)]
         return sums(SumsInputs(*apart), SumsSpec("none", "sigmoid", dense=True, gamma=gamma)).view(ROWS, N, K)
 
-    def value(self, found: Tensor, call: LossCall, weight: Tensor | None) -> Tensor:
+    def value(self, found: Tensor, given: SumsInputs, spec: SumsSpec, weight: Tensor | None) -> Tensor:
         """The loss from its sums, (ROWS, N, K), and the weight of the classes, which is a buffer of the loss."""
-        per_class = self._weighted(self._balanced(found, None if self.is_soft(call) else self.alpha), weight)
-        S = math.prod(call.given.logits.shape[2:])
-        valid = self._valid(call)
+        per_class = self._weighted(self._balanced(found, None if self.is_soft(given, spec) else self.alpha), weight)
+        S = math.prod(given.logits.shape[2:])
+        valid = self._valid(given, spec)
         if self.reduction == "sum":
             # As in MONAI, a mean over positions, and a sum over samples and classes.
             return (per_class / S).sum() if valid is None else (per_class.sum(1) / valid.clamp(min=_EPS)).sum()
@@ -92,11 +92,11 @@ class Focal(NamedTuple):
             )
         return per_class * weight.to(per_class)
 
-    def _valid(self, call: LossCall) -> Tensor | None:
+    def _valid(self, given: SumsInputs, spec: SumsSpec) -> Tensor | None:
         """The number of positions of each sample that are not ignored, (N,); None if none can be ignored."""
-        mask, ignore = call.given.mask, call.spec.ignore
-        if mask is None and ignore is not None:
-            mask = differs(call.given.target, ignore)
+        mask = given.mask
+        if mask is None and spec.ignore is not None:
+            mask = differs(given.target, spec.ignore)
         return None if mask is None else mask.flatten(1).sum(1).to(torch.get_default_dtype())
 
 
@@ -116,12 +116,11 @@ class FocalLoss(_Loss):
     float32, whatever the dtype; here it is computed in float64 for float64 logits.
 
     Args:
-        include_background, to_onehot_y, gamma, weight: as in MONAI.
+        include_background, to_onehot_y, gamma, alpha, weight: as in MONAI.
         use_softmax: as in MONAI; include_background must be True then, because MONAI leaves the logits of the first
             class out of the softmax.
         ignore_index: as in MONAI.  A target with channels must be 0 or 1 in a class that is ignored, because MONAI
             multiplies the logits by other values; the host waits for the device to know.
-        alpha: as in MONAI.
         reduction: "mean" or "sum", which is a mean over positions and a sum over samples and classes, as in MONAI.
 
     Its forward takes the logits and a target: labels (N, 1, *spatial) with to_onehot_y, of any integer or floating
@@ -166,13 +165,13 @@ class FocalLoss(_Loss):
         self.class_weight: Tensor | None
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        call = self.form.call(input, target)
-        if self.focal.is_soft(call):
-            found = self.focal.soft_sums(call, self.gamma)
+        given, spec = self.form.call(input, target)
+        if self.focal.is_soft(given, spec):
+            found = self.focal.soft_sums(given, self.gamma)
         else:
             likelihood = "softmax" if self.focal.softmax else "sigmoid"
-            found = sums(call.given, call.spec.using("none", likelihood, self.gamma))
-        return self.focal.value(found, call, self.class_weight)
+            found = sums(given, spec.using("none", likelihood, self.gamma))
+        return self.focal.value(found, given, spec, self.class_weight)
 
 
 class DiceFocalLoss(_Loss):
@@ -184,8 +183,7 @@ class DiceFocalLoss(_Loss):
 
     Args:
         include_background, to_onehot_y, sigmoid, softmax, squared_pred, jaccard, smooth_nr, smooth_dr: as in MONAI.
-        batch, gamma, weight, lambda_dice, lambda_focal: as in MONAI.
-        alpha: as in MONAI.
+        batch, gamma, weight, lambda_dice, lambda_focal, alpha: as in MONAI.
         other_act: not supported; leave it None.
         reduction: "mean" or "sum".
 
@@ -226,15 +224,15 @@ class DiceFocalLoss(_Loss):
         self.lambda_dice, self.lambda_focal, self.gamma = lambda_dice, lambda_focal, float(gamma)
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        call = self.dice.form.call(input, target)
-        probability = call.spec.probability if self.lambda_dice else "none"
-        soft = self.focal.is_soft(call)
+        given, spec = self.dice.form.call(input, target)
+        probability = spec.probability if self.lambda_dice else "none"
+        soft = self.focal.is_soft(given, spec)
         focal = ("sigmoid", self.gamma) if self.lambda_focal and not soft else ("none",)
-        found = sums(call.given, call.spec.using(probability, *focal))
+        found = sums(given, spec.using(probability, *focal))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
         if self.lambda_focal:
-            of_focal = self.focal.soft_sums(call, self.gamma) if soft else found
-            loss = loss + self.lambda_focal * self.focal.value(of_focal, call, self.dice.class_weight)
+            of_focal = self.focal.soft_sums(given, self.gamma) if soft else found
+            loss = loss + self.lambda_focal * self.focal.value(of_focal, given, spec, self.dice.class_weight)
         return loss

@@ -16,20 +16,6 @@ from ..ops.segmentation.sums import sums
 from .cross_entropy import CrossEntropy, binary_total, positions_of
 
 
-class LossCall(NamedTuple):
-    """A call of a loss: the tensors and the spec of its Dice part.
-
-    It has no properties, because the compiler of PyTorch 2.8 does not follow those of a named tuple with tensors.
-    """
-
-    given: SumsInputs
-    spec: SumsSpec
-
-    def positions(self) -> Tensor | int:
-        """The number of positions that are not ignored."""
-        return positions_of(self.given.logits) if self.given.mask is None else self.given.mask.sum()
-
-
 class InputForm(NamedTuple):
     """The arguments that say how input and target are read; ``name`` is the name of the loss in errors."""
 
@@ -51,8 +37,8 @@ class InputForm(NamedTuple):
         if self.sigmoid and self.softmax:
             raise ValueError(f"{self.name}: sigmoid and softmax must not both be True")
 
-    def call(self, x: Logits, target: Tensor) -> LossCall:
-        """Reads the arguments of a forward as MONAI does, with its warnings for one channel."""
+    def call(self, x: Logits, target: Tensor) -> tuple[SumsInputs, SumsSpec]:
+        """The tensors and the spec of the Dice part, read as MONAI does, with its warnings for one channel."""
         labels = self.to_onehot_y and x.shape[1] > 1
         if x.shape[1] == 1:
             self._warn_of_one_channel()
@@ -70,9 +56,8 @@ class InputForm(NamedTuple):
         check_hard(self.name, mask, self.ignore_index)
         minimum = self.soft_label and not self.squared and not labels
         ignore = self.ignore_index if labels else None
-        return LossCall(
-            SumsInputs(x, target, mask), SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
-        )
+        spec = SumsSpec(probability, "none", ignore, self.squared, minimum, dense=not labels)
+        return SumsInputs(x, target, mask), spec
 
     def _warn_of_one_channel(self) -> None:
         for name, given in (
@@ -278,7 +263,7 @@ class DiceCELoss(_Loss):
         self.dice = DiceLoss(
             include_background, to_onehot_y, sigmoid, softmax, None, squared_pred, jaccard, self.reduction,
             smooth_nr=smooth_nr, smooth_dr=smooth_dr, batch=batch, ignore_index=ignore_index,
-            weight=weight if weight is None or include_background else weight[1:],
+            weight=class_weight(name, weight if weight is None or include_background else weight[1:]),
         )  # fmt: skip
         self.dice.form = self.dice.form._replace(name=name)
         self.register_buffer("weight", weight)
@@ -286,23 +271,24 @@ class DiceCELoss(_Loss):
         self.lambda_dice, self.lambda_ce, self.label_smoothing = lambda_dice, lambda_ce, label_smoothing
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:  # noqa: A002
-        call = self.dice.form.call(input, target)
+        given, spec = self.dice.form.call(input, target)
         entropy = CrossEntropy(self.weight, self.label_smoothing, self.reduction)
         likelihood = "sigmoid" if input.shape[1] == 1 else entropy.likelihood()
-        probability = call.spec.probability if self.lambda_dice else "none"
-        found = sums(call.given, call.spec.using(probability, likelihood if self.lambda_ce else "none"))
+        probability = spec.probability if self.lambda_dice else "none"
+        found = sums(given, spec.using(probability, likelihood if self.lambda_ce else "none"))
         loss = found.new_zeros(())
         if self.lambda_dice:
             loss = loss + self.lambda_dice * self.dice.value(found, input.dim())
         if self.lambda_ce:
-            loss = loss + self.lambda_ce * self._entropy(found, entropy, call)
+            loss = loss + self.lambda_ce * self._entropy(found, entropy, given, spec)
         return loss
 
-    def _entropy(self, found: Tensor, entropy: CrossEntropy, call: LossCall) -> Tensor:
-        if call.given.logits.shape[1] == 1:
+    def _entropy(self, found: Tensor, entropy: CrossEntropy, given: SumsInputs, spec: SumsSpec) -> Tensor:
+        positions = positions_of(given.logits) if given.mask is None else given.mask.sum()
+        if given.logits.shape[1] == 1:
             total = binary_total(found, self.weight)
-            return total if self.reduction == "sum" else total / call.positions()
-        return entropy.of_probabilities(found, call.positions()) if call.spec.dense else entropy.of_labels(found)
+            return total if self.reduction == "sum" else total / positions
+        return entropy.value(found, positions if spec.dense else None)
 
 
 def class_weight(name: str, weight: Sequence[float] | float | Tensor | None) -> Tensor | None:

@@ -134,7 +134,7 @@ class DC_and_CE_loss(nn.Module):
 
     def _entropy(self, found: Tensor, entropy: CrossEntropy) -> Tensor:
         if self.ignore_label is None:
-            return entropy.of_labels(found)
+            return entropy.value(found, None)
         # Where all positions are ignored, nnU-Net leaves the cross-entropy out.
         if entropy.reduction == "sum":
             return entropy.total(found)

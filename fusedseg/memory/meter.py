@@ -76,11 +76,10 @@ class SavedBytes:
 
     def __init__(self, owned: Iterable[torch.Tensor] = ()) -> None:
         self._owned = {memory_of(tensor) for tensor in owned}
-        # For each storage how many saved tensors lie in it, and its bytes.
-        self._savers = Counter[int]()
-        self._nbytes: dict[int, int] = {}
-        # Tensors are detached, because an output that is packed with its own graph would keep itself alive.
-        self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(self, tensor.detach()), lambda kept: kept.tensor)
+        # The storages of the tensors that graphs hold, and of those that are counted besides, and their bytes.
+        self._held = weakref.WeakKeyDictionary[_SavedTensor, tuple[int, int]]()
+        self._more: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._packed, lambda saved: saved.tensor)
 
     def __enter__(self) -> "SavedBytes":
         self._hooks.__enter__()
@@ -92,44 +91,36 @@ class SavedBytes:
     @property
     def nbytes(self) -> int:
         """Bytes kept at this moment."""
-        return sum(self._nbytes.values())
+        return sum(self.sizes.values())
 
     @property
     def sizes(self) -> dict[int, int]:
         """The bytes of each storage that is kept at this moment, by the key of the storage."""
-        return dict(self._nbytes)
+        found = dict(self._held.values()) | self._more
+        return {key: nbytes for key, nbytes in found.items() if key not in self._owned}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts one more storage that is certainly kept, such as the output, which the next layer saves."""
-        self._retain(tensor)
+        self._more[memory_of(tensor)] = tensor.untyped_storage().nbytes()
 
     def add_attributes(self, outputs: object) -> None:
         """Counts the tensors that custom Functions in the graph of the outputs hold as attributes."""
         for node in graph_of(outputs):
             for tensor in tensors_of(getattr(node, "__dict__", {})):
-                self._retain(tensor)
+                self.add(tensor)
 
-    def _retain(self, tensor: torch.Tensor) -> int:
-        """Counts a storage, and returns its key."""
-        key = memory_of(tensor)
-        if key not in self._owned:
-            self._savers[key] += 1
-            self._nbytes[key] = tensor.untyped_storage().nbytes()
-        return key
-
-    def _release(self, key: int) -> None:
-        if key in self._nbytes:
-            self._savers[key] -= 1
-            if self._savers[key] <= 0:
-                del self._savers[key], self._nbytes[key]
+    def _packed(self, tensor: torch.Tensor) -> "_SavedTensor":
+        # Tensors are detached, because an output that is packed with its own graph would keep itself alive.
+        saved = _SavedTensor(tensor.detach())
+        self._held[saved] = memory_of(tensor), tensor.untyped_storage().nbytes()
+        return saved
 
 
 class _SavedTensor:
-    """A saved tensor.  The graph holds the only reference, so that its finalizer runs when the graph frees it."""
+    """A saved tensor.  The graph holds the only reference, so that it is gone when the graph frees it."""
 
-    def __init__(self, saved: SavedBytes, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        weakref.finalize(self, saved._release, saved._retain(tensor)).atexit = False
 
 
 def graph_of(outputs: object) -> Iterator[Node]:

@@ -69,18 +69,23 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
+    def _fitting(self) -> list[Option]:
+        """The options that fit, the cheapest first."""
+        return sorted((option for option in self.options if option.fits), key=_cost)
+
+    @property
     def cheapest(self) -> Option:
         """The way that fits with the least repeated arithmetic; noisy ones come after all others.
 
         Ties are decided by the largest batch, then the fewest measures, then the fewest bytes.
         """
-        return min((option for option in self.options if option.fits), key=_cost)
+        return self._fitting[0]
 
     @property
     def choices(self) -> list[Option]:
         """The cheapest way, and each further one whose repeated arithmetic buys a larger batch."""
         chosen: list[Option] = []
-        for option in sorted((option for option in self.options if option.fits), key=_cost):
+        for option in self._fitting:
             if not chosen or (option.batch > chosen[-1].batch and option.noisy == chosen[0].noisy):
                 chosen.append(option)
         return chosen
@@ -88,8 +93,7 @@ class Plan:
     @property
     def exact(self) -> Option | None:
         """The cheapest way without autocast, which rounds, and without noise; None if none fits."""
-        exact = [option for option in self.options if option.fits and not option.way.amp and not option.noisy]
-        return min(exact, key=_cost, default=None)
+        return next((option for option in self._fitting if not option.way.amp and not option.noisy), None)
 
     def table(self) -> str:
         """A line for each way: its batch, its bytes, and the arithmetic that it repeats."""
@@ -174,8 +178,8 @@ class Plan:
             text = f"{exact.label}, {text_of(exact.total)}, {_price(exact)}"
             lines.append(f"Without autocast, which rounds to half precision: {text}.")
         if not best.noisy and named[-1].repeated:
-            noisy = [option for option in self._noisy() if option.way.amp == named[-1].way.amp][:1]
-            lines += [f"{NOISE}: {option.label}, {text_of(option.total)}, {_price(option)}." for option in noisy]
+            noisy = [option for option in self._fitting if option.noisy and option.way.amp == named[-1].way.amp]
+            lines += [f"{NOISE}: {option.label}, {text_of(option.total)}, {_price(option)}." for option in noisy[:1]]
         return named, lines
 
     def _largest(self) -> tuple[list[Option], list[str]]:
@@ -183,10 +187,9 @@ class Plan:
         named = [first]
         lines = [f"Largest batch {_price(first)}: {first.batch}, with {first.label}."]
         if first.way.amp:
-            exact = [option for option in self.options if option.fits and not option.way.amp]
-            same = [option for option in exact if option.noisy == first.noisy and _rounded(option) <= _rounded(first)]
-            if same:
-                best = min(same, key=_cost)
+            exact = [option for option in self._fitting if not option.way.amp and option.noisy == first.noisy]
+            best = next((option for option in exact if _rounded(option) <= _rounded(first)), None)
+            if best is not None:
                 named.append(best)
                 lines.append(f"Without autocast, which rounds to half precision: {best.batch}, with {best.label}.")
         for option in more:
@@ -195,13 +198,9 @@ class Plan:
         if not more and any(option.repeated for option in self.options):
             lines.append("More arithmetic buys no larger batch.")
         if not first.noisy:
-            noisy = [option for option in self._noisy() if option.way.amp == first.way.amp]
+            noisy = [option for option in self._fitting if option.noisy and option.way.amp == first.way.amp]
             lines += [f"{NOISE}: {option.batch}, with {option.label}." for option in noisy]
         return [*named, *more], lines
-
-    def _noisy(self) -> list[Option]:
-        """The noisy options that fit, those with the least noise first."""
-        return sorted((option for option in self.options if option.fits and option.noisy), key=_cost)
 
 
 def _rounded(option: Option) -> float:

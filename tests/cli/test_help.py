@@ -97,23 +97,17 @@ def test_progress_is_drawn_on_a_terminal_and_wiped(monkeypatch):
     assert terminal.getvalue().endswith(progress.CLEAR)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_of_a_short_command_or_into_a_file_is_silent(monkeypatch, is_terminal):
+@pytest.mark.parametrize(
+    ("is_terminal", "seconds", "quiet"),
+    [(True, 60.0, None), (False, 0.0, None), (True, 0.0, 60.0)],
+    ids=["a short command", "into a file", "as long as the caller says"],
+)
+def test_progress_is_silent(monkeypatch, is_terminal, seconds, quiet):
     terminal = Terminal(is_terminal)
     monkeypatch.setattr("sys.stderr", terminal)
-    if not is_terminal:
-        monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    with progress.Progress("fusedseg plan") as shown:
-        shown.update("eager, batch 8")
-    assert terminal.getvalue() == ""
-    assert not [thread for thread in threading.enumerate() if thread.daemon and "_redraw" in thread.name]
-
-
-def test_progress_is_silent_for_as_long_as_its_caller_says(monkeypatch):
-    terminal = Terminal(True)
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    with progress.Progress("fusedseg plan", 60.0) as shown:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", seconds)
+    with progress.Progress("fusedseg plan", quiet) as shown:
         shown.update("eager, batch 8")
         assert not terminal.drawn.wait(0.1)
     assert terminal.getvalue() == ""
+    assert not [thread for thread in threading.enumerate() if thread.daemon and "_redraw" in thread.name]

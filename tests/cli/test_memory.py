@@ -21,13 +21,17 @@ BLOCKS = "tests.cli.test_memory:blocks"
 BLOCK = "tests.cli.test_memory:block"
 VOLUMES = "tests.cli.test_memory:volumes"
 LEVELS = "tests.cli.test_memory:levels"
+LINEAR = "tests.cli.test_memory:linear"
+EMBEDS = "tests.cli.test_memory:embeds"
+HALVES = "tests.cli.test_memory:halves"
 IMAGE = ["--input", "2,3,64,64"]
+ATEN = ["--codegen", "aten"]
 # A plan in half precision counts no way with autocast.
-HALF = ["--codegen", "aten", "--dtype", "fp16"]
+HALF = [*ATEN, "--dtype", "fp16"]
 
 
 def test_profile_prints_a_report(capsys):
-    assert main(["profile", RESNET, *IMAGE, "--codegen", "aten"]) == 0
+    assert main(["profile", RESNET, *IMAGE, *ATEN]) == 0
     out = capsys.readouterr().out
     assert "ResNet18: the memory of one training step" in out
     assert "Kept for backward, MiB, by the module that has made it" in out
@@ -123,24 +127,25 @@ def test_plan_prints_a_table(capsys, tmp_path):
     assert "plan.json exists" in capsys.readouterr().err
 
 
-def test_plan_and_profile_take_the_batch_in_the_shape_or_beside_it(capsys):
-    """``plan`` took only shapes without the batch, and ``profile`` took only shapes with the batch."""
-    assert main(["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", *HALF]) == 0
-    assert "Cheapest for batch 16: eager" in capsys.readouterr().out
-    assert main(["profile", BLOCK, "--input", "3,64,64", "--batch", "16", "--codegen", "aten"]) == 0
-    assert "on 16×3×64×64 fp32" in capsys.readouterr().out
-
-
-def test_a_sample_is_profiled_as_a_batch_of_one(capsys):
-    assert main(["profile", BLOCK, "--input", "3,64,64", "--codegen", "aten"]) == 0
-    assert "on 1×3×64×64 fp32" in capsys.readouterr().out
-
-
-def test_shapes_of_a_model_without_convolutions_are_taken_as_they_are(capsys):
-    linear = "tests.cli.test_memory:linear"
-    assert main(["profile", linear, "--input", "4,8", "--codegen", "aten"]) == 0
-    assert "on 4×8 fp32" in capsys.readouterr().out
-    assert main(["plan", linear, "--input", "8", "--budget", "1GiB", *HALF]) == 0
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        # ``plan`` took only shapes without the batch, and ``profile`` took only shapes with the batch.
+        (["plan", BLOCK, "--input", "16,3,64,64", "--budget", "1GiB", *HALF], "Cheapest for batch 16: eager"),
+        (["profile", BLOCK, "--input", "3,64,64", "--batch", "16", *ATEN], "on 16×3×64×64 fp32"),
+        # A sample is a batch of one.
+        (["profile", BLOCK, "--input", "3,64,64", *ATEN], "on 1×3×64×64 fp32"),
+        # Without convolutions shapes are taken as they are.
+        (["profile", LINEAR, "--input", "4,8", *ATEN], "on 4×8 fp32"),
+        (["plan", LINEAR, "--input", "8", "--budget", "1GiB", *HALF], "Largest batch"),
+        # Every input was of floating point, which no embedding takes.
+        (["profile", EMBEDS, "--input", "2,16:int64"], "on 2×16 fp32"),
+    ],
+    ids=["plan", "profile", "sample", "no convolution", "plan, no convolution", "integers"],
+)
+def test_shapes(argv, message, capsys):
+    assert main(argv) == 0
+    assert message in capsys.readouterr().out
 
 
 def blocks():
@@ -168,6 +173,10 @@ def linear():
     return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
 
 
+def embeds():
+    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4), nn.ReLU())
+
+
 def labels():
     """Makes a network that returns labels, which have no gradient."""
 
@@ -193,23 +202,6 @@ def halves():
     return Halves()
 
 
-HALVES = "tests.cli.test_memory:halves"
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["profile", HALVES], ["plan", HALVES, "--budget", "1GiB"]],
-    ids=["profile", "plan"],
-)
-def test_a_size_that_the_network_refuses_is_one_line(argv, capfd):
-    """PyTorch logged the traceback of the failed op: dozens of lines before the line that helps."""
-    assert main([*argv, "--input", "1,3,33,33"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"fusedseg {argv[0]}: ")
-    assert "Sizes of tensors must match" in line
-
-
-EMBEDS = "tests.cli.test_memory:embeds"
 PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCK, "--input", "3,64,64"]
 
 
@@ -239,15 +231,21 @@ PROFILE, PLAN = ["profile", RESNET], ["plan", BLOCK, "--input", "3,64,64"]
         ([*PROFILE, *IMAGE, "--json", "/", "--overwrite"], "/ is a folder: name a file in it"),
         ([*PLAN, "--budget", "16"], "budget must be a positive number with one of B, KB"),
         ([*PLAN, "--budget", "5GiB", "--reserve", "-0.1"], "at least 0 and below 1, got -0.1"),
-        ([*PLAN, "--budget", "9KiB", *HALF], "fusedseg plan: Sequential with batch 1 does not fit"),
+        (
+            [*PLAN, "--budget", "9KiB", *HALF],
+            "fusedseg plan: Sequential with batch 1 does not fit in 9.0 KiB, of which 10% are kept back: the leanest",
+        ),
         (["plan", RESNET, "--input", "4,64,64", "--budget", "9GiB"], "does not run: RuntimeError: Given groups=1"),
         (["plan", EMBEDS, "--input", "2,16:int64", "--budget", "1GiB"], "--input: plan takes no inputs of integers;"),
+        # PyTorch logged the traceback of the failed op: dozens of lines before the line that helps.
+        (["profile", HALVES, "--input", "1,3,33,33"], "Sizes of tensors must match"),
+        (["plan", HALVES, "--input", "1,3,33,33", "--budget", "1GiB"], "Sizes of tensors must match"),
     ],
     ids=lambda value: None if isinstance(value, list) else "".join(c for c in value if c.isalnum())[:24],
 )
-def test_refusals(argv, message, capsys):
+def test_refusals(argv, message, capfd):
     assert main(argv) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert message in line
     # The name appears once, and not as "fusedseg plan: fusedseg.memory.plan: ".
     assert line.startswith(f"fusedseg {argv[0]}: ")
@@ -263,17 +261,6 @@ def test_an_error_in_the_users_module_names_its_line(tmp_path, monkeypatch, caps
     assert error in capsys.readouterr().err
     assert main(["profile", "unfinishd:build", *IMAGE]) == 2
     assert "did you mean unfinished?" in capsys.readouterr().err
-
-
-def embeds():
-    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4), nn.ReLU())
-
-
-def test_an_input_of_integers(capsys):
-    """Every input was of floating point, which no embedding takes."""
-    assert main(["profile", EMBEDS, "--input", "2,16:int64"]) == 0
-    out = capsys.readouterr().out
-    assert "2×16" in out
 
 
 def test_text_is_as_wide_as_the_terminal(monkeypatch):

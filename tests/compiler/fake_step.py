@@ -21,33 +21,31 @@ class Bytes(NamedTuple):
     backward: int
 
 
-class _Graphs:
-    """The graphs that the backend makes of a model, and the functions that run them."""
+def _graphs_of(net, inputs, **options):
+    """The number of outputs, and for each graph its arguments and the function that runs it."""
+    settings = Settings(codegen="aten", **options)
+    divide, parts = Partition(settings), _torch.compiler_parts()
+    outputs, made = [], []
 
-    def __init__(self, net, inputs, **options):
-        settings = Settings(codegen="aten", **options)
-        divide = Partition(settings)
-        self.outputs = 0
-        self.made = []
+    def divided(joint, joint_inputs, **given):
+        outputs.append(given["num_fwd_outputs"])
+        return divide(joint, joint_inputs, **given)
 
-        def divided(joint, joint_inputs, **given):
-            self.outputs = given["num_fwd_outputs"]
-            return divide(joint, joint_inputs, **given)
+    def compiled(module, example):
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        made.append((places, emit(module, example)))
+        return parts.make_boxed_func(module.forward)
 
-        def compiled(module, example):
-            places = [node for node in module.graph.nodes if node.op == "placeholder"]
-            self.made.append((places, emit(module, example)))
-            return _torch.compiler_parts().make_boxed_func(module.forward)
-
-        compiler = _torch.compiler_parts().aot_autograd(
-            fw_compiler=compiled, bw_compiler=compiled, partition_fn=divided, keep_inference_input_mutations=True
-        )
+    compiler = parts.aot_autograd(
+        fw_compiler=compiled, bw_compiler=compiled, partition_fn=divided, keep_inference_input_mutations=True
+    )
+    torch.compiler.reset()
+    try:
+        run = torch.compile(net, backend=lambda module, given: compiler(prepare(module, settings), given))
+        mean_of(run(*inputs)).backward()
+    finally:
         torch.compiler.reset()
-        try:
-            run = torch.compile(net, backend=lambda module, given: compiler(prepare(module, settings), given))
-            mean_of(run(*inputs)).backward()
-        finally:
-            torch.compiler.reset()
+    return *outputs, *made
 
 
 def _bare(node):
@@ -57,16 +55,15 @@ def _bare(node):
 
 def fake_step(net, inputs, **options):
     """The bytes of one step of ``net``, inside a fake mode; ``options`` are those of the backend."""
-    graphs = _Graphs(net, inputs, **options)
-    (given, forward), (read, backward) = graphs.made
+    outputs, (given, forward), (read, backward) = _graphs_of(net, inputs, **options)
     arguments = [_bare(node) for node in given]
     own = {memory_of(t) for t in arguments}
     with LiveBytes() as live:
         results = forward(list(arguments))
-        kept = results[graphs.outputs :]
+        kept = results[outputs:]
         sizes = {memory_of(t): t.untyped_storage().nbytes() for t in tensors_of(kept) if memory_of(t) not in own}
         # The caller holds the output until backward has its gradient.
-        of_forward, output = live.peak, results[: graphs.outputs]
+        of_forward, output = live.peak, results[:outputs]
         gradients = [_bare(node) for node in read if "tangents" in node.name]
         for t in gradients:
             live.track(t)

@@ -1,5 +1,8 @@
 """Small networks of each kind, and what a few training steps of them give."""
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +130,16 @@ def under_autocast(run):
     return cast
 
 
+def loss_of(outputs):
+    """A loss of all outputs of a network, whose gradients differ from place to place."""
+    return sum(y.square().mean() for y in (outputs if isinstance(outputs, (tuple, list)) else [outputs]))
+
+
+def calls(source):
+    """The names of what generated code calls, in their order."""
+    return re.findall(r"_of_(\w+?)_\d+\(", source)
+
+
 def is_backward(graph):
     return any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
 
@@ -148,6 +161,18 @@ def results(net, run, inputs, steps=2):
         trained = [p for p in net.parameters() if p.requires_grad]
         found += [out.detach().clone(), *torch.autograd.grad(out.square().mean(), trained)]
     return [*found, *(buffer.clone() for buffer in net.buffers())]
+
+
+def beside_eager(net, inputs, steps=2, **options):
+    """What training steps of a compiled network give, and what those of a copy give in eager mode."""
+    twin = copy.deepcopy(net)
+    return results(net, compiled(net, **options), inputs, steps), results(twin, twin, inputs, steps)
+
+
+def beside_float64(net, x, steps=2, **options):
+    """What training steps of a compiled network give, and what those of a copy give in eager mode in float64."""
+    twin = copy.deepcopy(net).double()
+    return results(net, compiled(net, **options), [x], steps), results(twin, twin, [x.double()], steps)
 
 
 def same(left, right):

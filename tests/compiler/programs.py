@@ -26,6 +26,17 @@ class Net(nn.Module):
         return self.run(x, **self.layers)
 
 
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def conv(cin=3, cout=8, size=3, dims=2, **options):
     return getattr(nn, f"Conv{dims}d")(cin, cout, size, padding=size // 2, **options)
 
@@ -47,11 +58,11 @@ def _halves_backward(ctx, g):
     return torch.stack([g, torch.zeros_like(g)], 1).view(ctx.shape)
 
 
-halves.register_autograd(_halves_backward, setup_context=lambda ctx, inputs, output: _keep_shape(ctx, inputs))
-
-
-def _keep_shape(ctx, inputs):
+def _keep_shape(ctx, inputs, output):
     ctx.shape = inputs[0].shape
+
+
+halves.register_autograd(_halves_backward, setup_context=_keep_shape)
 
 
 class Twice(torch.autograd.Function):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedseg.compiler import backend
-from tests.compiler.networks import compiled, kept, make, results, same
+from tests.compiler.networks import beside_eager, compiled, kept, make, results, same
 
 
 @pytest.mark.parametrize("name", ["two encoders", "3D U-Net"])
@@ -17,11 +16,8 @@ def test_bits_and_bytes(name):
     ``test_budget.py`` has the other networks, with budgets and without.
     """
     net, inputs = make(name)
-    twin = copy.deepcopy(net)
-    run = compiled(net)
-    assert same(results(net, run, inputs), results(twin, twin, inputs))
-    ours, plain = kept(net, run, inputs), kept(twin, twin, inputs)
-    assert ours < 0.75 * plain
+    assert same(*beside_eager(net, inputs))
+    assert kept(net, compiled(net), inputs) < 0.75 * kept(net, net, inputs)
 
 
 def calls_of(step):
@@ -49,11 +45,9 @@ def test_functions_that_are_not_marked_as_elementwise_run_again(layer, channels)
     """PyTorch does not mark these ops as elementwise, and the backend kept their results."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), layer, nn.Conv2d(channels, 4, 3))
     x = [torch.randn(2, 3, 16, 16)]
-    twin = copy.deepcopy(net)
-    run = compiled(net)
-    assert same(results(net, run, x), results(twin, twin, x))
+    assert same(*beside_eager(net, x))
     # Eager mode keeps the result of the layer, of the norm, and the outputs of both convolutions.
-    assert kept(net, run, x) < 0.6 * kept(twin, twin, x)
+    assert kept(net, compiled(net), x) < 0.6 * kept(net, net, x)
 
 
 MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("bilinear", 2), ("bicubic", 2),
@@ -75,9 +69,8 @@ def test_dropout_of_half_precision_has_the_bits_of_forward(dtype, p):
     x = [torch.randn(2, 3, 9, 9).to(dtype)]
     twin = copy.deepcopy(net)
     wanted = results(twin, torch.compile(twin, backend="aot_eager"), x)
-    run = compiled(net)
-    assert same(results(net, run, x), wanted)
-    assert kept(net, run, x) < kept(twin, twin, x)
+    assert same(results(net, compiled(net), x), wanted)
+    assert kept(net, compiled(net), x) < kept(net, net, x)
 
 
 SIZES = ({"scale_factor": 2}, {"scale_factor": 1.7, "recompute_scale_factor": True}, {"size": 7})
@@ -91,9 +84,7 @@ SIZES = ({"scale_factor": 2}, {"scale_factor": 1.7, "recompute_scale_factor": Tr
 def test_interpolation_has_eager_bits(mode, dims, sizes):
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     net = nn.Sequential(conv(2, 3, 3), nn.Upsample(mode=mode, **sizes), conv(3, 2, 1))
-    x = [torch.randn(2, 2, *(7,) * dims)]
-    twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+    assert same(*beside_eager(net, [torch.randn(2, 2, *(7,) * dims)], steps=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -120,10 +111,10 @@ def test_pools_keep_a_byte(pool, layout):
     """ReLU makes ties in the windows; the gradient goes to the same position as in aot_eager."""
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), pool, nn.Conv2d(3, 2, 1)).to(memory_format=layout)
     x = [torch.randn(2, 2, 11, 9).to(memory_format=layout)]
-    twin, other = copy.deepcopy(net), copy.deepcopy(net)
+    twin = copy.deepcopy(net)
     # In channels_last, aot_eager's convolutions have other bits than eager mode's.
     assert same(results(net, compiled(net), x), results(twin, torch.compile(twin, backend="aot_eager"), x))
-    assert kept(net, compiled(net), x) < kept(other, other, x)
+    assert kept(net, compiled(net), x) < kept(net, net, x)
 
 
 def test_views_of_channels_last_and_of_strange_strides():
@@ -137,9 +128,7 @@ def test_views_of_channels_last_and_of_strange_strides():
         def forward(self, x):
             return self.b(torch.relu(self.norm(self.a(x).transpose(2, 3))))
 
-    net, x = Net(), [torch.randn(3, 2, 9, 7)]
-    twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    assert same(*beside_eager(Net(), [torch.randn(3, 2, 9, 7)]))
 
 
 def test_a_view_of_one_sample_in_channels_last():
@@ -150,7 +139,7 @@ def test_a_view_of_one_sample_in_channels_last():
         return net(x.view_as(x))
 
     # Eager mode's group norm copies the view, and so its sums have another order.
-    torch.testing.assert_close(torch.compile(run, backend=backend, options={"codegen": "aten"})(x), run(x))
+    torch.testing.assert_close(compiled(run)(x), run(x))
 
 
 class Tokens(nn.Module):
@@ -174,9 +163,7 @@ class Tokens(nn.Module):
 def test_a_group_norm_keeps_channels_last_and_the_trace_does_not_know_it(options):
     """Backward took a view of what the trace calls contiguous, and raised, in diffusion networks with torch 2.14."""
     torch.manual_seed(0)
-    net, x = Tokens(), [torch.randn(2, 3, 32, 32)]
-    twin = copy.deepcopy(net)
-    found, expected = results(net, compiled(net, **options), x), results(twin, twin, x)
+    found, expected = beside_eager(Tokens(), [torch.randn(2, 3, 32, 32)], **options)
     assert same(found, expected) or options
     for ours, eager in zip(found, expected, strict=True):
         assert (ours - eager).norm() <= 0.01 * eager.norm()
@@ -209,7 +196,7 @@ def test_batched_gradients():
 def test_a_copy_that_is_returned_has_its_own_memory(function):
     """It was the copied tensor itself: a write to one result changed the other, and a gradient came as None."""
     x = torch.randn(2, 3, requires_grad=True)
-    found = torch.compile(lambda x: function(x, x.sin() * 2), backend=backend, options={"codegen": "aten"})(x)
+    found = compiled(lambda x: function(x, x.sin() * 2))(x)
     assert len({t.untyped_storage().data_ptr() for t in (x, *found)}) == 3
     wanted = function(x, x.sin() * 2)
     gradients = [torch.autograd.grad(sum(t.square().sum() for t in results), x)[0] for results in (found, wanted)]
@@ -227,6 +214,6 @@ def test_a_copy_that_is_returned_has_its_own_memory(function):
 def test_nothing_is_written_to_memory_of_ops_that_the_table_does_not_know(function):
     """A sigmoid of a part changed the whole; a sum lay in the memory of a fold, several times as large."""
     x = torch.randn(2, 36, 25)
-    found = torch.compile(lambda x: function(x, x * 2), backend=backend, options={"codegen": "aten"})(x)
+    found = compiled(lambda x: function(x, x * 2))(x)
     assert same(found, function(x, x * 2))
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in found)

@@ -11,7 +11,7 @@ from torch import nn
 
 import fusedseg
 from fusedseg import _torch
-from fusedseg.compiler import backend, report
+from fusedseg.compiler import backend
 from fusedseg.compiler.codegen import inductor
 from fusedseg.compiler.settings import Settings, parse, say_once
 from fusedseg.progress import Progress
@@ -138,28 +138,9 @@ def test_wrong_options_raise_through_torch_compile():
         run(torch.randn(2, 1, 6, 6))
 
 
-def test_settings_are_values():
-    assert parse({"codegen": "aten"}) == Settings("aten")
-    assert parse(None) == Settings()
-
-
 def test_modes_are_those_of_inductor():
     with pytest.raises(ValueError, match="codegen='aten' takes 'default' and 'reduce-overhead'"):
         backend(torch.fx.symbolic_trace(net()), [], options={"codegen": "aten"}, mode="max-autotune")
-
-
-def test_model_compile():
-    """A class of its own: PyTorch compiles nothing if ``compile`` of a module of torch.nn is called."""
-
-    class Own(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x)
-
-    model, x = Own(*net()), torch.randn(2, 1, 6, 6)
-    twin = copy.deepcopy(model)
-    model.compile(backend="fusedseg", options={"codegen": "aten"})
-    assert same(results(model, model, [x]), results(twin, twin, [x]))
-    assert len(report(model).graphs) == 1
 
 
 @needs_inductor

@@ -16,7 +16,8 @@ from fusedseg import _torch
 from fusedseg.compiler.settings import say_once
 from fusedseg.ops.low_bit.spec import lines_of
 from fusedseg.unet import UNet
-from tests.compiler.networks import Attention, compiled, kept, make, needs_inductor
+from tests.compiler.networks import Attention, TwoBlocks, compiled, kept, make, needs_inductor
+from tests.compiler.programs import Function, Net
 
 # These networks judge the rounding, and are so small that some are exact without this; test_bits_peak.py has the bytes.
 pytestmark = pytest.mark.usefixtures("packed")
@@ -40,24 +41,6 @@ NORMS = {
     "group": lambda: nn.GroupNorm(4, 16),
     "ours, batch ReLU": lambda: fusedseg.BatchNormAct(16, activation="relu"),
 }
-
-
-class Around(nn.Module):
-    """An activation after a norm, and after a sum, in one network."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.stem, self.conv, self.head = (
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.Conv2d(8, 4, 1),
-        )
-        self.norms = nn.ModuleList(spread(nn.BatchNorm2d(8)) for _ in range(2))
-        self.acts = nn.ModuleList(act() for _ in range(2))
-
-    def forward(self, x):
-        x = self.acts[0](self.norms[0](self.stem(x)))
-        return self.head(self.acts[1](x + self.norms[1](self.conv(x))))
 
 
 class Error(NamedTuple):
@@ -99,26 +82,27 @@ def packed_bytes(t, bits):
     return lines.code_bytes(bits) + 2 * lines.I * lines.groups * lines.C * t.dtype.itemsize
 
 
-class Pooled(nn.Module):
+def pooled():
     """A block of a residual encoder: the shortcut is an average, as in nnU-Net's."""
 
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.InstanceNorm2d(16, affine=True), nn.LeakyReLU())
-        self.body = nn.Sequential(nn.Conv2d(16, 16, 3, 2, 1), nn.InstanceNorm2d(16, affine=True))
-        self.shortcut = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(16, 16, 1))
-        self.last = nn.Sequential(nn.LeakyReLU(), nn.Conv2d(16, 8, 3, padding=1))
+    def run(x, stem, body, shortcut, last):
+        h = stem(x)
+        return last(body(h) + shortcut(h))
 
-    def forward(self, x):
-        h = self.stem(x)
-        return self.last(self.body(h) + self.shortcut(h))
+    return Net(
+        run,
+        stem=nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.InstanceNorm2d(16, affine=True), nn.LeakyReLU()),
+        body=nn.Sequential(nn.Conv2d(16, 16, 3, 2, 1), nn.InstanceNorm2d(16, affine=True)),
+        shortcut=nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(16, 16, 1)),
+        last=nn.Sequential(nn.LeakyReLU(), nn.Conv2d(16, 8, 3, padding=1)),
+    )
 
 
 def attention_and_block():
     return nn.Sequential(Attention(), nn.Conv2d(4, 32, 3), nn.GroupNorm(4, 32), nn.SiLU(), nn.Conv2d(32, 4, 3))
 
 
-@pytest.mark.parametrize(("build", "most"), [(Pooled, 0.2), (attention_and_block, 0.33)])
+@pytest.mark.parametrize(("build", "most"), [(pooled, 0.2), (attention_and_block, 0.33)])
 def test_a_gradient_passes_an_op_that_reads_exact_values(build, most):
     """The op is linear in the gradient, so that values behind it need not be exact; a pool reads the size alone."""
     torch.manual_seed(0)
@@ -131,58 +115,50 @@ def test_a_gradient_passes_an_op_that_reads_exact_values(build, most):
     assert found.bias < MOST
 
 
-class Plain(nn.Module):
+def block(norm, act):
     """A norm and an activation between two convolutions."""
-
-    def __init__(self, norm, act):
-        super().__init__()
-        self.stem, self.norm, self.act = nn.Conv2d(3, 16, 3, padding=1), spread(norm), act
-        self.conv = nn.Conv2d(16, 8, 3, padding=1)
-
-    def forward(self, x):
-        return self.conv(self.act(self.norm(self.stem(x))))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), spread(norm), act, nn.Conv2d(16, 8, 3, padding=1))
 
 
-class Wide(nn.Module):
+def wide():
     """A ReLU of another dtype, as Inductor's graphs have it."""
-
-    def forward(self, x):
-        return x.double().relu().float()
+    return Function(lambda x: x.double().relu().float())
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU, Wide], ids=["ReLU", "LeakyReLU", "a ReLU behind a cast"])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU, wide], ids=["ReLU", "LeakyReLU", "a ReLU behind a cast"])
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
 def test_the_rounding_keeps_the_sign_before_an_activation(norm, act):
     """Group norm took a bit a value for it, and kept its output too."""
-    net, x = Plain(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
+    net, x = block(NORMS[norm](), act()), torch.randn(2, 3, 32, 32)
     numbers = 5 * 2 * 16 * 4  # statistics and kinks of channels
-    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net.stem(x), 4) + numbers
+    assert kept(net, compiled(net, bits=4), [x]) <= packed_bytes(net[0](x), 4) + numbers
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, Wide])
+def gradients_of_the_bias(net, x, autocast=False):
+    """The gradient of the bias of a norm, in eager mode and with 4 bits."""
+    found = []
+    for run in (net, compiled(net, bits=4)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = run(x)
+        loss = (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        found += torch.autograd.grad(loss, net[1].bias)
+    return found
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, wide])
 def test_signs_after_a_group_norm_are_exact_under_autocast(act):
     """Its mean was rounded to bf16, and the error of 4 bits was 1.7 times what it had been."""
     torch.manual_seed(0)
-    net, x, found = Plain(NORMS["group"](), act()), torch.randn(2, 3, 32, 32), []
-    for run in (net, compiled(net, bits=4)):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(x)
-        loss = (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
-        found += torch.autograd.grad(loss, net.norm.bias)
-    assert torch.equal(*found)
+    net, x = block(NORMS["group"](), act()), torch.randn(2, 3, 32, 32)
+    assert torch.equal(*gradients_of_the_bias(net, x, autocast=True))
 
 
 def test_signs_are_exact_where_samples_have_as_many_groups_as_there_are_channels():
     """Statistics of 4 samples of 4 groups were taken for those of 16 channels: signs of whole channels were wrong."""
     torch.manual_seed(0)
-    net, x, found = Plain(NORMS["group"](), nn.ReLU()), torch.randn(4, 3, 32, 32), []
+    net, x = block(NORMS["group"](), nn.ReLU()), torch.randn(4, 3, 32, 32)
     # Means of the groups lie far from those of the samples together.
-    x = x + torch.arange(4.0).view(4, 1, 1, 1) * 4
-    for run in (net, compiled(net, bits=4)):
-        out = run(x)
-        loss = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
-        found += torch.autograd.grad(loss, net.norm.bias)
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*gradients_of_the_bias(net, x + torch.arange(4.0).view(4, 1, 1, 1) * 4))
 
 
 def rows(h):
@@ -199,19 +175,11 @@ EXACT = {
 }
 
 
-class Rows(nn.Module):
-    def __init__(self, piece):
-        super().__init__()
-        self.first, self.last, self.piece = nn.Linear(12, 64), nn.Linear(64, 8), piece
-
-    def forward(self, x):
-        return self.last(self.piece(self.first(x)))
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_layer_norms_read_exact_rows(name):
     """Rows of few values had gradients that were wrong by a factor of a million."""
-    assert error_of(Rows(EXACT[name]), [torch.randn(2, 64, 12)], 4, 8).size < 1e-12
+    net = nn.Sequential(nn.Linear(12, 64), Function(EXACT[name]), nn.Linear(64, 8))
+    assert error_of(net, [torch.randn(2, 64, 12)], 4, 8).size < 1e-12
 
 
 # What stands between two layers, and whether the norm in it reads packed values.
@@ -222,25 +190,16 @@ SEGMENTS = {
 }
 
 
-class Segment(nn.Module):
-    def __init__(self, piece):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)
-        self.piece = piece
-
-    def forward(self, x):
-        return self.last(self.piece(self.first(x), self.norm))
-
-
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_norms_read_packed_values_in_steady_segments(name):
     """Quotients made the gradient large in a few places, whose errors the norm spread."""
     piece, packed = SEGMENTS[name]
-    net, found = Segment(piece).double(), []
+    layers = {"first": nn.Conv2d(3, 16, 1), "norm": nn.BatchNorm2d(16), "last": nn.Conv2d(16, 4, 1)}
+    net, found = Net(lambda x, first, norm, last: last(piece(first(x), norm)), **layers).double(), []
     for run in (net, compiled(net, bits=4)):
         x = IMAGE.double()
         run(x).square().mean().backward()
-        found.append(net.first.weight.grad.clone())
+        found.append(layers["first"].weight.grad.clone())
         net.zero_grad()
     assert torch.allclose(*found, rtol=1e-10, atol=0) != packed
 
@@ -257,31 +216,19 @@ PARTS = {
 }
 
 
-class Part(nn.Module):
-    def __init__(self, piece):
-        super().__init__()
-        self.first, self.last, self.piece = nn.Conv2d(3, 16, 1, bias=False), nn.Conv2d(16, 4, 1), piece
-
-    def forward(self, x):
-        return self.last(self.piece(self.first(x), x))
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_what_leaves_the_small_values_of_a_group_is_exact(name):
     """Where half of each row is far larger, gradients were off by up to fourteen times their size."""
     x = IMAGE.clone()
     x[..., 16:] *= 1e4
-    assert error_of(Part(PARTS[name]), [x], 8, 2).size < 0.01
-
-
-class Absolute(nn.Module):
-    def forward(self, x):
-        return x.abs()
+    layers = {"first": nn.Conv2d(3, 16, 1, bias=False), "last": nn.Conv2d(16, 4, 1)}
+    net = Net(lambda x, first, last: last(PARTS[name](first(x), x)), **layers)
+    assert error_of(net, [x], 8, 2).size < 0.01
 
 
 def test_the_search_for_exact_values_ends():
     """Each round wrote |x| anew for the norm, and found the new nodes to be exact values that no round had seen."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Absolute(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Function(torch.abs), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1))
     assert error_of(net, [torch.randn(2, 3, 32, 32)], 8, 2).size < 0.1
 
 
@@ -310,7 +257,7 @@ def test_positions_and_masks_take_as_few_bits_as_number_them(name):
 
 def test_changing_sizes():
     """Tensors of symbolic sizes stayed as they are."""
-    net = Plain(NORMS["group"](), nn.ReLU())
+    net = block(NORMS["group"](), nn.ReLU())
     run = compiled(net, bits=4, dynamic=True)
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
@@ -332,7 +279,7 @@ def test_memory_of_many_steps_is_constant(bits):
     The fake tensors of graphs are not counted: a sum of their symbolic sizes made 25,000 objects in sympy's caches.
     """
     net, _ = make("U-Net")
-    run = compiled(net, dynamic=True, **({} if bits is None else {"bits": bits}))
+    run = compiled(net, dynamic=True, bits=bits)
 
     def alive(steps):
         for step in steps:
@@ -369,13 +316,19 @@ def test_inductor_keeps_codes_of_half_precision():
     assert found["inductor"] < 1.25 * found["aten"]
 
 
-def test_modules_of_this_package():
-    """Their norms, and the concatenations of their convolutions, once kept exact values.
+@pytest.mark.parametrize(
+    ("build", "size", "most"),
+    [(lambda: UNet(3, 4, widths=(8, 16)), 32, 0.14), (lambda: make("ResNet")[0], 128, 0.16)],
+    ids=["modules of this package", "a ResNet"],
+)
+def test_whole_networks_keep_few_bytes(build, size, most):
+    """The norms of this package, and the concatenations of its convolutions, once kept exact values.
 
-    ``test_small_networks`` has the error of such a norm, and ``test_programs.py`` that of every module.
+    ``test_small_networks`` has the errors of such norms and of residual blocks, ``test_programs.py`` that of every
+    module, and ``test_budget.py`` nnU-Net's network.
     """
-    net, inputs = UNet(3, 4, widths=(8, 16)), [torch.randn(2, 3, 32, 32)]
-    assert kept(net, compiled(net, bits=4), inputs) < 0.14 * kept(net, net, inputs)
+    net, inputs = build(), [torch.randn(2, 3, size, size)]
+    assert kept(net, compiled(net, bits=4), inputs) < most * kept(net, net, inputs)
 
 
 def test_a_checkpoint_of_products_is_told_of():
@@ -388,11 +341,11 @@ def test_a_checkpoint_of_products_is_told_of():
 
 def test_each_step_rounds_anew_and_a_second_backward_does_not():
     """PyTorch's generator is not moved."""
-    net, x = Plain(NORMS["batch"](), nn.ReLU()), torch.randn(2, 3, 32, 32)
+    net, x = block(NORMS["batch"](), nn.ReLU()), torch.randn(2, 3, 32, 32)
     run, before, found = compiled(net, bits=4), torch.get_rng_state(), []
     for _ in range(2):
         loss = run(x).square().mean()
-        one, other = (torch.autograd.grad(loss, net.stem.weight, retain_graph=True) for _ in range(2))
+        one, other = (torch.autograd.grad(loss, net[0].weight, retain_graph=True) for _ in range(2))
         assert torch.equal(*one, *other)
         found += one
     assert torch.equal(torch.get_rng_state(), before)
@@ -439,7 +392,8 @@ def test_a_value_that_is_not_finite_reaches_the_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_and_a_scaler(dtype):
-    net, scaler, found = Around(nn.ReLU), torch.amp.GradScaler("cpu", init_scale=4.0), []
+    net = TwoBlocks(lambda: spread(nn.BatchNorm2d(4)), nn.ReLU())
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=4.0), []
     x = IMAGE.contiguous(memory_format=torch.channels_last)
     for run in (net, compiled(net, bits=8)):
         net.zero_grad()
@@ -482,13 +436,6 @@ def test_nodes_have_the_same_names_in_every_compilation(sources):
     half = len(sources) // 2
     assert half
     assert sources[:half] == sources[half:]
-
-
-def test_a_resnet():
-    """The error of residual blocks is that of ``test_small_networks``, and ``test_budget.py`` has nnU-Net's network."""
-    net, _ = make("ResNet")
-    inputs = [torch.randn(2, 3, 128, 128)]
-    assert kept(net, compiled(net, bits=4), inputs) < 0.16 * kept(net, net, inputs)
 
 
 @needs_inductor

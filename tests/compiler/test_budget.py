@@ -20,7 +20,7 @@ from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.max_pool import aten_max_pool
 from fusedseg.ops.norm import aten_norms
 from fusedseg.unet import UNet
-from tests.compiler.networks import Dense, kept, make, relu, results, same
+from tests.compiler.networks import Dense, compiled, kept, make, relu, results, same
 from tests.compiler.test_bits import MOST, error_of
 from tests.tools.spy import spied
 from tests.tools.threads import threads
@@ -35,17 +35,14 @@ def chosen(monkeypatch):
 
     def noted(result, choices, *given, **options):
         # With bits, the plan without them is made before, and noted too.
-        choice, _ = result
-        return choices.eager, choice.cost, choice.cost.repeated
+        return choices.eager, result.cost, result.cost.repeated
 
     return spied(monkeypatch, choose, "nearest", noted)
 
 
-def budgeted(model, budget, codegen="aten", dynamic=None, **options):
+def budgeted(model, budget, dynamic=None, **options):
     torch._dynamo.reset()
-    options = {name: value for name, value in options.items() if value is not None}
-    options |= {"codegen": codegen} | ({} if budget is None else {"budget": budget})
-    return torch.compile(model, backend="fusedseg", options=options, dynamic=dynamic)
+    return compiled(model, dynamic=dynamic, budget=budget, **options)
 
 
 @pytest.fixture
@@ -236,10 +233,10 @@ def test_peak_with_inductor(monkeypatch):
     """Positions of a max-pool, which only backward needs, were kept and rebuilt early in the count; budgets failed."""
     counted, apply = [], write.apply
 
-    def noted(joint, decided, storage=None):
+    def noted(joint, decided):
         assert not any(node.meta["val"].dtype == torch.int64 for node in decided.saved)
         counted.append(ByteModel(joint, by_inductor=True).needs(decided).peak)
-        apply(joint, decided, storage)
+        apply(joint, decided)
 
     monkeypatch.setattr(write, "apply", noted)
     found = estimate_ways(*make("U-Net"), [{"codegen": "inductor"}, {"budget": 0.3}])
@@ -325,9 +322,7 @@ def test_beside_the_optimum(name, monkeypatch):
     def compared(choices, wanted, known):
         for choice in choices.frontier(0.35 * choices.total):
             # Third runs are for the peak.
-            flops = sum(
-                choices.flops.get(call, 0) for call in {decision.call_node(node) for node in choice.decision.recomputed}
-            )
+            flops = choices.flops_of(choice.decision.recomputed)
             found.append((flops - least_arithmetic(choices, choice.cost.kept)) / choices.total)
         return choosing(choices, wanted, known=known)
 

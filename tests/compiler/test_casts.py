@@ -15,27 +15,12 @@ from fusedseg.compiler.plan.peak import liveness_of
 from fusedseg.ops import together
 from fusedseg.ops.replay import Allocation
 from tests.compiler.fake_step import fake_step
-from tests.compiler.networks import compiled, make
+from tests.compiler.networks import calls, compiled, make, under_autocast
 from tests.compiler.test_passes import traced
+from tests.tools.called import Called
 
 STEPS = 3
 CPU = torch.device("cpu")
-
-
-class Auto(nn.Module):
-    """A network under autocast, which casts each weight."""
-
-    def __init__(self, net, dtype=torch.bfloat16):
-        super().__init__()
-        self.net, self.dtype = net, dtype
-
-    def forward(self, *inputs):
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
-            return self.net(*inputs)
-
-
-def calls(source, name):
-    return len(re.findall(rf"= _of_{name}_\d+\(", source))
 
 
 def one_by_one(monkeypatch):
@@ -44,29 +29,29 @@ def one_by_one(monkeypatch):
     torch._dynamo.reset()
 
 
-def train(net, run, inputs, accumulate=1, frozen=(), seen=None):
-    """Losses, gradients, weights and an output in eval mode of some steps; ``seen`` notes the hooks that fire."""
+def train(net, run, inputs, frozen=()):
+    """Losses, gradients, weights and an output in eval mode of some steps of two backward passes; hooks that fire."""
     torch.manual_seed(0)
+    seen, found = [], []
+    params = {name: param for name, param in net.named_parameters() if not name.startswith(frozen)}
     for name, param in net.named_parameters():
-        param.requires_grad_(not name.startswith(tuple(frozen)))
-    params = [(name, param) for name, param in net.named_parameters() if param.requires_grad]
-    if seen is not None:
-        for name, param in params:
-            param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append((name, param.grad.dtype)))
-    optimizer, found = torch.optim.SGD([param for _, param in params], 0.005), []
+        param.requires_grad_(name in params)
+    for name, param in params.items():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append((name, param.grad.dtype)))
+    optimizer = torch.optim.SGD(params.values(), 0.005)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for _ in range(accumulate):
+        for _ in range(2):
             loss = run(*inputs).float().square().mean()
             loss.backward()
-        found += [loss.detach().clone(), *(param.grad.clone() for _, param in params)]
+        found += [loss.detach().clone(), *(param.grad.clone() for param in params.values())]
         optimizer.step()
         if step == 1:
             net.eval()
             with torch.no_grad():
                 found.append(run(*inputs).clone())
             net.train()
-    return [*found, *(t.clone() for t in net.state_dict().values())]
+    return [*found, *(t.clone() for t in net.state_dict().values())], seen
 
 
 def test_bits(sources, monkeypatch):
@@ -75,15 +60,13 @@ def test_bits(sources, monkeypatch):
     Gradients accumulate, and the first convolution is frozen.
     """
     net, inputs = make("mixed")
-    net = Auto(net)
     twin = copy.deepcopy(net)
-    how, mine, theirs = {"accumulate": 2, "frozen": ("net.0",)}, [], []
-    found = train(net, compiled(net), inputs, seen=mine, **how)
-    assert any(calls(source, "casts") for source in sources)
+    found, mine = train(net, compiled(under_autocast(net)), inputs, frozen="0.")
+    assert any("casts" in calls(source) for source in sources)
     one_by_one(monkeypatch)
     sources.clear()
-    wanted = train(twin, compiled(twin), inputs, seen=theirs, **how)
-    assert not any(calls(source, "casts") for source in sources)
+    wanted, theirs = train(twin, compiled(under_autocast(twin)), inputs, frozen="0.")
+    assert not any("casts" in calls(source) for source in sources)
     assert all(t.isfinite().all() for t in found)
     assert all(map(torch.equal, found, wanted))
     assert mine == theirs
@@ -104,11 +87,12 @@ class Shared(nn.Module):
 
 
 def test_a_shared_weight_is_cast_once(sources, monkeypatch):
-    net, x = Auto(Shared()), [torch.randn(2, 4, 16, 16)]
+    net, x = Shared(), [torch.randn(2, 4, 16, 16)]
     twin = copy.deepcopy(net)
-    found = train(net, compiled(net), x)
+    found, _ = train(net, compiled(under_autocast(net)), x)
     one_by_one(monkeypatch)
-    assert all(map(torch.equal, found, train(twin, compiled(twin), x)))
+    wanted, _ = train(twin, compiled(under_autocast(twin)), x)
+    assert all(map(torch.equal, found, wanted))
     given = [name for args in re.findall(r"_of_casts_\d+\((.*)\)", sources[0]) for name in args.split(", ")]
     assert given
     assert len(given) == len(set(given))
@@ -119,8 +103,8 @@ def test_few_casts_are_left(sources, monkeypatch):
     net, _ = make("nnU-Net")
     counts = []
     for _ in range(2):
-        compiled(Auto(net))(torch.randn(2, 1, 16, 16, 16)).float().square().mean().backward()
-        counts.append(sum(calls(source, "casts") + calls(source, "to") for source in sources))
+        compiled(under_autocast(net))(torch.randn(2, 1, 16, 16, 16)).float().square().mean().backward()
+        counts.append(sum(name in ("casts", "to") for source in sources for name in calls(source)))
         one_by_one(monkeypatch)
         sources.clear()
     now, before = counts
@@ -129,14 +113,14 @@ def test_few_casts_are_left(sources, monkeypatch):
 
 def test_no_cast_is_moved_for_several_sizes(sources):
     """What fits beside one size may not fit beside another one."""
-    net = Auto(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
+    net = under_autocast(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
     run = compiled(net, dynamic=True)
     for size in (10, 12):
         x = torch.randn(2, 3, size, size)
         run(x).float().square().mean().backward()
         torch.testing.assert_close(run(x), net(x), atol=1e-2, rtol=1e-2)
     assert sources
-    assert not any(calls(source, "casts") for source in sources)
+    assert not any("casts" in calls(source) for source in sources)
 
 
 def wide(channels, layers):
@@ -155,11 +139,15 @@ PEAKS = {
 def test_no_peak_becomes_higher(name, monkeypatch):
     """Bytes of the allocations of a step, of any size, beside those of single casts."""
     net, shape = PEAKS[name]
+
+    def bytes_of_a_step():
+        return fake_step(under_autocast(net()), [torch.empty(shape)])
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found = fake_step(Auto(net()), [torch.empty(shape)])
+        found = bytes_of_a_step()
         with monkeypatch.context() as patch:
             one_by_one(patch)
-            wanted = fake_step(Auto(net()), [torch.empty(shape)])
+            wanted = bytes_of_a_step()
         assert found.kept == wanted.kept
         assert found.forward <= wanted.forward
         assert found.backward <= wanted.backward
@@ -167,7 +155,7 @@ def test_no_peak_becomes_higher(name, monkeypatch):
             # Without the count, all weights and all gradients would be there twice.
             monkeypatch.setattr(Liveness, "takes", lambda self, *changes: True)
             torch._dynamo.reset()
-            higher = fake_step(Auto(net()), [torch.empty(shape)])
+            higher = bytes_of_a_step()
             assert max(higher.forward, higher.backward) > max(found.forward, found.backward)
 
 
@@ -178,10 +166,9 @@ def test_both_gradients_in_one_call_where_there_is_room(sources):
     net = nn.Sequential(*layers)
     compiled(net)(torch.randn(2, 8, 32, 32)).square().mean().backward()
     *_, backward = sources
-    apart = calls(backward, convolution_backward.convolution_backward.__name__)
-    assert apart < 3
+    assert calls(backward).count(convolution_backward.convolution_backward.__name__) < 3
     # Without autocast there is no cast.
-    assert not any(calls(source, "casts") for source in sources)
+    assert not any("casts" in calls(source) for source in sources)
 
 
 @pytest.mark.parametrize("rows", [4, 1], ids=["whole", "a part"])
@@ -200,20 +187,11 @@ def test_no_cast_waits_that_would_keep_a_larger_tensor(rows, monkeypatch):
 
 def test_seen_tensors_are_cast_one_by_one():
     """A mode that counts allocations does not see the short allocation."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    names = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     x = torch.randn(2, 3).to(torch.bfloat16)
     call = together.Casts((Allocation((2, 3), (3, 1), torch.float32),) * 2, CPU)
-    with Mode():
+    with Called() as called:
         found = call(x, 2 * x)
-    assert names.count("aten._to_copy.default") == 2
+    assert called.names.count("_to_copy") == 2
     assert all(map(torch.equal, found, call(x, 2 * x)))
 
 

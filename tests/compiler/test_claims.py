@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fusedseg import _torch
 from tests.compiler.networks import Dense, compiled, peak_of
+from tests.compiler.programs import Function
 from tests.tools.marks import slow
 
 # The budgets and bits, and two pairs, which functions of random numbers have in turn.
@@ -22,22 +23,13 @@ def drop_path(x):
     return x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.7).div_(0.7)
 
 
-class Masked(nn.Module):
-    def __init__(self, mask):
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, x):
-        return self.mask(x)
-
-
 RANDOM = {
     "dropout": lambda: nn.Dropout(0.3),
     "alpha dropout": lambda: nn.AlphaDropout(0.3),
-    "drop path": lambda: Masked(drop_path),
+    "drop path": lambda: Function(drop_path),
     "rrelu": nn.RReLU,
-    "gumbel softmax": lambda: Masked(lambda x: x * F.gumbel_softmax(x, dim=1)),
-    "uniform_": lambda: Masked(lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5)),
+    "gumbel softmax": lambda: Function(lambda x: x * F.gumbel_softmax(x, dim=1)),
+    "uniform_": lambda: Function(lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5)),
 }
 
 
@@ -80,7 +72,7 @@ def check_random(name, codegen, ways, depth=3):
         with warnings.catch_warnings():
             # Networks as small as these miss some budgets.
             warnings.simplefilter("ignore")
-            run = compiled(net, codegen, **({"bits": bits} if bits else {}), **({"budget": budget} if budget else {}))
+            run = compiled(net, codegen, bits=bits, budget=budget)
             found = gradients(net, run, x)
         out, wanted = next((order for order in orders if torch.allclose(order[0], found[0])), orders[0])
         torch.testing.assert_close(found[0], out)
@@ -217,5 +209,5 @@ def rise(peaks):
 @pytest.mark.parametrize("name", slow(NETWORKS, "MONAI, AttentionUnet", "MONAI, SegResNet"))
 def test_the_real_peak_never_rises_when_the_budget_falls(name, bits):
     """A public report on the compiler's own budget: a lower one peaked higher.  The allocator's peak of a real step."""
-    peaks = peaks_of(name, **({} if bits is None else {"bits": bits}))
+    peaks = peaks_of(name, bits=bits)
     assert rise(peaks) <= 0.01, peaks

@@ -1,7 +1,5 @@
 """Concatenations in channels_last and their gradients, for the codegen "aten"; the interpreter runs the kernels."""
 
-import copy
-
 import pytest
 import torch
 
@@ -16,28 +14,29 @@ from fusedseg.nn import JoinConv2d
 from fusedseg.ops.concat import concat_biased_op
 from fusedseg.ops.conv import convolutions
 from fusedseg.ops.layout import FORMATS
-from tests.compiler.networks import close, compiled, results
+from tests.compiler.networks import beside_float64, close, compiled
 from tests.compiler.programs import made
-from tests.compiler.test_passes import names, traced
+from tests.compiler.test_passes import names, rewritten, traced
 from tests.tools.spy import spied
 from tests.tools.traffic import traffic
 
 aten = torch.ops.aten
+# The arguments of the gradients of a 1x1 convolution behind its weight.
+OF_1X1 = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def laid_out(name):
-    """A program of concatenations, its twin in float64, and its input, in channels_last."""
+    """A program of concatenations, and its input, in channels_last."""
     net, x = made(name)
-    fmt = {"memory_format": FORMATS[x.dim()]}
-    net, x = net.to(**fmt), x.to(**fmt)
-    return net, copy.deepcopy(net).double(), x
+    fmt = FORMATS[x.dim()]
+    return net.to(memory_format=fmt), x.to(memory_format=fmt)
 
 
 def test_the_kernel_moves_every_byte_once():
     """Forward and backward form the concatenation; of its gradient the half of the transposed convolution is copied."""
-    net, _, x = laid_out("skip")
+    net, x = laid_out("skip")
     run = compiled(net, memory_format=torch.channels_last)
     run(x).sum().backward()
     with traffic() as moved:
@@ -59,7 +58,7 @@ def unreplayed(emitted, monkeypatch):
 @pytest.mark.parametrize("name", ["skip", "skip, 3D"])
 def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, unreplayed):
     """No pass adds it, in forward and where backward forms the concatenation again."""
-    net, _, x = laid_out(name)
+    net, x = laid_out(name)
     compiled(net, memory_format=FORMATS[x.dim()])(x).square().mean().backward()
     forward, _ = unreplayed
     for graph in unreplayed:
@@ -75,7 +74,7 @@ def test_the_kernel_adds_the_bias_of_a_transposed_convolution(name, unreplayed):
 
 def test_late_biases_cost_no_bytes(monkeypatch):
     """By PyTorch's allocator, and in the report."""
-    net, _, x = laid_out("skip")
+    net, x = laid_out("skip")
     found = []
     for rewrite in (late_bias.defer_biases, lambda graph: 0):
         torch._dynamo.reset()
@@ -98,13 +97,12 @@ def test_no_bias_is_added_to_a_map_in_memory(name, options, unreplayed):
 
     The bugs: a split convolution read the sum in backward, and the sum of two concatenations stayed in both graphs.
     """
-    net, twin, x = laid_out(name)
-    found = results(net, compiled(net, memory_format=torch.channels_last, **options), [x])
+    found, wanted = beside_float64(*laid_out(name), memory_format=torch.channels_last, **options)
     nodes = [node for graph in unreplayed for node in graph.nodes]
     assert options or any(node.target is concat_biased_op for node in nodes)
     sums = [node for node in nodes if name_of(node) in ("add", "add_")]
     assert not [node for node in sums if any(t.meta["val"].shape[2:] == (1, 1) for t in node.all_input_nodes)]
-    for a, b in zip(found, results(twin, twin, [x.double()]), strict=True):
+    for a, b in zip(found, wanted, strict=True):
         assert (a - b).norm() <= (0.03 if "bits" in options else 1e-4) * b.norm() + 1e-3
 
 
@@ -126,27 +124,22 @@ def test_only_what_needs_a_copy_gets_one():
 
     def backward(dy, x, weight, planes):
         left, right = aten.slice(dy, 1, 0, 3), aten.slice(dy, 1, 3, 8)
-        rest = [None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]]
-        both = [aten.convolution_backward(right, x, weight, *rest)[0] for _ in range(2)]
-        other = aten.convolution_backward(aten.slice(planes, 1, 3, 8), x, weight, *rest)[0]
-        sample = aten.convolution_backward(aten.slice(dy, 0, 0, 1), dy[:1], torch.eye(8)[:, :, None, None], *rest)[0]
+        both = [aten.convolution_backward(right, x, weight, *OF_1X1)[0] for _ in range(2)]
+        other = aten.convolution_backward(aten.slice(planes, 1, 3, 8), x, weight, *OF_1X1)[0]
+        sample = aten.convolution_backward(aten.slice(dy, 0, 0, 1), dy[:1], torch.eye(8)[:, :, None, None], *OF_1X1)[0]
         return both[0] + both[1], other, sample, left + 1
 
     dy = torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)
     given = dy, torch.randn(2, 2, 4, 5), torch.randn(5, 2, 1, 1), dy.contiguous()
-    module = traced(backward, *given)
-    expected = module(*given)
-    assert concatenation.make_dense(module.graph) == 1
-    assert len(module.graph.find_nodes(op="call_function", target=concatenation.dense)) == 1
+    module, count, before, after = rewritten(backward, concatenation.make_dense, *given)
+    assert count == len(module.graph.find_nodes(op="call_function", target=concatenation.dense)) == 1
     assert "clone" not in names(module.graph)
-    module.recompile()
-    torch.testing.assert_close(module(*given), expected)
+    torch.testing.assert_close(after, before)
 
 
 def test_the_backend_decides(monkeypatch):
     def backward(dy, x, weight):
-        rest = [None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]]
-        return aten.convolution_backward(aten.slice(dy, 1, 3, 8), x, weight, *rest)[0]
+        return aten.convolution_backward(aten.slice(dy, 1, 3, 8), x, weight, *OF_1X1)[0]
 
     dy = torch.randn(2, 8, 4, 5).to(memory_format=torch.channels_last)
     for backend, count in (("auto", 0), ("aten", 0), ("triton", 1)):
@@ -164,8 +157,7 @@ def test_on_a_gpu_a_peak_alone_splits_convolutions(name, monkeypatch):
     found = spied(monkeypatch, split_convolutions, "split_backward")
     monkeypatch.setattr(_backend, "on_gpu", lambda t: True)
     options, count = SPLITS[name]
-    net, twin, x = laid_out("skip")
-    close(results(net, compiled(net, **options), [x]), results(twin, twin, [x.double()]))
+    close(*beside_float64(*laid_out("skip"), **options))
     assert len(found) == count
 
 

@@ -9,8 +9,16 @@ from torch import nn
 import fusedseg
 from fusedseg.compiler.capture import dead_bias
 from fusedseg.compiler.codegen import divided_norms as norms
-from fusedseg.compiler.settings import Settings
-from tests.compiler.networks import INDUCTOR, close, compiled, results, same, under_autocast
+from tests.compiler.networks import (
+    INDUCTOR,
+    beside_eager,
+    beside_float64,
+    close,
+    compiled,
+    results,
+    same,
+    under_autocast,
+)
 from tests.compiler.programs import made, shifted
 from tests.compiler.test_passes import names, traced
 from tests.tools.spy import spied
@@ -66,16 +74,13 @@ def test_biases_without_an_effect_are_left_out(name, mode, count, codegen, count
     close(found, results(twin, twin, [x.double()]), **rough)
     assert counts == [count]
     if count and first.bias.requires_grad:
-        place = 1 + [name for name, p in net.named_parameters() if p.requires_grad].index(name_of(net, first.bias))
+        trained = (p for p in net.parameters() if p.requires_grad)
+        place = next(place for place, p in enumerate(trained, 1) if p is first.bias)
         assert found[place].dtype == torch.float32
         assert not found[place].any()
 
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d
-
-
-def name_of(net, parameter):
-    return next(name for name, p in net.named_parameters() if p is parameter)
 
 
 def float_under_autocast(run):
@@ -97,17 +102,14 @@ class OwnResidual(nn.Module):
 
 def test_a_bias_before_a_norm_whose_residual_is_its_input_stays(codegen, counts):
     """The op alone read the convolution, as its input and as its residual, which lost the bias."""
-    net, x = shifted(OwnResidual()), torch.randn(2, 2, 9, 8)
-    twin = copy.deepcopy(net).double()
-    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    close(*beside_float64(shifted(OwnResidual()), torch.randn(2, 2, 9, 8)))
     assert counts == [0]
 
 
 def test_the_code_of_aten_keeps_the_bits_of_a_cpu(counts):
     """Without Triton's kernels, outputs and gradients are eager mode's, its rounding errors around zero included."""
     net, x = made("batch")
-    twin = copy.deepcopy(net)
-    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert same(*beside_eager(net, [x]))
     assert counts == [0]
 
 
@@ -149,14 +151,6 @@ def test_what_is_added_keeps_its_value():
     written(forward)
 
 
-def test_one_rule_says_where_bits_may_change(monkeypatch, needs_interpreter):
-    cpu = torch.device("cpu")
-    assert Settings(codegen="inductor").may_round(cpu)
-    assert not Settings(codegen="aten").may_round(cpu)
-    monkeypatch.setattr(fusedseg, "backend", "triton")
-    assert Settings(codegen="aten").may_round(cpu)
-
-
 def test_an_empty_batch_moves_no_mean(codegen, counts):
     """The mean moved by the part of the bias, although there were no values."""
     net = shifted(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
@@ -170,10 +164,8 @@ def test_an_empty_batch_moves_no_mean(codegen, counts):
 def test_with_bits_the_gradient_is_zeros_and_outputs_keep_their_bits():
     """Rounded values gave it errors of the size of other gradients (programs 163 and 307 of the hunt for bits)."""
     torch.manual_seed(0)
-    net, x = (
-        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)),
-        torch.randn(2, 3, 32, 32),
-    )
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3))
+    x = torch.randn(2, 3, 32, 32)
     expected = copy.deepcopy(net)(x)
     out = compiled(net, bits=4)(x)
     out.square().mean().backward()

@@ -39,11 +39,6 @@ class Dense(nn.Module):
         return self.classes(nn.functional.adaptive_avg_pool2d(x, 8).flatten(1))
 
 
-def wide():
-    """Weights that are far larger than activations."""
-    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-
-
 @pytest.mark.usefixtures("norms_of_a_gpu")
 def test_the_peak_is_the_allocators():
     """The estimate left out what convolutions allocate: .79 of the measured peak here, .42 of eager where .59 was."""
@@ -53,15 +48,6 @@ def test_the_peak_is_the_allocators():
     for of, peak in zip(estimate(Dense(4), tuple(x.shape), options=ATEN).steps(), peaks, strict=True):
         assert of.with_workspaces == pytest.approx(peak, rel=0.04)
         assert of.peak < of.with_workspaces
-
-
-def test_gradients_of_weights_are_in_the_peak():
-    net, x = wide(), torch.randn(4, 512)
-    weights = sum(parameter.nbytes for parameter in net.parameters())
-    run = torch.compile(net, backend="fusedseg", options=ATEN)
-    for of in estimate(net, tuple(x.shape), options=ATEN).steps():
-        assert of.peak >= weights
-    assert of.peak == pytest.approx(peak_of(net, run, x), rel=0.01)
 
 
 def test_images_in_channels_last_need_no_copy():

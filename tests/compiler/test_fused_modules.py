@@ -6,27 +6,21 @@ from torch import nn
 import fusedseg
 from tests.compiler.networks import BOTH, kept
 
-OURS = (
-    lambda: [fusedseg.InPlaceABN(8)],
-    lambda: [fusedseg.BatchNormAct(8, activation="relu")],
-    lambda: [fusedseg.InstanceNormAct(8, activation="gelu")],
-    lambda: [fusedseg.GroupNormAct(2, 8, activation="silu")],
-    lambda: [fusedseg.InPlaceGroupNormAct(2, 8)],
-)
-# The stock modules that compute the same.
-STOCK = (
-    lambda: [nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True)],
-    lambda: [nn.BatchNorm2d(8), nn.ReLU(True)],
-    lambda: [nn.InstanceNorm2d(8), nn.GELU()],
-    lambda: [nn.GroupNorm(2, 8), nn.SiLU(True)],
-    lambda: [nn.GroupNorm(2, 8), nn.LeakyReLU(0.01, True)],
+# Each module, and the stock modules that compute the same.
+OURS, STOCK = 0, 1
+NORMS = (
+    (lambda: [fusedseg.InPlaceABN(8)], lambda: [nn.BatchNorm2d(8), nn.LeakyReLU(0.01, True)]),
+    (lambda: [fusedseg.BatchNormAct(8, activation="relu")], lambda: [nn.BatchNorm2d(8), nn.ReLU(True)]),
+    (lambda: [fusedseg.InstanceNormAct(8, activation="gelu")], lambda: [nn.InstanceNorm2d(8), nn.GELU()]),
+    (lambda: [fusedseg.GroupNormAct(2, 8, activation="silu")], lambda: [nn.GroupNorm(2, 8), nn.SiLU(True)]),
+    (lambda: [fusedseg.InPlaceGroupNormAct(2, 8)], lambda: [nn.GroupNorm(2, 8), nn.LeakyReLU(0.01, True)]),
 )
 
 
-def layers(norms):
+def layers(whose):
     """A convolution before each norm, a pool, and a last convolution."""
     torch.manual_seed(0)
-    blocks = ((nn.Conv2d(8 if i else 3, 8, 3, padding=1), *norm()) for i, norm in enumerate(norms))
+    blocks = ((nn.Conv2d(8 if i else 3, 8, 3, padding=1), *row[whose]()) for i, row in enumerate(NORMS))
     return nn.Sequential(*(layer for of in blocks for layer in of), nn.MaxPool2d(2), nn.Conv2d(8, 2, 3))
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fusedseg.compiler import report
 from tests.compiler.networks import compiled, kept, results, same
+from tests.compiler.programs import Function, Net
 
 
 class Windows(nn.Module):
@@ -59,18 +60,15 @@ def test_scores_of_attention_are_not_kept_with_bits(bits, factor):
 def test_a_fiftieth_of_the_arithmetic_runs_again():
     """A 1x1 convolution of an image runs again; another one, of as many bytes for more arithmetic, does not."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shortcut, self.first = nn.Conv2d(1, 8, 1), nn.Conv2d(1, 8, 3, padding=1)
-            self.second, self.norms = nn.Conv2d(8, 8, 3, padding=1), nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
-
-        def forward(self, x):
-            y = self.second(torch.relu(self.norms[0](self.first(x))))
-            return torch.relu(self.norms[1](y) + self.norms[2](self.shortcut(x))).mean()
+    def run(x, shortcut, first, second, norms):
+        y = second(torch.relu(norms[0](first(x))))
+        return torch.relu(norms[1](y) + norms[2](shortcut(x))).mean()
 
     torch.manual_seed(0)
-    net, x = Net(), torch.randn(1, 1, 32, 32)
+    first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+    net = Net(run, shortcut=nn.Conv2d(1, 8, 1), first=first, second=second, norms=norms)
+    x = torch.randn(1, 1, 32, 32)
     twin, plane = copy.deepcopy(net), 8 * 32 * 32 * 4
     assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
     assert 2 * plane <= kept(net, compiled(net), [x]) < 2.1 * plane
@@ -78,18 +76,12 @@ def test_a_fiftieth_of_the_arithmetic_runs_again():
 
 def test_a_product_whose_input_would_have_to_be_kept_runs_once():
     """The weight is frozen, so that backward needs no input of the product."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide, self.narrow, self.last = nn.Conv2d(2, 8, 5), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 16, 7)
-            self.narrow.weight.requires_grad_(False)
-
-        def forward(self, x):
-            return self.last(torch.sin(self.narrow(torch.exp(self.wide(x)))))
-
     torch.manual_seed(0)
-    net, x = Net(), torch.randn(1, 2, 20, 20)
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 5), Function(torch.exp), nn.Conv2d(8, 1, 1), Function(torch.sin), nn.Conv2d(1, 16, 7)
+    )
+    net[2].weight.requires_grad_(False)
+    x = torch.randn(1, 2, 20, 20)
     twin = copy.deepcopy(net)
     assert same(results(net, compiled(net), [x], 1), results(twin, twin, [x], 1))
     assert kept(net, compiled(net), [x]) <= kept(twin, twin, [x])
@@ -97,23 +89,13 @@ def test_a_product_whose_input_would_have_to_be_kept_runs_once():
 
 def test_what_reads_an_enlarged_value_runs_once():
     """Backward would enlarge the value twice, which took a CPU 6 % of a U-Net's step for no byte of its peak."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide, self.narrow, self.last = nn.Conv2d(4, 16, 5), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 64, 5)
-            self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in (16, 8))
-
-        def forward(self, x):
-            x = F.relu(self.norms[0](self.wide(x)))
-            if self.enlarges:
-                x = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-            return self.last(F.relu(self.norms[1](self.narrow(x))))
-
     for enlarges, repeated in ((True, False), (False, True)):
         torch.manual_seed(0)
-        net, x = Net(), torch.randn(1, 4, 20, 20)
-        net.enlarges = enlarges
+        x = torch.randn(1, 4, 20, 20)
+        first = nn.Sequential(nn.Conv2d(4, 16, 5), nn.BatchNorm2d(16), nn.ReLU())
+        second = nn.Sequential(nn.Conv2d(16, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+        up = nn.Upsample(scale_factor=2, mode="bilinear") if enlarges else nn.Identity()
+        net = nn.Sequential(first, up, second, nn.Conv2d(8, 64, 5))
         twin, ours = copy.deepcopy(net), compiled(net)
         assert same(results(net, ours, [x]), results(twin, twin, [x]))
         (graph,) = report(ours).graphs

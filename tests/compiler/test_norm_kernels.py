@@ -10,7 +10,8 @@ from torch import nn
 import fusedseg
 from fusedseg.compiler.rewrite import joined_norms
 from fusedseg.ops.low_bit import graph as low_bit
-from tests.compiler.networks import TwoBlocks, close, compiled, kept, results
+from tests.compiler import networks
+from tests.compiler.networks import TwoBlocks, beside_float64, close, compiled, kept, results
 from tests.compiler.programs import BY_KERNELS, NORM_ACTS, Blocks, made
 from tests.compiler.test_programs import check, of_a_gpu
 from tests.tools.traffic import traffic
@@ -30,12 +31,12 @@ def instance():
     return nn.InstanceNorm2d(4, affine=True)
 
 
-def pair(name, training=True):
+def blocks(name):
     torch.manual_seed(0)
-    net = TwoBlocks(*NORM_ACTS[name], channels=2).train(training)
+    net = TwoBlocks(*NORM_ACTS[name], channels=2)
     for p in net.norms.parameters():
         nn.init.uniform_(p, 0.5, 1.5)
-    return net, copy.deepcopy(net).double()
+    return net
 
 
 FORWARD = ("norm", "norm_moving", "norm_over", "norm_moving_over")
@@ -44,7 +45,7 @@ BACKWARD = ("norm_backward", "norm_backward_over")
 
 def calls(sources):
     """What the graphs call, in their order: the names of ops and functions; "forward" and "backward" of our norms."""
-    found = [name for text in sources for name in re.findall(r"_of_(\w+?)_\d+\(", text)]
+    found = [name for text in sources for name in networks.calls(text)]
     return ["forward" if name in FORWARD else "backward" if name in BACKWARD else name for name in found]
 
 
@@ -70,19 +71,18 @@ def test_an_instance_norm_of_rows_returns_planes():
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_eval_mode(name, sources):
     """With gradients, and without: then each result is written over its input."""
-    net, twin = pair(name, training=False)
-    x = torch.randn(2, 2, 14, 13)
-    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    net, x = blocks(name).eval(), torch.randn(2, 2, 14, 13)
+    close(*beside_float64(net, x))
     assert calls(sources).count("backward") == 2
     sources.clear()
     with torch.no_grad():
-        close([compiled(net)(x)], [twin(x.double())])
+        close([compiled(net)(x)], [copy.deepcopy(net).double()(x.double())])
     assert calls(sources).count("forward") == 2
     assert "norm_over" in "".join(sources)
 
 
 def test_keeps_what_aten_keeps(monkeypatch):
-    net, _ = pair("relu")
+    net = blocks("relu")
     x = torch.randn(2, 2, 16, 16)
     ours = kept(net, compiled(net), [x])
     torch._dynamo.reset()
@@ -92,7 +92,7 @@ def test_keeps_what_aten_keeps(monkeypatch):
 
 def test_statistics_are_kept(sources):
     """Backward computes no statistics again: it reads those of forward."""
-    net, _ = pair("running instance")
+    net = blocks("running instance")
     results(net, compiled(net), [torch.randn(2, 2, 14, 13)], 1)
     _, backward = sources
     given = re.findall(r"_of_norm_\d+\(direct_stream, (.*?)\)", backward)
@@ -106,7 +106,7 @@ def test_statistics_are_kept(sources):
 
 def test_bits_keep_the_inputs_of_norms():
     """With bits, backward rebuilds the output of a norm from its packed input, and the kernels pack."""
-    net, _ = pair("relu")
+    net = blocks("relu")
     x = torch.randn(2, 2, 34, 34)
     run = compiled(net, bits=4)
     run(x)
@@ -129,8 +129,7 @@ def test_bits_leave_norms_in_place(name, dtype, sources):
     norm, act = NORM_ACTS[name]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), act, nn.Conv2d(4, 4, 3), norm(), act, nn.Conv2d(4, 2, 1)).to(dtype)
-    twin, x = copy.deepcopy(net).double(), torch.randn(2, 2, 36, 36, dtype=dtype)
-    found, wanted = results(net, compiled(net, bits=8), [x]), results(twin, twin, [x.double()])
+    found, wanted = beside_float64(net, torch.randn(2, 2, 36, 36, dtype=dtype), bits=8)
     assert sources[0].count("_of_statistics_moving") == sources[0].count("_of_norm_over") == 2
     assert calls(sources).count("backward") == 2
     for a, b in zip(found, wanted, strict=True):
@@ -248,18 +247,15 @@ def test_bits_gate_an_expanded_gradient(training, sources):
 
 def test_a_dead_bias_before_a_norm_with_a_late_residual(sources):
     """The norm goes where the sum is; the mean, which moves by the bias after it, must still move after it."""
-    net, x = made("late residual")
-    twin = copy.deepcopy(net).double()
-    close(results(net, compiled(net), [x]), results(twin, twin, [x.double()]))
+    close(*beside_float64(*made("late residual")))
     # The sum is in the norm.
     assert not [call for call in calls(sources[:1]) if "relu" in call]
 
 
 def test_the_device_and_the_backend_decide(monkeypatch):
     """On a CPU without the interpreter, and with fusedseg.backend = "aten", no kernel runs."""
-    net, twin = pair("relu")
-    x = torch.randn(2, 2, 14, 13)
+    net = blocks("relu")
     monkeypatch.setattr(fusedseg, "backend", "aten")
     with traffic() as moved:
-        close(results(net, compiled(net), [x], 1), results(twin, twin, [x.double()], 1))
+        close(*beside_float64(net, torch.randn(2, 2, 14, 13), 1))
     assert not moved.launches

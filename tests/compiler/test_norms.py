@@ -14,27 +14,25 @@ from fusedseg.compiler.capture.prepare import prepare
 from fusedseg.compiler.capture.stock_norms import How
 from fusedseg.compiler.settings import Settings
 from fusedseg.ops.norm.graph import NormCall
-from tests.compiler.networks import BOTH, TwoBlocks, compiled, kept, results, same
+from tests.compiler.networks import BOTH, TwoBlocks, beside_eager, compiled, kept, results, same
 from tests.tools.spy import spied
 
 
-def found_in(function, *inputs, how=How(everywhere=True, whole=True)):  # noqa: B008  it is frozen
-    """What takes the place of the norms of a function, in their order, and the targets that are left."""
-    graphs = []
+def found_in(function, x):
+    """The activations of the norms of a function, in their order, and whether they have a residual."""
+    found = []
 
     def compiler(module, example_inputs):
-        norms.replace_norms(module.graph, how)
+        norms.replace_norms(module.graph, How(everywhere=True, whole=True))
         module.recompile()
-        graphs.append(module.graph)
+        made = module.graph.find_nodes(op="call_function", target=norms.of_stock_op)
+        calls = [NormCall.of_arguments(node.args[: -len(How._fields)]) for node in made]
+        found.extend((tuple(call.norm.act), call.residual is not None) for call in calls)
         return module
 
     torch._dynamo.reset()
-    torch.compile(function, backend=compiler)(*inputs)
-    nodes = [node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method")]
-    made = [node for node in nodes if node.target is norms.of_stock_op]
-    calls = [NormCall.of_arguments(node.args[: -len(How._fields)]) for node in made]
-    found = [(call.norm.act, call.residual is not None) for call in calls]
-    return found, [n.target for n in nodes if n not in made]
+    torch.compile(function, backend=compiler)(x)
+    return found
 
 
 def normed(x):
@@ -42,44 +40,48 @@ def normed(x):
 
 
 X = torch.randn(2, 4, 5, 6)
+NO_ACT = ("identity", 0.0)
 
+# A function, and for each norm its activation, and whether it has a residual.
 FOUND = {
-    "relu": (lambda x: F.relu(normed(x)), ("relu", 0.0), False),
-    "in place": (lambda x: F.relu(normed(x), inplace=True), ("relu", 0.0), False),
-    "method": (lambda x: normed(x).relu(), ("relu", 0.0), False),
-    "method in place": (lambda x: normed(x).relu_(), ("relu", 0.0), False),
-    "torch": (lambda x: torch.relu_(normed(x)), ("relu", 0.0), False),
-    "leaky_relu": (lambda x: F.leaky_relu(normed(x)), ("leaky_relu", 0.01), False),
-    "its slope": (lambda x: F.leaky_relu(normed(x), 0.2, True), ("leaky_relu", 0.2), False),
-    "elu": (lambda x: F.elu(normed(x), alpha=0.5, inplace=True), ("elu", 0.5), False),
-    "gelu": (lambda x: F.gelu(normed(x)), ("gelu", 0.0), False),
-    "gelu by tanh": (lambda x: F.gelu(normed(x), approximate="tanh"), ("gelu_tanh", 0.0), False),
-    "softplus": (lambda x: F.softplus(normed(x), 1, 20), ("softplus", 0.0), False),
-    "another softplus": (lambda x: F.softplus(normed(x), 2.0), ("identity", 0.0), False),
-    "relu6": (lambda x: F.relu6(normed(x)), ("relu6", 0.0), False),
-    "its module": (lambda x: nn.ReLU6(inplace=True)(normed(x)), ("relu6", 0.0), False),
-    "hardtanh": (lambda x: F.hardtanh(normed(x), 0.0, 5.0), ("identity", 0.0), False),
-    "hardtanh of itself": (lambda x: F.hardtanh(normed(x)), ("identity", 0.0), False),
-    "hardswish": (lambda x: F.hardswish(normed(x)), ("hardswish", 0.0), False),
-    "group": (lambda x: F.silu(F.group_norm(x, 2)), ("silu", 0.0), False),
-    "instance": (lambda x: F.mish(F.instance_norm(x)), ("mish", 0.0), False),
-    "residual": (lambda x: F.relu(normed(x) + x), ("relu", 0.0), True),
-    "residual first": (lambda x: F.relu(torch.add(x, normed(x))), ("relu", 0.0), True),
-    "residual alone": (lambda x: normed(x) + x, ("identity", 0.0), True),
-    "later residual": (lambda x: F.relu(normed(x) + x.sin()), ("relu", 0.0), True),
-    "scaled residual": (lambda x: F.relu(torch.add(normed(x), x, alpha=2)), ("identity", 0.0), False),
-    "number": (lambda x: F.relu(normed(x) + 1), ("identity", 0.0), False),
-    "row": (lambda x: F.relu(normed(x) + x[:1]), ("identity", 0.0), False),
-    "no activation": (lambda x: normed(x).sigmoid(), ("identity", 0.0), False),
+    "relu": (lambda x: F.relu(normed(x)), (("relu", 0.0), False)),
+    "in place": (lambda x: F.relu(normed(x), inplace=True), (("relu", 0.0), False)),
+    "method": (lambda x: normed(x).relu(), (("relu", 0.0), False)),
+    "method in place": (lambda x: normed(x).relu_(), (("relu", 0.0), False)),
+    "torch": (lambda x: torch.relu_(normed(x)), (("relu", 0.0), False)),
+    "leaky_relu": (lambda x: F.leaky_relu(normed(x)), (("leaky_relu", 0.01), False)),
+    "its slope": (lambda x: F.leaky_relu(normed(x), 0.2, True), (("leaky_relu", 0.2), False)),
+    "elu": (lambda x: F.elu(normed(x), alpha=0.5, inplace=True), (("elu", 0.5), False)),
+    "gelu": (lambda x: F.gelu(normed(x)), (("gelu", 0.0), False)),
+    "gelu by tanh": (lambda x: F.gelu(normed(x), approximate="tanh"), (("gelu_tanh", 0.0), False)),
+    "softplus": (lambda x: F.softplus(normed(x), 1, 20), (("softplus", 0.0), False)),
+    "another softplus": (lambda x: F.softplus(normed(x), 2.0), (NO_ACT, False)),
+    "relu6": (lambda x: F.relu6(normed(x)), (("relu6", 0.0), False)),
+    "its module": (lambda x: nn.ReLU6(inplace=True)(normed(x)), (("relu6", 0.0), False)),
+    "hardtanh": (lambda x: F.hardtanh(normed(x), 0.0, 5.0), (NO_ACT, False)),
+    "hardtanh of itself": (lambda x: F.hardtanh(normed(x)), (NO_ACT, False)),
+    "hardswish": (lambda x: F.hardswish(normed(x)), (("hardswish", 0.0), False)),
+    "group": (lambda x: F.silu(F.group_norm(x, 2)), (("silu", 0.0), False)),
+    "instance": (lambda x: F.mish(F.instance_norm(x)), (("mish", 0.0), False)),
+    "residual": (lambda x: F.relu(normed(x) + x), (("relu", 0.0), True)),
+    "residual first": (lambda x: F.relu(torch.add(x, normed(x))), (("relu", 0.0), True)),
+    "residual alone": (lambda x: normed(x) + x, (NO_ACT, True)),
+    "later residual": (lambda x: F.relu(normed(x) + x.sin()), (("relu", 0.0), True)),
+    "scaled residual": (lambda x: F.relu(torch.add(normed(x), x, alpha=2)), (NO_ACT, False)),
+    "number": (lambda x: F.relu(normed(x) + 1), (NO_ACT, False)),
+    "row": (lambda x: F.relu(normed(x) + x[:1]), (NO_ACT, False)),
+    "no activation": (lambda x: normed(x).sigmoid(), (NO_ACT, False)),
+    # The later norm takes the sum and the activation; the earlier one is its residual.
+    "two norms": (lambda x: F.relu(normed(x) + normed(x.sin())), (NO_ACT, False), (("relu", 0.0), True)),
+    "two readers": (lambda x: (y := normed(x)) * F.relu(y), (NO_ACT, False)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_is_found(name):
-    function, act, has_residual = FOUND[name]
+    function, *wanted = FOUND[name]
     torch.manual_seed(0)
-    found, _ = found_in(function, X)
-    assert [(tuple(act), residual) for act, residual in found] == [(act, has_residual)]
+    assert found_in(function, X) == wanted
     # The activation is that of the captured function, and the results are those of eager mode.
     torch._dynamo.reset()
     x, twin = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -88,19 +90,6 @@ def test_what_is_found(name):
     for out in (ours, eager):
         (out * torch.linspace(0.5, 1.5, 6)).square().sum().backward()
     torch.testing.assert_close(x.grad, twin.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_two_norms_that_are_added():
-    """The later norm takes the sum and the activation; the earlier one is its residual."""
-    found, left = found_in(lambda x: F.relu(normed(x) + normed(x.sin())), X)
-    assert [(act.name, residual) for act, residual in found] == [("identity", False), ("relu", True)]
-    assert len(left) == 1
-
-
-def test_a_result_with_two_readers_stays():
-    found, left = found_in(lambda x: (y := normed(x), F.relu(y)), X)
-    assert [act.name for act, _ in found] == ["identity"]
-    assert left == [F.relu]
 
 
 @torch.library.custom_op("test_norms::double_", mutates_args=("x",))
@@ -146,14 +135,14 @@ DISTURBED = {
 def test_what_is_written_between(name):
     """Outputs, gradients, and running statistics with their order."""
     torch.manual_seed(0)
-    net = Disturbed(DISTURBED[name]).double()
-    twin, x = copy.deepcopy(net), torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    net, x = Disturbed(DISTURBED[name]).double(), torch.randn(2, 4, 5, 6, dtype=torch.float64)
     if name in ("input", "view of the input", "weight", "op"):
         # Autograd does not let backward follow.
+        twin = copy.deepcopy(net)
         with torch.no_grad():
             assert torch.equal(compiled(net)(x), twin(x))
         return
-    assert same(results(net, compiled(net), [x]), results(twin, twin, [x]))
+    assert same(*beside_eager(net, [x]))
 
 
 NORMS = {
@@ -177,11 +166,10 @@ NORMS = {
 def test_blocks(name, training, shared):
     """Outputs and running statistics have eager mode's bits, and less is kept."""
     torch.manual_seed(0)
-    net = TwoBlocks(NORMS[name], nn.LeakyReLU(0.1, inplace=True), shared).train(training)
-    twin, x = copy.deepcopy(net), [torch.randn(2, 3, 12, 11)]
-    assert same(results(net, compiled(net), x), results(twin, twin, x))
+    net, x = TwoBlocks(NORMS[name], nn.LeakyReLU(0.1, inplace=True), shared), [torch.randn(2, 3, 12, 11)]
+    assert same(*beside_eager(net.train(training), x))
     if name != "cumulative":
-        assert kept(net, compiled(net), x) < kept(twin, twin, x)
+        assert kept(net, compiled(net), x) < kept(net, net, x)
 
 
 @pytest.mark.parametrize("name", ["batch", "instance", "group"])
@@ -215,9 +203,8 @@ def test_with_a_budget_the_bytes_of_eager_mode_are_counted(monkeypatch):
         torch._dynamo.reset()
         torch.manual_seed(0)
         net, x = TwoBlocks(NORMS["batch"], act), [torch.randn(2, 3, 12, 11)]
-        twin = copy.deepcopy(net)
         kept(net, compiled(net, budget=0.9), x)
-        stock = kept(twin, twin, x)
+        stock = kept(net, net, x)
         assert abs(seen[-1] - stock) <= 0.02 * stock, act
 
 
@@ -264,10 +251,9 @@ def test_rms_norms_keep_what_layer_norms_keep():
     x, found = [torch.randn(4, 128, 64)], {}
     for norm in (nn.LayerNorm, nn.RMSNorm):
         net = nn.Sequential(Tokens(norm), Tokens(norm))
-        twin = copy.deepcopy(net)
-        torch.testing.assert_close(results(net, compiled(net), x), results(twin, twin, x))
+        torch.testing.assert_close(*beside_eager(net, x))
         found[norm] = kept(net, compiled(net), x)
-        assert found[norm] < 0.6 * kept(twin, twin, x)
+        assert found[norm] < 0.6 * kept(net, net, x)
     # A layer norm has a mean beside the other statistic, and is one op, which also returns its output.
     assert found[nn.RMSNorm] < 1.02 * found[nn.LayerNorm]
 
@@ -312,8 +298,7 @@ def test_statistics_that_autograd_has_saved():
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(4, 4, 3), Weighted(4))
-    twin, x = copy.deepcopy(net), [torch.randn(3, 4, 8, 8)]
-    assert same(results(net, compiled(net), x, steps=1), results(twin, twin, x, steps=1))
+    assert same(*beside_eager(net, [torch.randn(3, 4, 8, 8)], steps=1))
 
 
 class OfPositions(nn.Module):

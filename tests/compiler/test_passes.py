@@ -31,6 +31,16 @@ def traced(function, *inputs):
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
+def rewritten(function, rewrite, *inputs):
+    """A traced function after a pass, what the pass returns, and the results before and after it."""
+    module = traced(function, *inputs)
+    before = module(*inputs)
+    count = rewrite(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module, count, before, module(*inputs)
+
+
 def test_simplify_drops_copies():
     def run(x):
         y = aten.relu(x)
@@ -38,16 +48,11 @@ def test_simplify_drops_copies():
         other = aten.clone(y.t(), memory_format=torch.contiguous_format)
         return aten.detach(same) + 1, other
 
-    x = torch.randn(2, 3)
-    module = traced(run, x)
-    expected = module(x)
-    assert {"copy", "clone"} <= set(names(module.graph))
-    simplify.remove_copies(module.graph)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    # The transposed clone has other strides.
+    module, count, before, after = rewritten(run, simplify.remove_copies, torch.randn(2, 3))
+    # The copy and the detached form; the transposed clone has other strides.
+    assert count == 2
     assert names(module.graph) == ["relu", "t", "clone", "add"]
-    assert same(module(x), expected)
+    assert same(after, before)
 
 
 def test_split_needs_no_concatenation():
@@ -59,20 +64,15 @@ def test_split_needs_no_concatenation():
         return aten.slice(dx, 1, 0, 2), aten.slice(dx, 1, 2, 5), dw, db
 
     inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 3, 3), torch.randn(2, 4, 6, 6)]
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    assert split_convolutions.split_backward(module.graph) == 1
-    module.graph.eliminate_dead_code()
-    module.recompile()
+    module, count, before, after = rewritten(run, split_convolutions.split_backward, *inputs)
+    assert count == 1
     # The only concatenation left is that of the weight's gradient.
-    assert names(module.graph).count("convolution_backward") == 2
     assert names(module.graph).count("cat") == 1
     # The larger source first, and its gradient right after: the count took a call's results for gone until then.
     parts = [node for node in module.graph.nodes if name_of(node) == "convolution_backward"]
     assert [part.args[1].meta["val"].shape[1] for part in parts] == [3, 2]
     assert all(part.next.target is operator.getitem for part in parts)
-    for found, wanted in zip(module(*inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
 def test_split_adds_gradients_source_by_source():
@@ -87,27 +87,49 @@ def test_split_adds_gradients_source_by_source():
 
     inputs = [torch.randn(2, n, 6, 6) for n in (2, 3)] + [torch.randn(4, 5, 1, 1) for _ in range(2)]
     inputs.append(torch.randn(2, 4, 6, 6))
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    assert split_convolutions.split_backward(module.graph) == 2
-    module.graph.eliminate_dead_code()
-    module.recompile()
+    module, count, before, after = rewritten(run, split_convolutions.split_backward, *inputs)
+    assert count == 2
     assert [names(module.graph).count(name) for name in ("convolution_backward", "cat", "add")] == [4, 0, 2]
-    for found, wanted in zip(module(*inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
-def test_reinplace_writes_over_what_nobody_reads():
-    def run(x):
-        y = aten.mul(x, 2)
-        z = aten.relu(y)
-        w = aten.sigmoid(z)
-        return aten.add(w, z)
+def read_later(x):
+    """x is the caller's, and z is read after the sigmoid."""
+    z = aten.relu(aten.mul(x, 2))
+    return (aten.add(aten.sigmoid(z), z),)
 
-    module = traced(run, torch.randn(4))
-    in_place.write_in_place(module.graph)
-    # x is the caller's, and z is read after the sigmoid.
-    assert names(module.graph) == ["mul", "relu_", "sigmoid", "add_"]
+
+def sums(x):
+    """The first term is the caller's; a scaled second term stays where it is."""
+    return aten.add(x, aten.cos(x)), aten.add(x, aten.sin(x), alpha=2)
+
+
+def views(x):
+    """Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then."""
+    y = aten.mul(x, 2)
+    v = aten.permute(y, [1, 0])
+    z = aten.relu(y)
+    return z, aten.add(v, 1)
+
+
+def parts(x):
+    y = aten.mul(x, 2)
+    return aten.relu(aten.slice(y, 0, 0, 2)), aten.relu(aten.expand(aten.slice(y, 0, 0, 1), [3, 2]))
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (read_later, ["mul", "relu_", "sigmoid", "add_"]),
+        (sums, ["cos", "add_", "sin", "add"]),
+        (views, ["mul", "permute", "relu", "add_"]),
+        (parts, ["mul", "slice", "relu", "slice", "expand", "relu"]),
+    ],
+)
+def test_reinplace_writes_over_what_nobody_reads(function, wanted):
+    module, _, before, after = rewritten(function, in_place.write_in_place, torch.randn(4, 2))
+    assert [name for name in names(module.graph) if "without_views" not in name] == wanted
+    assert same(after, before)
 
 
 def test_reinplace_writes_gradients_over_gradients():
@@ -116,12 +138,9 @@ def test_reinplace_writes_gradients_over_gradients():
         second = aten.leaky_relu_backward(first, x, 0.1, False)
         return aten.gelu_backward(second, x, approximate="tanh"), aten.threshold_backward(dy, x, 0)
 
-    inputs = torch.randn(4), torch.randn(4)
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    assert in_place.write_in_place(module.graph) == 3
-    module.recompile()
-    assert same(module(*inputs), expected)
+    _, count, before, after = rewritten(run, in_place.write_in_place, torch.randn(4), torch.randn(4))
+    assert count == 3
+    assert same(after, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -135,54 +154,16 @@ def test_reinplace_writes_a_softmax_over_what_it_reads(shape, dtype):
         return aten._softmax_backward_data(aten.mul(dy, 2), y, dim, x.dtype), dz, aten._softmax(x, dim, False)
 
     x, dy = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    turned = [t.mT.contiguous().mT for t in (x, dy)]
     for dim in range(len(shape)):
-        module = traced(partial(run, dim=dim), x, dy)
-        expected = module(x, dy)
+        function = partial(run, dim=dim)
+        module, count, before, after = rewritten(function, in_place.write_in_place, x, dy)
         # The last one would write over the caller's x.
-        assert in_place.write_in_place(module.graph) == 4
-        module.recompile()
-        assert same(module(x, dy), expected)
+        assert count == 4
+        assert same(after, before)
         # What the trace says may be wrong.
-        turned = [t.mT.contiguous().mT for t in (x, dy)]
-        assert same(module(*turned), expected)
-        module = traced(partial(run, dim=dim), *turned)
-        in_place.write_in_place(module.graph)
-        module.recompile()
-        assert same(module(*turned), expected)
-
-
-def test_reinplace_exchanges_the_terms_of_a_sum():
-    """The first term is the caller's; a scaled second term stays where it is."""
-
-    def run(x):
-        return aten.add(x, aten.cos(x)), aten.add(x, aten.sin(x), alpha=2)
-
-    x = torch.randn(4)
-    module = traced(run, x)
-    expected = module(x)
-    in_place.write_in_place(module.graph)
-    module.recompile()
-    assert names(module.graph) == ["cos", "add_", "sin", "add"]
-    assert same(module(x), expected)
-
-
-def test_reinplace_knows_views():
-    def run(x):
-        y = aten.mul(x, 2)
-        v = aten.permute(y, [1, 0])
-        z = aten.relu(y)
-        return z, aten.add(v, 1)
-
-    def part(x):
-        y = aten.mul(x, 2)
-        return aten.relu(aten.slice(y, 0, 0, 2)), aten.relu(aten.expand(aten.slice(y, 0, 0, 1), [3, 2]))
-
-    # Only the sum may be written over v, whose memory nobody reads after it.  What is returned is no view then.
-    after = ["mul", "permute", "relu", "add_"], ["mul", "slice", "relu", "slice", "expand", "relu"]
-    for function, wanted in zip((run, part), after, strict=True):
-        module = traced(function, torch.randn(4, 2))
-        in_place.write_in_place(module.graph)
-        assert [name for name in names(module.graph) if "without_views" not in name] == wanted
+        assert same(module(*turned), before)
+        assert same(rewritten(function, in_place.write_in_place, *turned)[-1], before)
 
 
 def test_reinplace_moves_statistics_where_they_are():

@@ -13,8 +13,11 @@ from tests.compiler.test_passes import names
 MODES = [("nearest", 1), ("linear", 1), ("nearest", 2), ("bilinear", 2), ("bicubic", 2), ("nearest", 3)]
 
 
-def seeing_backend():
-    """A backend that rewrites interpolations as for Inductor, and the names in each graph that it compiles."""
+def graphs_of(net, *inputs, dynamic=False):
+    """The names in each graph of a network, whose interpolations are rewritten as for Inductor.
+
+    The gradients of its inputs are those of eager mode.
+    """
     graphs = []
 
     def seen(module, inputs):
@@ -26,7 +29,16 @@ def seeing_backend():
         parts = _torch.compiler_parts()
         return parts.aot_autograd(fw_compiler=seen, bw_compiler=seen)(module, inputs)
 
-    return backend, graphs
+    torch._dynamo.reset()
+    run = torch.compile(net, backend=backend, dynamic=dynamic)
+    for x in inputs:
+        found, wanted = (torch.autograd.grad(call(x).sum(), x)[0] for call in (run, net))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    return graphs
+
+
+def image(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.parametrize(("mode", "dims"), [*MODES, ("trilinear", 3)])
@@ -40,18 +52,12 @@ def test_gradient_of_an_interpolation_is_one_call(mode, dims):
     def net(x):
         return F.interpolate(x, scale_factor=2.0, mode=mode).sin()
 
-    for sizes in ((5,), *([(5, 7)] if (mode, dims) in (("nearest", 2), ("trilinear", 3)) else [])):
-        torch._dynamo.reset()
-        backend, graphs = seeing_backend()
-        run = torch.compile(net, backend=backend, dynamic=len(sizes) > 1)
-        for size in sizes:
-            x = torch.randn(2, 3, *(size,) * dims, dtype=torch.float64, requires_grad=True)
-            (found,) = torch.autograd.grad(run(x).sum(), x)
-            (wanted,) = torch.autograd.grad(net(x).sum(), x)
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-        if len(sizes) == 1:
-            assert not [name for name in graphs[-1] if "index_put" in name]
-            assert sum("upsample" in name for name in graphs[-1]) == 1
+    small, large = (image(2, 3, *[size] * dims) for size in (5, 7))
+    *_, backward = graphs_of(net, small)
+    assert not [name for name in backward if "index_put" in name]
+    assert sum("upsample" in name for name in backward) == 1
+    if (mode, dims) in (("nearest", 2), ("trilinear", 3)):
+        graphs_of(net, small, large, dynamic=True)
 
 
 @pytest.mark.parametrize("of_each_axis", [False, True])
@@ -62,26 +68,17 @@ def test_a_factor_that_follows_sizes(of_each_axis):
         factor = x.shape[-1] / 5
         return F.interpolate(x, scale_factor=(factor, 2.0) if of_each_axis else factor).sin()
 
-    backend, _ = seeing_backend()
-    x = torch.randn(1, 2, 7, 7, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(torch.compile(net, backend=backend, dynamic=True)(x).sum(), x)
-    (wanted,) = torch.autograd.grad(net(x).sum(), x)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    graphs_of(net, image(1, 2, 7, 7), dynamic=True)
 
 
 def test_kernels_serve_both_directions(monkeypatch, needs_interpreter):
     """Where Triton serves a tensor, a linear interpolation is the op of this package, in forward too."""
     monkeypatch.setattr(fusedseg, "backend", "triton")
-    backend, graphs = seeing_backend()
 
     def net(x):
         return F.interpolate(x, scale_factor=2, mode="bilinear").sin()
 
-    x = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(torch.compile(net, backend=backend)(x).sum(), x)
-    (wanted,) = torch.autograd.grad(net(x).sum(), x)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    assert [name for graph in graphs for name in graph if "interpolate" in name] == [
+    assert [name for graph in graphs_of(net, image(1, 2, 3, 2)) for name in graph if "interpolate" in name] == [
         "fusedseg.interpolate.default",
         "fusedseg.interpolate_backward.default",
     ]

@@ -101,15 +101,10 @@ SEEDS = {
 }
 
 
-class Tolerance(NamedTuple):
-    """The largest difference: a share of a tensor, and what may come on top of each value."""
-
-    share: float
-    least: float
-
-    def holds(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
-        most = self.share * wanted.norm() + self.least * wanted.numel() ** 0.5
-        return found.shape == wanted.shape and bool((found - wanted).norm() <= most)
+def is_close(found: torch.Tensor, wanted: torch.Tensor, share: float, least: float) -> bool:
+    """Whether the difference is at most a share of a tensor, and what may come on top of each value."""
+    most = share * wanted.norm() + least * wanted.numel() ** 0.5
+    return found.shape == wanted.shape and bool((found - wanted).norm() <= most)
 
 
 # The error of gradients of values in so many bits; those of autocast have 16.
@@ -152,12 +147,12 @@ def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
     wanted = results(twin, twin, x.to(next(twin.parameters()).dtype), way)
     found = results(net, compiled(net, codegen, way.dynamic, **way.options), x, way)
     assert found.keys() == wanted.keys()
-    exact = Tolerance(1e-7, 1e-9) if way.dtype == torch.float64 else Tolerance(1e-4, 1e-5)
+    exact = (1e-7, 1e-9) if way.dtype == torch.float64 else (1e-4, 1e-5)
     # Bits round nothing in forward.
-    forward = Tolerance(0.03, 0.01) if way.autocast else exact
+    forward = (0.03, 0.01) if way.autocast else exact
     of_gradients = {key for key in wanted if key.startswith(("input", "gradient"))}
     for key in wanted.keys() - of_gradients:
-        assert forward.holds(found[key], wanted[key]), (key, way)
+        assert is_close(found[key], wanted[key], *forward), (key, way)
         # A caller sees eager mode's strides.
         # As on a GPU, norms keep channels_last, where PyTorch's on a CPU may return contiguous memory.
         if codegen == "aten" and "output" in key and not (way.autocast or (way.kernels and way.rows)):
@@ -165,10 +160,10 @@ def check(name: str, way: Way, monkeypatch, codegen: str = "aten") -> None:
     if of_gradients and (way.autocast or "bits" in way.options):
         # All gradients together, because the bias of a convolution before a norm has none but for rounding.
         mine, theirs = (torch.cat([of[key].flatten() for key in sorted(of_gradients)]) for of in (found, wanted))
-        assert Tolerance(MOST[way.options.get("bits", 16)], 0.0).holds(mine, theirs), way
+        assert is_close(mine, theirs, MOST[way.options.get("bits", 16)], 0.0), way
         return
     for key in of_gradients:
-        assert exact.holds(found[key], wanted[key]), (key, way)
+        assert is_close(found[key], wanted[key], *exact), (key, way)
 
 
 @pytest.mark.usefixtures("packed")

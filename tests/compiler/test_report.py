@@ -51,14 +51,25 @@ class Pools(nn.Module):
         return x.sigmoid()
 
 
-@pytest.mark.parametrize(("make", "shape"), [(Perceptrons, (4096, 16)), (Pools, (4, 4, 32, 32))])
+def wide():
+    """Weights that are far larger than activations."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(Perceptrons, (4096, 16)), (Pools, (4, 4, 32, 32)), (wide, (4, 512))], ids=str
+)
 def test_peak_is_the_allocators(make, shape):
-    """It counted a sum that is written over its second term as new memory, and no gradient of the output."""
+    """It counted a sum that is written over its second term as new memory, and no gradient of the output.
+
+    Gradients of weights are in the peak of both ways, with large weights too.
+    """
     net, x = make(), torch.randn(shape)
     run = compiled(net)
     peak = peak_of(net, run, x)
     (graph,) = report(run).graphs
     assert graph.ours.peak == pytest.approx(peak, rel=0.01)
+    assert min(graph.eager.peak, graph.ours.peak) >= sum(parameter.nbytes for parameter in net.parameters())
 
 
 def test_a_second_network_runs_the_graphs_of_the_first_one():

@@ -18,6 +18,15 @@ from tests.tools.spy import spied
 aten = torch.ops.aten
 
 
+def reordered(run, *inputs, **given):
+    """The calls of a function before and after ``reorder``, which changes no result."""
+    module = traced(run, *inputs)
+    expected, before = module(*inputs), names(module.graph)
+    schedule.reorder(module, **given)
+    assert same(module(*inputs), expected)
+    return before, names(module.graph)
+
+
 def test_a_value_is_computed_twice_around_the_peak():
     """It is read first and last, and its input lives as long, so it need not lie beside the large tensor."""
 
@@ -27,13 +36,9 @@ def test_a_value_is_computed_twice_around_the_peak():
         small = aten.mean(large, [0])
         return aten.mul(aten.mul(small, value), kept)
 
-    inputs = torch.randn(2, 50), torch.randn(2, 50)
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "mul", "mul"]
-    schedule.reorder(module)
-    assert names(module.graph) == ["sigmoid", "mul", "cat", "mean", "sigmoid", "mul", "mul"]
-    assert torch.equal(module(*inputs), expected)
+    before, after = reordered(run, torch.randn(2, 50), torch.randn(2, 50))
+    assert before == ["sigmoid", "mul", "cat", "mean", "mul", "mul"]
+    assert after == ["sigmoid", "mul", "cat", "mean", "sigmoid", "mul", "mul"]
 
 
 def test_the_input_of_a_convolution_is_gone_before_its_gradient():
@@ -69,9 +74,8 @@ def test_the_input_that_needs_the_most_memory_comes_first():
         large = aten.mean(aten.cat([aten.cos(b)] * 8), [0], True)
         return aten.mul(tangents, aten.add(small, large))
 
-    module = traced(run, torch.randn(1, 50), torch.randn(2, 50), torch.randn(1, 50))
-    schedule.reorder(module)
-    assert names(module.graph) == ["cos", "cat", "mean", "sigmoid", "add", "mul"]
+    _, after = reordered(run, torch.randn(1, 50), torch.randn(2, 50), torch.randn(1, 50))
+    assert after == ["cos", "cat", "mean", "sigmoid", "add", "mul"]
 
 
 def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
@@ -85,9 +89,8 @@ def test_all_results_of_a_call_are_computed_again_by_one_call(monkeypatch):
         small = aten.mean(large, [0])
         return aten.mul(aten.mul(aten.mul(small, y), mean), rstd)
 
-    module = traced(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
-    schedule.reorder(module)
-    assert names(module.graph).count("native_group_norm") == 2
+    _, after = reordered(run, torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3))
+    assert after.count("native_group_norm") == 2
 
 
 @pytest.mark.parametrize(("price", "products"), [(0, 1), (1, 1), (1000, 2)])
@@ -100,11 +103,8 @@ def test_a_product_runs_again_where_the_peak_is_worth_it(price, products):
         return aten.mul(aten.mul(small, value), kept)
 
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    schedule.reorder(module, PeakTarget(inf, inf, price))
-    assert names(module.graph).count("mm") == products
-    assert torch.equal(module(*inputs), expected)
+    _, after = reordered(run, *inputs, peak_target=PeakTarget(inf, inf, price))
+    assert after.count("mm") == products
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,8 @@ def test_inductor_would_fuse_two_runs_but_those_of_products(op, by_inductor, tim
         return aten.mul(aten.mm(value, aten.mul(primals, aten.mean(large, [0]))), kept)
 
     inputs = torch.randn(2, 50), torch.randn(50, 50), torch.randn(2, 50)
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    schedule.reorder(module, by_inductor=by_inductor)
-    assert names(module.graph).count(op) == times
-    assert torch.equal(module(*inputs), expected)
+    _, after = reordered(run, *inputs, by_inductor=by_inductor)
+    assert after.count(op) == times
 
 
 @pytest.mark.parametrize(("reads", "moved"), [("the sum", True), ("nothing", True), ("the product", False)], ids=str)
@@ -137,13 +134,10 @@ def test_a_sum_comes_after_the_product_that_reads_the_same_value(reads, moved):
         return aten.mm(aten.t(value), scaled), aten.cos(total)
 
     inputs = torch.randn(4, 5), torch.randn(4, 5)
-    module = traced(run, *inputs)
-    expected = module(*inputs)
-    schedule.reorder(module)
-    assert names(module.graph).index("sum") < names(module.graph).index("mm")
-    schedule.reorder(module, by_inductor=True)
-    assert (names(module.graph).index("sum") > names(module.graph).index("mm")) == moved
-    assert same(module(*inputs), expected)
+    _, after = reordered(run, *inputs)
+    assert after.index("sum") < after.index("mm")
+    _, after = reordered(run, *inputs, by_inductor=True)
+    assert (after.index("sum") > after.index("mm")) == moved
 
 
 class Biased(nn.Module):

@@ -8,12 +8,11 @@ from torch.nn import functional as F
 from tests.compiler.networks import compiled
 
 
-def check(net, run, inputs, tolerance=1e-9):
-    """The gradients of some steps with a compiled model are those of eager mode."""
-    for given in inputs:
-        found, wanted = (torch.autograd.grad(call(*given).square().mean(), [*net.parameters()]) for call in (run, net))
-        most = max(g.abs().max() for g in wanted)
-        assert all((a - b).abs().max() <= tolerance * most for a, b in zip(found, wanted, strict=True))
+def check(net, run, given, leaves, tolerance=1e-9):
+    """The gradients of a step with a compiled model are those of eager mode."""
+    found, wanted = (torch.autograd.grad(call(*given).square().mean(), leaves) for call in (run, net))
+    most = max(g.abs().max() for g in wanted)
+    assert all((a - b).abs().max() <= tolerance * most for a, b in zip(found, wanted, strict=True))
 
 
 class Scaled(nn.Module):
@@ -29,27 +28,24 @@ class Scaled(nn.Module):
         return self.b(F.interpolate(self.a(x), scale_factor=factor, **self.how))
 
 
+FACTORS = (2.0, 1.5, 0.75)
 HOW = {
-    "nearest": (2, {}, {"budget": 0.5}),
-    "recomputed": (2, {"mode": "bilinear", "recompute_scale_factor": True}, {}),
-    "3D": (3, {"mode": "trilinear"}, {}),
+    "nearest": (2, {}, {"budget": 0.5}, FACTORS),
+    "recomputed": (2, {"mode": "bilinear", "recompute_scale_factor": True}, {}, FACTORS),
+    "3D": (3, {"mode": "trilinear"}, {}, FACTORS),
+    "of each dimension": (2, {"mode": "bilinear"}, {}, [(factor, 2.0) for factor in FACTORS]),
 }
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_scale_factor_that_changes(how):
     torch.manual_seed(0)
-    dims, given, options = HOW[how]
+    dims, given, options, factors = HOW[how]
     net = Scaled(dims, **given).double()
     x = torch.randn(2, 2, *[8] * dims, dtype=torch.float64)
-    check(net, compiled(net, **options), [(x, factor) for factor in (2.0, 1.5, 0.75)])
-
-
-def test_scale_factors_of_each_dimension():
-    torch.manual_seed(0)
-    net = Scaled(2, mode="bilinear").double()
-    x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    check(net, compiled(net), [(x, (factor, 2.0)) for factor in (2.0, 1.5, 0.75)])
+    run = compiled(net, **options)
+    for factor in factors:
+        check(net, run, (x, factor), [*net.parameters()])
 
 
 class Convolved(nn.Module):
@@ -74,11 +70,8 @@ def test_channels_that_change(dynamic, options):
         torch.manual_seed(i)
         shapes = (2, i, 2 * size, 2 * size), (2, j, size, size), (o, i + j, 3, 3)
         given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        found, wanted = (torch.autograd.grad(call(*given).square().mean(), given) for call in (run, Convolved()))
-        most = max(g.abs().max() for g in wanted)
         # Tensors of 4096 values and more are packed.
-        tolerance = 0.05 if "bits" in options else 1e-9
-        assert all((a - b).abs().max() <= tolerance * most for a, b in zip(found, wanted, strict=True))
+        check(Convolved(), run, given, given, tolerance=0.05 if "bits" in options else 1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be met:UserWarning")
@@ -105,7 +98,7 @@ def test_blocks_of_other_channels_after_a_graph_break():
     torch.manual_seed(0)
     net = Net().double()
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    check(net, compiled(net, budget=0.3), [(x,)])
+    check(net, compiled(net, budget=0.3), (x,), [*net.parameters()])
 
 
 def pooled(rows):

@@ -29,17 +29,18 @@ def results(model: nn.Module, x: Tensor, training: bool = True) -> tuple[Tensor,
     return out, gradients | {"input": leaf.grad}
 
 
-def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, tolerance: float = 1e-9, training: bool = True) -> None:
-    """Asserts that outputs, gradients, and buffers after the step agree to rounding.
+# For float64.
+TOLERANCE = 1e-9
 
-    The default tolerance is for float64.
-    """
+
+def assert_same(ours: nn.Module, stock: nn.Module, x: Tensor, training: bool = True) -> None:
+    """Asserts that outputs, gradients, and buffers after the step agree to rounding."""
     out, gradients = results(ours, x, training)
     expected, expected_gradients = results(stock, x, training)
-    assert relative_error(out, expected) < tolerance
+    assert relative_error(out, expected) < TOLERANCE
     errors = gradient_errors(gradients, expected_gradients)
-    assert all(error < tolerance for error in errors.values()), errors
+    assert all(error < TOLERANCE for error in errors.values()), errors
     buffers, expected_buffers = dict(ours.named_buffers()), dict(stock.named_buffers())
     assert buffers.keys() == expected_buffers.keys()
     for name, buffer in buffers.items():
-        assert relative_error(buffer, expected_buffers[name]) < tolerance, name
+        assert relative_error(buffer, expected_buffers[name]) < TOLERANCE, name

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import pickle
 import weakref
 from functools import partial
@@ -13,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.convert import LIBRARY, BlockPlan, FusedStock, digest_of
-from fusedseg.memory.fake import fake_mode
-from fusedseg.memory.meter import measure
+from fusedseg.convert import LIBRARY, BlockPlan, FusedStock, _library_steps, digest_of
+from fusedseg.memory.meter import graph_of, measure
 from tests.conversion import networks
 from tests.conversion.compare import assert_same, results, saved
 from tests.resnet import ResNet18
@@ -111,13 +109,13 @@ def test_another_version_of_a_library_stays_stock(monkeypatch):
     dynunet = pytest.importorskip("monai.networks.blocks.dynunet_block")
     block = dynunet.UnetBasicBlock(2, 1, 4, 3, 1, "instance")
     monkeypatch.setattr(dynunet.UnetBasicBlock, "forward", lambda self, inp: self.norm1(self.conv1(inp)))
-    importlib.import_module("fusedseg.convert")._library_steps.cache_clear()
+    _library_steps.cache_clear()
     try:
         found = fusedseg.conversion(fusedseg.convert(block))
         assert [row.why for row in found.left] == ["the forward of another version of UnetBasicBlock calls it"] * 2
     finally:
         monkeypatch.undo()
-        importlib.import_module("fusedseg.convert")._library_steps.cache_clear()
+        _library_steps.cache_clear()
     assert len(fusedseg.conversion(fusedseg.convert(block)).served) == 2
 
 
@@ -135,18 +133,6 @@ def test_what_it_says():
     assert 'torch.compile(model, backend="fusedseg")' in text
 
 
-def test_what_is_refused():
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got int"):
-        fusedseg.convert(1)
-
-
-class Answer:
-    """A plain object with a tensor."""
-
-    def __init__(self, value):
-        self.value = value
-
-
 class Reads(nn.Module):
     """Programs in which a flow that was observed once misled an earlier ``convert``."""
 
@@ -157,9 +143,6 @@ class Reads(nn.Module):
 
     def forward(self, x):
         y = self.conv(x)
-        if self.how == "object":
-            kept = Answer(y)
-            return self.block(self.act(self.norm(y * 1))) + kept.value
         if self.how == "closure":
             return (lambda: self.block(self.act(self.norm(y.clone()))) + y)()
         if self.how == "grad mode":
@@ -167,7 +150,7 @@ class Reads(nn.Module):
         return self.block(y) + self.block(y.to_sparse().to_dense())
 
 
-@pytest.mark.parametrize("how", ["object", "closure", "grad mode", "sparse"])
+@pytest.mark.parametrize("how", ["closure", "grad mode", "sparse"])
 def test_programs_that_read_a_tensor_twice(how, x):
     stock, ours = converted(Reads(how), x)
     assert fusedseg.conversion(ours).served
@@ -254,6 +237,8 @@ def test_children_that_are_called_by_themselves_are_stock(x):
         lambda m: m.__delitem__(2),
         lambda m: setattr(m[2], "negative_slope", 0.5),
         lambda m: setattr(m[2], "inplace", False),
+        # Such an activation has no inverse, and PyTorch does not differentiate it in place.
+        lambda m: vars(m[2]).update(negative_slope=-0.5, inplace=False),
         lambda m: setattr(m[1], "eps", 0.3),
         lambda m: setattr(m[1], "momentum", None),
         lambda m: m[1].eval().requires_grad_(False),
@@ -334,15 +319,6 @@ def test_autocast_and_memory_formats(norm, act, last):
         assert (out.dtype, inner.dtype) == (expected.dtype, wanted.dtype)
         torch.testing.assert_close(out, expected, rtol=2e-2 if amp else 1e-5, atol=2e-2 if amp else 1e-5)
         out.float().square().mean().backward()
-
-
-def test_a_slope_that_turns_negative(x):
-    """Such an activation has no inverse."""
-    stock, ours = converted(block(act=partial(nn.LeakyReLU, 0.1)), x)
-    for model in (stock, ours):
-        model(x)
-        model[2].negative_slope = -0.5
-    assert_same(ours, stock, x)
 
 
 def test_a_caller_that_writes_over_the_output():
@@ -458,14 +434,6 @@ def test_pools(x):
     assert kept(fusedseg.convert(nn.MaxPool2d(2)), leaf) < kept(nn.MaxPool2d(2), leaf) / 8
 
 
-def test_tensors_without_values():
-    """The profiler counts a converted model on them."""
-    with fake_mode():
-        stock, ours = leaky_unet(), fusedseg.convert(leaky_unet())
-        x = torch.empty(IMAGE)
-        assert kept(ours, x) < 0.65 * kept(stock, x)
-
-
 def test_a_call_looks_at_few_things(monkeypatch, x):
     """The plan is made once; a call makes no new one, and walks over no children."""
     ours = fusedseg.convert(leaky_unet()).double()
@@ -475,12 +443,7 @@ def test_a_call_looks_at_few_things(monkeypatch, x):
     monkeypatch.setattr(nn.Module, "children", None)
     out = ours(x)
     # Each pair is one node of autograd.
-    names = set()
-    stack = [out.grad_fn]
-    while stack:
-        node = stack.pop()
-        names.add(type(node).__name__)
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    names = {type(node).__name__ for node in graph_of(out)}
     assert "NormFunctionBackward" in names
     assert not names & {"LeakyReluBackward0", "LeakyReluBackward1", "NativeBatchNormBackward0"}
 

@@ -1,6 +1,5 @@
 """``sliding_window_labels`` gives the labels of sums over the whole image, and holds less."""
 
-import io
 import itertools
 import sys
 
@@ -31,7 +30,7 @@ class Net(nn.Module):
         return self.conv(x) + ramp
 
 
-def mean_of_windows(model, image, roi, overlap, mode="constant", sigma_scale=0.125, pad="constant", cval=0.0):
+def mean_of_windows(model, image, roi, overlap, mode="constant", pad="constant", cval=0.0):
     """Logits of the whole image, window by window, as MONAI defines them."""
     spatial = image.shape[2:]
     missing = [max(r - n, 0) for r, n in zip(roi, spatial, strict=True)]
@@ -47,7 +46,7 @@ def mean_of_windows(model, image, roi, overlap, mode="constant", sigma_scale=0.1
     for r in roi:
         if mode == "gaussian":
             x = torch.arange(r, dtype=torch.float32) - (r - 1) / 2
-            line = torch.exp(x**2 / (-2 * (r * sigma_scale) ** 2))
+            line = torch.exp(x**2 / (-2 * (r * 0.125) ** 2))
         else:
             line = torch.ones(r)
         weight = weight.unsqueeze(-1) * line
@@ -179,7 +178,7 @@ def test_nothing_of_the_caller_changes():
 def test_no_window_touches_a_cell_after_its_last_one(shape, roi, overlap):
     image = tuple(max(n, r) for n, r in zip(shape[2:], roi, strict=True))
     windows = Windows.of(image, roi, overlap)
-    touched = [(cell.where, windows.last(cell), window) for window in windows.indices for cell in windows.cells(window)]
+    touched = [(at, windows.last(at), window) for window in windows.indices for at, _, _ in windows.cells(window)]
     for where in {str(where) for where, _, _ in touched}:
         of_cell = [(last, window) for found, last, window in touched if str(found) == where]
         assert {last for last, _ in of_cell} == {of_cell[-1][1]}
@@ -217,12 +216,8 @@ def test_a_longer_first_axis_adds_the_bytes_of_image_and_labels_alone():
 
 
 def test_progress_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     lines = []
-    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(progress.Progress, "update", lambda self, text: lines.append(text))
     sliding_window_labels(Net(1), torch.randn(1, 2, 37), 8, 0.5, sw_batch_size=4, progress=True)
     assert lines == ["window 4 of 9", "window 8 of 9", "window 9 of 9"]

@@ -138,6 +138,14 @@ class FusedStandIn(nnunet.Fused, StandIn):
     pass
 
 
+def initialized(kind=FusedStandIn, norm=None, **attributes):
+    """A trainer of a class, with attributes that are set before it initialises itself."""
+    trainer = kind(nn.BatchNorm2d(8) if norm is None else norm)
+    vars(trainer).update(attributes)
+    trainer.initialize()
+    return trainer
+
+
 class OfThree(FusedStandIn):
     num_input_channels = 3
 
@@ -149,10 +157,5 @@ class OfThree(FusedStandIn):
 
 def nnunet_trainer(rank, world):
     torch.manual_seed(5)
-    trainer = OfThree(nn.GroupNorm(4, 8))
-    trainer.is_ddp = world > 1
-    trainer.initialize()
+    trainer = initialized(OfThree, nn.GroupNorm(4, 8), is_ddp=world > 1)
     return trained(nn.Sequential(trainer.network.double(), nn.AdaptiveAvgPool2d(16)), rank, world)
-
-
-# The programs below need a framework.

@@ -34,11 +34,8 @@ def write_raw(folder: Path) -> None:
             nibabel.save(made, home / part / f"{name}.nii.gz")
     description = {
         "channel_names": {"0": "T1"},
-        "labels": {name: label for label, name in enumerate(CASES_LABELS)},
+        "labels": {name.replace(" ", "_"): label for label, name in enumerate(CLASSES)},
         "numTraining": CASES,
         "file_ending": ".nii.gz",
     }
     (home / "dataset.json").write_text(json.dumps(description))
-
-
-CASES_LABELS = tuple(name.replace(" ", "_") for name in CLASSES)

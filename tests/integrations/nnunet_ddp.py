@@ -83,21 +83,16 @@ def initialized(name, norm, nonlin="torch.nn.LeakyReLU"):
 
     torch.manual_seed(0)
     trainer = trainer_class(name)(plans(norm, nonlin), "3d_fullres", 0, dict(DATASET), torch.device("cpu"))
-    on_cpu = functools.partial(_wrapped, DistributedDataParallel)
     build = module.nnUNetTrainer.build_network_architecture
     in_float64 = staticmethod(functools.wraps(build)(lambda *args, **kwargs: build(*args, **kwargs).double()))
     with (
-        mock.patch.object(module, "DDP", on_cpu),
+        mock.patch.object(module, "DDP", lambda network, device_ids: DistributedDataParallel(network)),
         mock.patch.object(module.nnUNetTrainer, "build_network_architecture", in_float64),
     ):
         trainer.initialize()
     # nnU-Net's weights of the scales differ between one and several processes.
     setattr(trainer.loss, "weight_factors" if name == "nnUNetTrainer" else "weights", (0.75, 0.25))
     return trainer
-
-
-def _wrapped(ddp, network, device_ids):
-    return ddp(network)
 
 
 def batch():

@@ -21,6 +21,7 @@ from nnunetv2.experiment_planning.experiment_planners.residual_unets import resi
 from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.integrations.nnunet.plans import Planned, read
 from fusedseg.memory.fake import bytes_before, eager_step, fake_inputs, fake_mode, fake_model
+from fusedseg.memory.step_bytes import StepBytes
 from tests.integrations.nnunet_plans import NAME, dataset_json, fingerprint
 
 # What nnU-Net's planner finds for Task03_Liver: the median shape and spacing, and the number of images.
@@ -42,31 +43,26 @@ CONTEXT = GIB // 2
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80)
 
 
-class Way(NamedTuple):
-    """Bytes of a step in one way: kept for backward, and the peak, both beside what was there before the step."""
-
-    kept: int
-    peak: int
-
-    def card(self, before: int) -> str:
-        """The smallest card that holds what is there before the step, what PyTorch reserves for it, and the context."""
-        needed = before + RESERVED * self.peak + CONTEXT
-        return next((f"{card} GB" for card in CARDS if needed <= card * GIB), "none")
+def card(before: int, peak: int) -> str:
+    """The smallest card that holds what is there before the step, what PyTorch reserves for it, and the context."""
+    needed = before + RESERVED * peak + CONTEXT
+    return next((f"{size} GB" for size in CARDS if needed <= size * GIB), "none")
 
 
 class Step(NamedTuple):
-    """A planned step: batch, channels and patch, the bytes that are there before it, and the ways to run it."""
+    """A planned step: batch, channels and patch, the bytes that are there before it, and what each way needs."""
 
     size: tuple[int, ...]
     before: int
-    eager: Way
-    exact: Way
-    four: Way
+    eager: StepBytes
+    exact: StepBytes
+    four: StepBytes
 
     def row(self, name: str) -> str:
         """The GiB before the step and at its peaks, and the cards for the compiled network."""
-        cells = [name, "×".join(map(str, self.size)), f"{self.before / GIB:.1f}", f"{self.eager.peak / GIB:.1f}"]
-        cells += [f"{way.peak / GIB:.1f}, {way.card(self.before)}" for way in (self.exact, self.four)]
+        eager, *ours = (way.with_workspaces for way in (self.eager, self.exact, self.four))
+        cells = [name, "×".join(map(str, self.size)), f"{self.before / GIB:.1f}", f"{eager / GIB:.1f}"]
+        cells += [f"{peak / GIB:.1f}, {card(self.before, peak)}" for peak in ours]
         return f"| {' | '.join(cells)} |"
 
 
@@ -89,18 +85,12 @@ def count(planned: Planned) -> Step:
         inputs = fake_inputs(size, torch.float32)
         stock = fake_model(planned.build, torch.float32)
         before = bytes_before(stock, inputs, optimizer=optimizer)
-        eager = eager_step(stock, inputs, autocast=torch.float16)
+        eager = eager_step(stock, inputs, autocast=torch.float16).needs
         inputs = [image.contiguous(memory_format=torch.channels_last_3d) for image in inputs]
         network = fake_model(laid_out, torch.float32)
         reports = estimate_ways(network, inputs, [OURS, {**OURS, "bits": 4}], torch.float16)
     exact, four = (report.steps()[1] for report in reports)
-    return Step(
-        size,
-        before=sum(before.values()),
-        eager=Way(eager.saved, eager.with_workspaces),
-        exact=Way(exact.kept, exact.with_workspaces),
-        four=Way(four.kept, four.with_workspaces),
-    )
+    return Step(size, sum(before.values()), eager, exact, four)
 
 
 def rows() -> Iterator[str]:

@@ -28,12 +28,10 @@ for op in ("nms", "qnms"):
 
 
 @functools.cache
-def _library() -> torch.library.Library:
-    """Declares torchvision's binary ops: its wheel for GPUs does not load them beside a CPU build of PyTorch."""
-    library = torch.library.Library("torchvision", "DEF")
-    for op in ("nms", "qnms"):
-        library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+def _library() -> dict[str, Any]:
+    """Runs ``LIBRARY`` once, and returns its names, because the ops are there as long as the library is."""
+    exec(LIBRARY, names := {})
+    return names
 
 
 def framework(name: str) -> Any:
@@ -60,13 +58,7 @@ def difference(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
 
 def bytes_of(model: nn.Module, *inputs: Any) -> Footprint:
     """The bytes of a training step, in fp32."""
-    model = copy.deepcopy(model).float().train()
-    return measure(model, *inputs, loss=_mean)
-
-
-def _mean(out: Any) -> Tensor:
-    out = getattr(out, "logits", out)
-    return out.float().mean()
+    return measure(copy.deepcopy(model).float().train(), *inputs)
 
 
 def told(name: str, **footprints: Footprint) -> None:
@@ -75,12 +67,16 @@ def told(name: str, **footprints: Footprint) -> None:
 
 
 def without_fusedseg(code: str, *arguments: Any) -> str:
-    """The output of a fresh process in which ``import fusedseg`` fails."""
+    """The last line that a fresh process prints in which ``import fusedseg`` fails."""
     paths: Iterable[str] = [path for path in sys.path if path and Path(path) != Path(__file__).parents[2]]
     head = f"import sys, warnings; sys.path[:] = {list(paths)!r}; sys.modules['fusedseg'] = None\n"
     head += "warnings.simplefilter('ignore')\n" + ("" if torch.version.cuda else LIBRARY)
-    run = subprocess.run(
-        [sys.executable, "-c", head + code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return last_line(head + code, *arguments)
+
+
+def last_line(code: str, *arguments: Any) -> str:
+    """The last line that a fresh process prints."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip().splitlines()[-1]

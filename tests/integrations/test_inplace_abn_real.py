@@ -4,13 +4,12 @@ Each program runs in a process of its own, since the libraries look for the pack
 """
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.integrations.real import LIBRARY, framework, told, without_fusedseg
+from tests.integrations.real import LIBRARY, framework, last_line, told, without_fusedseg
 
 pytestmark = [pytest.mark.slow]
 
@@ -112,11 +111,7 @@ FRAMEWORKS = {"smp": "segmentation_models_pytorch", "timm": "timm"}
 
 def run(code, *arguments):
     head = HEAD.replace("PATHS", repr(sys.path)).replace("LIBRARY", "" if torch.version.cuda else LIBRARY)
-    done = subprocess.run(
-        [sys.executable, "-c", head + code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(last_line(head + code, *arguments))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

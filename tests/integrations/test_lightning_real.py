@@ -68,17 +68,12 @@ def fit(model, *callbacks, **options):
 exec(PROGRAM, names := {})
 
 
-@pytest.fixture
-def program():
-    return names
-
-
-def test_training(program, tmp_path):
+def test_training(tmp_path):
     """A converted network: losses, gradients, bytes, and a checkpoint that loads without fusedseg."""
-    stock, ours = program["Lit"](), program["Lit"]()
+    stock, ours = names["Lit"](), names["Lit"]()
     fusedseg.convert(ours.net)
     for module in (stock, ours):
-        trainer = program["fit"](module, precision="64-true")
+        trainer = names["fit"](module, precision="64-true")
     assert len(ours.losses) == 8
     # float64, through 8 steps of AdamW, whose first steps divide a gradient by its own size
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
@@ -87,7 +82,7 @@ def test_training(program, tmp_path):
     both = [bytes_of(net.net, x) for net in (stock, ours)]
     told("Lightning", stock=both[0], ours=both[1])
     assert both[1].saved < both[0].saved
-    fresh = program["Lit"]()
+    fresh = names["Lit"]()
     fresh.load_state_dict(stock.state_dict())
     converted = fusedseg.convert(copy.deepcopy(fresh))
     y = torch.randint(3, (2, 32, 32))
@@ -103,11 +98,11 @@ def test_training(program, tmp_path):
     assert float(without_fusedseg(code, tmp_path / "ours.ckpt")) == pytest.approx(expected, rel=1e-5)
 
 
-def test_averaged_weights_and_frozen_norms(program):
+def test_averaged_weights_and_frozen_norms():
     """Lightning's callbacks that look for norms by class find those of a converted network."""
-    averaged = program["Lit"]()
+    averaged = names["Lit"]()
     fusedseg.convert(averaged.net)
-    program["fit"](averaged, pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+    names["fit"](averaged, pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
     pl.callbacks.BaseFinetuning.freeze(averaged.net, train_bn=False)
     assert not any(p.requires_grad for p in averaged.net.parameters())
     norms = [m for m in averaged.net.modules() if isinstance(m, nn.BatchNorm2d)]
@@ -119,31 +114,31 @@ def test_averaged_weights_and_frozen_norms(program):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["network", "configure_model"])
-def test_compiled_network(late, program, tmp_path):
+def test_compiled_network(late, tmp_path):
     """The lines of docs/lightning.md; checkpoints have the stock names, and the losses those of eager mode."""
     options = {"codegen": "aten"}
 
-    class Compiled(program["Late"] if late else program["Lit"]):
+    class Compiled(names["Late"] if late else names["Lit"]):
         def configure_model(self):
             if late:
                 super().configure_model()
             self.net.compile(backend="fusedseg", options=options)
 
-    stock, ours, whole = program["Lit"](), Compiled(), program["Lit"]()
+    stock, ours, whole = names["Lit"](), Compiled(), names["Lit"]()
     if late:
         ours.net = nn.Identity()
-    program["fit"](stock)
-    trainer = program["fit"](ours)
+    names["fit"](stock)
+    trainer = names["fit"](ours)
     # In fp32, where gradients of norms may be sums in another order.
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
     (graph,) = fusedseg.compiler.report(ours.net).graphs
     assert graph.ours.kept < 0.6 * graph.eager.kept
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    fresh = program["Lit"]()
+    fresh = names["Lit"]()
     fresh.load_state_dict(torch.load(tmp_path / "ours.ckpt", weights_only=False)["state_dict"])
     # Lightning's own way compiles the whole step.
     whole.losses = Silent()
-    program["fit"](torch.compile(whole, backend="fusedseg", options=options))
+    names["fit"](torch.compile(whole, backend="fusedseg", options=options))
     for (name, p), q in zip(whole.net.named_parameters(), stock.net.parameters(), strict=True):
         # The gradient of a bias before a norm is noise, of which AdamW makes steps of the learning rate.
         if p.dim() > 1 or name == "head.bias":

@@ -1,7 +1,6 @@
 """A bundle's configuration and a ``SupervisedTrainer`` of MONAI, with the stock network and loss, and with ours."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -168,14 +167,9 @@ def test_compiled_trainer():
     assert kept < 0.6 * eager
 
 
-def test_every_factory_in_every_dimension():
-    for norm, dims in itertools.product(
-        ("fused_instance", "fused_batch", ("fused_group", {"num_groups": 2})), (1, 2, 3)
-    ):
-        check_factory(norm, dims)
-
-
-def check_factory(norm, dims):
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("norm", ["fused_instance", "fused_batch", ("fused_group", {"num_groups": 2})], ids=str)
+def test_every_factory_in_every_dimension(norm, dims):
     from monai.networks.nets import SegResNet, UNet
 
     from fusedseg.integrations.monai import register

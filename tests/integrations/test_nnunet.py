@@ -20,7 +20,7 @@ from fusedseg.compiler import estimate
 from fusedseg.integrations import nnunet
 from fusedseg.integrations.nnunet import fused_loss, plans
 from tests.integrations import nnunet_ddp
-from tests.integrations.jobs import FusedStandIn, Network, OfThree, StandIn
+from tests.integrations.jobs import FusedStandIn, Network, OfThree, StandIn, initialized
 from tests.integrations.real import framework, without_fusedseg
 from tests.nnunet import PlainConvUNet
 
@@ -72,9 +72,7 @@ def test_a_plans_file_that_cannot_be_read(monkeypatch, capsys):
 @pytest.mark.parametrize("ddp", [False, True])
 def test_the_network_is_converted_for_training_alone(ddp, tmp_path, monkeypatch):
     monkeypatch.setenv("nnUNet_compile", "f")
-    trainer = FusedStandIn(nn.BatchNorm2d(8))
-    trainer.is_ddp = ddp
-    trainer.initialize()
+    trainer = initialized(is_ddp=ddp)
     assert type(trainer.network[0][1]) is (nn.SyncBatchNorm if ddp else nn.BatchNorm2d)
     assert len(fusedseg.conversion(trainer.network).served) == (0 if ddp else 1)
     assert any("fusedseg.convert" in line for line in trainer.log)
@@ -105,9 +103,7 @@ def test_what_is_asked_of_the_backend_on_a_gpu(passed, processes, expected, monk
     used = []
     monkeypatch.setattr(Network, "compile", lambda self, **given: used.append(given))
     monkeypatch.setattr(FusedStandIn, "compile_options", passed)
-    trainer = FusedStandIn(nn.BatchNorm2d(8))
-    trainer.device, trainer.is_ddp = torch.device("cuda"), processes > 1
-    trainer.initialize()
+    trainer = initialized(device=torch.device("cuda"), is_ddp=processes > 1)
     assert used == [{"backend": fusedseg.compiler.backend, "options": expected}]
     # nnU-Net itself compiles neither the network nor the loss.
     assert type(trainer.network) is Network
@@ -128,17 +124,14 @@ def test_no_graphs_are_recorded_where_nnunet_does_not_compile(monkeypatch):
     monkeypatch.setattr(Network, "compile", lambda self, **given: used.append(given["options"]))
     monkeypatch.setattr(StandIn, "_do_i_compile", lambda self: False)
     for device, expected in (("cuda", ON_A_GPU | {"cudagraphs": False}), ("cpu", {})):
-        trainer = FusedStandIn(nn.BatchNorm2d(8))
-        trainer.device = torch.device(device)
-        trainer.initialize()
+        initialized(device=torch.device(device))
         assert used.pop() == expected
 
 
 def test_options_that_the_backend_refuses_raise_before_training(monkeypatch):
     monkeypatch.setattr(FusedStandIn, "compile_options", {"bits": 5})
-    trainer = FusedStandIn(nn.BatchNorm2d(8))
     with pytest.raises(ValueError, match="option bits must be 8, 4 or None, got 5"):
-        trainer.initialize()
+        initialized()
 
 
 def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypatch):
@@ -147,9 +140,12 @@ def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypa
     The CUDA graphs of training held their memory, so the validation could run out of memory on a card that fits a step.
     """
     released = []
-    monkeypatch.setattr(fusedseg.compiler.backend, "reset", lambda: released.append(gradients_of(trainer.network)))
-    trainer = FusedStandIn(nn.BatchNorm2d(8))
-    trainer.initialize()
+
+    def gradients():
+        return [parameter.grad for parameter in trainer.network.parameters() if parameter.grad is not None]
+
+    monkeypatch.setattr(fusedseg.compiler.backend, "reset", lambda: released.append(gradients()))
+    trainer = initialized()
     trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
     trainer.perform_actual_validation()
     assert trainer.prediction.shape == (1, 2, 14, 14)
@@ -157,10 +153,6 @@ def test_the_final_validation_runs_no_compiled_code_and_releases_graphs(monkeypa
     assert len(fusedseg.compiler.report(trainer.network).graphs) == 1
     # The gradients lie in the memory of the graphs, so they go first.
     assert released == [[]]
-
-
-def gradients_of(network):
-    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.gpu
@@ -179,9 +171,7 @@ def test_training_with_graphs_and_without(device, monkeypatch):
         torch._dynamo.reset()
         monkeypatch.setattr(FusedStandIn, "compile_options", options)
         torch.manual_seed(0)
-        trainer, losses = OnDevice(nn.InstanceNorm2d(8, affine=True)), []
-        trainer.device = device
-        trainer.initialize()
+        trainer, losses = initialized(OnDevice, nn.InstanceNorm2d(8, affine=True), device=device), []
         for batch in (2, 2, 2, 1, 2, 2):
             x = torch.randn(batch, 1, 16, 16).to(device)
             losses.append(trainer.train_step({"data": x, "target": torch.zeros(batch, 2, 14, 14, device=device)}))
@@ -205,7 +195,7 @@ def test_a_network_that_pytorch_does_not_compile_raises_before_training(monkeypa
     """``compile`` of a plain ``nn.Sequential`` does nothing, without an error."""
     monkeypatch.setattr(FusedStandIn, "build_network_architecture", staticmethod(lambda norm: nn.Sequential(norm)))
     with pytest.raises(ValueError, match=r"Sequential\.compile\(\) of PyTorch has no effect on classes of torch\.nn"):
-        FusedStandIn(nn.BatchNorm2d(8)).initialize()
+        initialized()
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 4}, {"budget": 0.4}], ids=str)
@@ -216,8 +206,7 @@ def test_the_log_says_what_the_backend_keeps(options, monkeypatch):
     found = {}
     for kind in (StandIn, FusedStandIn):
         torch.manual_seed(0)
-        trainer = kind(nn.BatchNorm2d(8))
-        trainer.initialize()
+        trainer = initialized(kind)
         losses = [trainer.train_step(batch)["loss"] for _ in range(2)]
         found[kind] = losses, torch.cat([parameter.grad.flatten() for parameter in trainer.network.parameters()])
     assert found[StandIn][0] == found[FusedStandIn][0]
@@ -235,9 +224,7 @@ def test_the_log_says_what_the_backend_keeps(options, monkeypatch):
 def test_the_network_is_converted_where_it_is_not_compiled(device, variable, monkeypatch):
     """The log says why."""
     monkeypatch.setenv("nnUNet_compile", variable)
-    trainer = FusedStandIn(nn.BatchNorm2d(8))
-    trainer.device = torch.device(device)
-    trainer.initialize()
+    trainer = initialized(device=torch.device(device))
     (said,) = (line for line in trainer.log if "fusedseg.convert" in line)
     assert said.startswith("fusedseg.convert, because the network is not compiled:\nfusedseg.convert serves 1 norms")
     trainer.train_step({"data": torch.randn(2, 1, 16, 16), "target": torch.zeros(2, 2, 14, 14)})
@@ -246,8 +233,7 @@ def test_the_network_is_converted_where_it_is_not_compiled(device, variable, mon
 
 def test_a_checkpoint_of_a_network_of_its_own_names_the_trainer(tmp_path):
     """It named the stock trainer, whose network has other layers: prediction failed, or was wrong without an error."""
-    trainer = OfThree(nn.BatchNorm2d(8))
-    trainer.initialize()
+    trainer = initialized(OfThree)
     trainer.save_checkpoint(str(tmp_path / "checkpoint.pth"))
     assert torch.load(tmp_path / "checkpoint.pth")["trainer_name"] == "OfThree"
 

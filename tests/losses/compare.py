@@ -14,13 +14,9 @@ def check_same(ours, expected, x, tolerance=1e-12):
         value = loss(leaf, *arguments)
         grads.append(torch.autograd.grad(value.sum(), leaf)[0])
         values.append(value.detach())
-    assert values[0].shape == values[1].shape
-    assert same(*values, tolerance * max(1.0, largest(values[1])))
-    assert same(*grads, tolerance * largest(grads[1]))
-
-
-def same(ours, expected, difference):
-    return torch.allclose(ours, expected, rtol=0, atol=difference, equal_nan=True)
+    bounds = tolerance * max(1.0, largest(values[1])), tolerance * largest(grads[1])
+    for pair, bound in zip((values, grads), bounds, strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=bound, equal_nan=True)
 
 
 def largest(t):

@@ -1,4 +1,7 @@
-"""CrossEntropyLoss equals the stock loss in value and gradient, in float64."""
+"""CrossEntropyLoss equals the stock loss in value and gradient, in float64.
+
+PyTorch's mean over no position is NaN, and its gradient is exactly 0, so that an unlabelled image changes no weight.
+"""
 
 import itertools
 
@@ -7,8 +10,10 @@ import torch
 from torch import nn
 
 import fusedseg
+from fusedseg.functional import ConvLogits
 from tests.losses.compare import check_same
 
+INF = float("inf")
 WEIGHT = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
 
 
@@ -29,18 +34,6 @@ def test_as_stock(shape):
         check_same((ours, labels.clamp(min=0)), (stock, labels.clamp(min=0)), x)
 
 
-def test_small_labels_of_many_classes():
-    """The default ignore_index, -100, is 156 in uint8, so this class was left out."""
-    x, labels = torch.randn(1, 160, 4, dtype=torch.float64), torch.tensor([[156, 159, 0, 3]])
-    check_same((fusedseg.CrossEntropyLoss(), labels.byte()), (nn.CrossEntropyLoss(), labels), x)
-
-
-def test_all_ignored_is_nan_as_in_stock():
-    x, labels = torch.randn(1, 3, 4), torch.full((1, 4), -100)
-    assert fusedseg.CrossEntropyLoss()(x, labels).isnan()
-    assert nn.CrossEntropyLoss()(x, labels).isnan()
-
-
 @pytest.mark.parametrize("values", [1, 4])
 def test_weights_of_other_classes_are_refused(values):
     """A single weight was broadcast over all classes, where the stock loss raises an error."""
@@ -56,3 +49,58 @@ def test_weights_of_other_classes_are_refused_for_one_class():
     x, target = torch.randn(2, 1, 4), torch.rand(2, 1, 4)
     with pytest.raises(ValueError, match=r"pos_weight must have 1 values, one for each class, got shape \(3,\)"):
         fusedseg.DiceCELoss(sigmoid=True, weight=torch.ones(3))(x, target)
+
+
+def labels_of(case, K):
+    labels = torch.randint(K, (2, 3, 5))
+    labels[{"all ignored": slice(None), "one sample ignored": 0}.get(case, (slice(None), 0))] = 255
+    return labels
+
+
+def weight_of(case, K):
+    weight = torch.ones(K, dtype=torch.float64)
+    return weight * 0 if case == "weights of 0" else weight
+
+
+CASES = pytest.mark.parametrize("case", ["all ignored", "one sample ignored", "weights of 0", "infinite logits"])
+
+
+@pytest.mark.parametrize("K", [3, 20])
+@CASES
+def test_nothing_counts(case, K, backend):
+    x, labels = torch.randn(2, K, 3, 5, dtype=torch.float64), labels_of(case, K)
+    if case == "infinite logits":
+        x[:, 0, 0], x[0, 1, 0] = -INF, INF
+    for smoothing in (0.0, 0.1):
+        if smoothing and case == "infinite logits":
+            # No probability is 0 for a smoothed label.
+            continue
+        for reduction in ("mean", "sum"):
+            options = {"ignore_index": 255, "label_smoothing": smoothing, "reduction": reduction}
+            ours, stock = (of(weight_of(case, K), **options) for of in (fusedseg.CrossEntropyLoss, nn.CrossEntropyLoss))
+            check_same((ours, labels), (stock, labels), x)
+
+
+@CASES
+@pytest.mark.parametrize("size", [None, (6, 10)], ids=str)
+def test_nothing_counts_of_a_convolution(case, size):
+    """A convolution whose logits are not formed gets no gradient either."""
+    K, labels = 3, labels_of(case, 3)
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 4, 3, 5), (K, 4, 1, 1), (K,))]
+    if size:
+        labels = labels.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    grads = []
+    for loss, fused in ((fusedseg.CrossEntropyLoss, True), (nn.CrossEntropyLoss, False)):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        given = ConvLogits(*leaves, size=size)
+        value = loss(weight_of(case, K), ignore_index=255)(given if fused else given.formed(), labels)
+        grads.append([*torch.autograd.grad(value, leaves), value.detach()])
+    torch.testing.assert_close(*grads, equal_nan=True)
+
+
+def test_the_mean_over_labels_of_no_weight_is_nan():
+    """All labels have the weight 0, but smoothing gives other classes a part: 0 / 0 and x / 0, which is NaN."""
+    x, weight = torch.randn(1, 3, 4, dtype=torch.float64), torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    options = {"weight": weight, "label_smoothing": 0.1}
+    ours, stock = (of(**options) for of in (fusedseg.CrossEntropyLoss, nn.CrossEntropyLoss))
+    check_same((ours, torch.zeros(1, 4).long()), (stock, torch.zeros(1, 4).long()), x)

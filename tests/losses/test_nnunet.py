@@ -1,4 +1,4 @@
-"""What nnU-Net's losses have beside its values (``test_values.py``): processes, deep supervision, and errors."""
+"""What nnU-Net's losses have beside its values (``test_values.py``): processes, deep supervision, peaks and errors."""
 
 from unittest import mock
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedseg.losses import DC_and_CE_loss, DeepSupervision, nnunet
+from fusedseg.losses import DC_and_CE_loss, DC_and_topk_loss, DeepSupervision, TopKLoss, nnunet
+from fusedseg.memory.meter import allocator_peak, measure
 from fusedseg.ops.segmentation import sums as op
 from tests.losses.formulas import nnunet_dc_and_ce
 
@@ -62,3 +63,19 @@ def test_the_sums_of_processes_make_the_loss(monkeypatch):
     assert abs(found.item() - value.item()) <= 1e-12
     # DDP averages over the processes.
     assert (grad / 2 - expected[:1]).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_the_peak_of_the_hardest_positions(one_thread):
+    """There are one gradient, or that of each of two parts.
+
+    Each thread has tiles of its own, and the limit counts those of one.
+    """
+    with FakeTensorMode():
+        x = torch.empty(2, 118, 128, 128, 128, dtype=torch.half, requires_grad=True)
+        labels = torch.empty(2, 1, *x.shape[2:], dtype=torch.uint8)
+        found = measure(lambda x: TopKLoss()(x, labels), x, loss=lambda v: v, owned=[x, labels])
+    assert found.peak <= 1.05 * 2 * x.numel()
+    # Autograd adds the gradients of real tensors in place.  The few copies of a tile of 1 MiB are 0.14 of these logits.
+    x, labels = torch.randn(1, 118, 32, 32, 32, requires_grad=True), torch.randint(118, (1, 1, 32, 32, 32))
+    loss = DC_and_topk_loss({}, {})
+    assert allocator_peak(lambda: loss(x, labels).backward()) <= 2.25 * 4 * x.numel()

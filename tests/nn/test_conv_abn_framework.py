@@ -1,4 +1,4 @@
-"""The module with hooks, torch.compile, checkpointing, autocast, memory formats and fake tensors."""
+"""The module with hooks, a parametrization, torch.compile and an empty batch."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 import fusedseg
 from fusedseg import ConvABN2d
-from tests.nn.test_conv_abn import assert_same, assert_same_state, data, pair, step
+from tests.nn.test_conv_abn import assert_same_state, data, pair, step
 
 
 def hooked(child, kind):
@@ -126,17 +126,3 @@ def test_empty_batch(compiled):
     x = torch.randn(0, 4, 6, 7, dtype=torch.float64)
     assert run(x).shape == stock(x).shape
     assert_same_state(stock, ours)
-
-
-@pytest.mark.parametrize(("dims", "fmt"), [(2, torch.channels_last), (3, torch.channels_last_3d)], ids=["2d", "3d"])
-@pytest.mark.parametrize("of", ["both", "input", "weight"])
-def test_channels_last_as_stock(dims, fmt, of):
-    stock, ours = pair(dims)
-    x = data(dims)
-    if of != "input":
-        stock, ours = stock.to(memory_format=fmt), ours.to(memory_format=fmt)
-    if of != "weight":
-        x = x.contiguous(memory_format=fmt)
-    assert_same(stock, ours, x)
-    with torch.no_grad():
-        assert ours(x).is_contiguous(memory_format=fmt)

@@ -8,14 +8,12 @@ from torch import nn
 
 from fusedseg import MaxPool2d, MaxPool3d
 
-PAIRS = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     ("ours", "stock", "shape"),
     [(MaxPool2d, nn.MaxPool2d, (2, 3, 7, 6)), (MaxPool3d, nn.MaxPool3d, (2, 3, 5, 4, 6))],
     ids=["2d", "3d"],
 )
-
-
-@PAIRS
 @pytest.mark.parametrize("arguments", [(2,), (3, 2, 1), (3, 1, 1, 1, False, True), ((2,), ())], ids=str)
 def test_as_stock(backend, device, ours, stock, shape, arguments):
     x = torch.randn(shape, device=device, requires_grad=True)
@@ -28,11 +26,3 @@ def test_as_stock(backend, device, ours, stock, shape, arguments):
     grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (z, expected)]
     torch.testing.assert_close(*grads)
     assert torch.equal(copy.deepcopy(module)(x[0]), plain(x[0]))
-
-
-@PAIRS
-def test_refused(ours, stock, shape):
-    with pytest.raises(ValueError, match=f"return_indices must be False, got True; use torch.nn.{stock.__name__}"):
-        ours(2, return_indices=True)
-    with pytest.raises(ValueError, match=rf"fusedseg.{stock.__name__}: x must have shape .* got \(3, 4\)"):
-        ours(2)(torch.randn(3, 4))

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import fusedseg
-from fusedseg.functional import norm_act
 from fusedseg.nn.stock_norm import StockNorm
 
 NORMS = {
@@ -40,7 +39,7 @@ def test_arguments_are_those_of_the_stock_norm_and_then_keywords(name):
     shared = list(ours.items())[: len(ours) - len(own)]
     assert list(ours)[len(shared) :] == own
     assert shared == list(stock.items())[: len(shared)]
-    # Positions after these had other arguments in earlier versions.
+    # Positions after these had other arguments in earlier versions, such as the activation in 0.2.0.
     assert list(stock)[len(shared) :] in ([], ["device", "dtype"])
     keywords = list(parameters(norm, inspect.Parameter.KEYWORD_ONLY))
     assert keywords == [keyword for keyword in KEYWORDS if keyword in keywords]
@@ -79,11 +78,3 @@ def test_a_norm_without_a_bias(name):
     x = torch.randn(2, 4, 5, 3)
     assert torch.allclose(ours(x.clone()), F.leaky_relu(stock(x), 0.01), atol=1e-6)
     assert ours.to_norm().bias is None
-
-
-def test_an_activation_by_position_is_refused():
-    """An activation stood after the stock arguments in 0.2.0."""
-    with pytest.raises(TypeError, match="positional arguments"):
-        fusedseg.BatchNormAct(4, 1e-5, 0.1, True, True, "elu")
-    with pytest.raises(TypeError, match="positional arguments"):
-        norm_act(torch.randn(2, 3, 5), None, None, None, None, True, 0.1, 1e-5, "elu")

@@ -49,17 +49,22 @@ by_place = pytest.mark.parametrize("place", [0, 1], ids=["output", "input"])
 by_kind = pytest.mark.parametrize("kind", OURS)
 
 
+def fill(norm):
+    """Gives a stock norm other statistics and parameters than at first, among them a tiny weight and one of zero."""
+    with torch.no_grad():
+        for t in (*norm.parameters(), *norm.buffers()):
+            if t.is_floating_point():
+                t.uniform_(0.5, 1.5)
+        if norm.weight is not None:
+            norm.weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0, 2.0, 0.3])[: len(norm.weight)])
+
+
 def pair(kind, place=0, dims=2, dtype=torch.float64, **options):
     """Makes a stock norm of 4 channels, and our module with the same state; the activation is leaky_relu."""
     groups = (2,) if kind == "group" else ()
     stock = STOCK[kind][dims](*groups, 4, dtype=dtype, **options)
     ours = OURS[kind][place](*groups, 4, dtype=dtype, **options)
-    with torch.no_grad():
-        for t in (*stock.parameters(), *stock.buffers()):
-            if t.is_floating_point():
-                t.uniform_(0.5, 1.5)
-        if stock.weight is not None:
-            stock.weight.copy_(torch.tensor([1.0, -0.5, 1e-9, 0.0], dtype=dtype))
+    fill(stock)
     ours.load_state_dict(stock.state_dict(), strict=True)
     assert list(ours.state_dict()) == list(stock.state_dict())
     return stock, ours
@@ -140,18 +145,9 @@ def test_parametrized_weight(device):
     torch.testing.assert_close(ours(x.clone()), nn.functional.leaky_relu(stock(x), 0.01))
 
 
-@pytest.mark.parametrize("which", ["eval", "requires_grad"])
-def test_frozen(backend, device, which):
-    stock, ours = pair("batch")
-    for module in (stock.to(device), ours.to(device)):
-        module.requires_grad_(which == "eval")
-        module.train(which != "eval")
+def test_frozen(backend, device):
+    stock, ours = (module.to(device).requires_grad_(False) for module in pair("batch"))
     assert_same_step(stock, ours, torch.randn(2, 4, 5, 3, dtype=torch.float64, device=device))
-
-
-def test_sync_batchnorm_conversion_is_refused():
-    with pytest.raises(RuntimeError, match=r"fusedseg\.InPlaceABN: .* call fusedseg\.convert_sync"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(InPlaceABN(3)))
 
 
 def test_parameters_changed_between_calls_are_seen():
@@ -166,11 +162,6 @@ def test_parameters_changed_between_calls_are_seen():
         change()
         module(x.clone().requires_grad_() * 1)
         assert (module._kept.kept.count if module._kept.kept else 0) == count
-
-
-def test_backend_is_checked():
-    with pytest.raises(ValueError, match=r"fusedseg.backend must be one of auto, triton, aten, got 'cuda'"):
-        fusedseg.backend = "cuda"
 
 
 def test_old_checkpoints_are_refused_as_by_stock():

@@ -21,6 +21,14 @@ def twin(monkeypatch):
 
 
 @pytest.fixture
+def triton(monkeypatch, needs_interpreter):
+    """Runs a test on Triton alone."""
+    import fusedseg
+
+    monkeypatch.setattr(fusedseg, "backend", "triton")
+
+
+@pytest.fixture
 def dtype(backend):
     """The dtype of a test of a convolution: Triton's does not take float64."""
     return torch.float64 if backend == "aten" else torch.float32

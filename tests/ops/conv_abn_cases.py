@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fusedseg.functional import conv_abn
 from fusedseg.ops.conv.geometry import Geometry
-from tests.reference import stock_activation
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error, stock_activation
 
 CONV = {4: F.conv2d, 5: F.conv3d}
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -138,3 +138,36 @@ def stock(case, given, statistics, training, activation="leaky_relu", param=0.01
     if stored is not None:
         y = y + (y.to(stored).to(y.dtype) - y).detach()
     return stock_activation(activation, param)(F.batch_norm(y, *statistics, weight, bias, training, momentum))
+
+
+def check(case, backend, device, fmt, dtype, training, sources=1) -> torch.Tensor:
+    """Output, running statistics and gradients are those of float64, in which y is rounded to the stored dtype.
+
+    Every implementation that stores y can round a value across zero.  Such a value takes the other branch of the
+    activation, and its gradient is wrong by its whole size.  running_mean includes the convolution's bias.
+
+    ``sources`` share the channels of x.  Returns the output.
+    """
+    params = dtype if dtype.itemsize > 2 else torch.float32
+    given = inputs(case, dtype, device, fmt, params=params)
+    statistics = running(case, params, device)
+    x = given.x if sources == 1 else given.x.chunk(sources, dim=1)
+    z = fused(given._replace(x=x), backend, training, statistics, case, momentum=0.3)
+    # In eval mode the gradient is expanded from a scalar.
+    dz = torch.randn(z.shape if training else (1,) * z.dim(), dtype=torch.float64).to(device, dtype).expand(z.shape)
+    grads = torch.autograd.grad(z, given, dz)
+
+    exact = Inputs(*(t.detach().double().requires_grad_() for t in given))
+    # In training y is stored without the bias, which moves the mean.
+    used = exact._replace(conv_bias=None) if training else exact
+    moved = running(case, torch.float64, device)
+    expected = stock(case, used, moved, training, momentum=0.3, stored=dtype)
+    assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype], training
+    of_bias = 0.3 * exact.conv_bias.detach() if training else 0.0
+    for mine, theirs in zip(statistics, (moved[0] + of_bias, moved[1]), strict=True):
+        assert relative_error(mine, theirs) <= FORWARD_TOLERANCE[dtype], training
+    expected = torch.autograd.grad(expected, exact, dz.double(), materialize_grads=True)
+    for field, t, mine, theirs in zip(given._fields, given, grads, expected, strict=True):
+        assert mine.dtype == t.dtype
+        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], (training, field)
+    return z

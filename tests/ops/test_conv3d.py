@@ -9,7 +9,7 @@ from fusedseg import functional
 from fusedseg.ops.conv import choice, convolutions
 from fusedseg.ops.conv import conv3d as op
 from tests.ops import conv_abn_cases
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
+from tests.reference import relative_error
 from tests.tools.spy import spied
 from tests.tools.tensors import channels_last, empty
 
@@ -37,12 +37,6 @@ def no_records():
 
 
 @pytest.fixture
-def triton(monkeypatch, needs_interpreter):
-    monkeypatch.setattr(fusedseg, "backend", "triton")
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-
-
-@pytest.fixture
 def timed(monkeypatch, triton):
     """Tensors on the CPU report a GPU, on which each backend takes these seconds; the dict also lists what ran.
 
@@ -62,6 +56,7 @@ def timed(monkeypatch, triton):
             choice._records[kind] = choice.Record(ours, seconds["aten"], difference, agree)
         return choice._records[kind]
 
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(choice, "recorded", recorded)
     return seconds
 
@@ -305,39 +300,28 @@ FASTER = pytest.mark.parametrize("faster", [True, False], ids=["faster", "slower
     ],
 )
 def test_a_convolution_with_its_norm_calls_it(of, dtype, training, faster, timed, launched):
-    """Values and gradients are those of float64, in which y is rounded to the stored dtype (``test_gradients``)."""
     case, sources = FUSED[of]
     timed["triton"] = 1.0 if faster else 3.0
-    given = conv_abn_cases.inputs(case, dtype, "cpu", "channels_last", params=torch.float32)
-    statistics = conv_abn_cases.running(case, torch.float32, "cpu")
-    x = given.x if sources == 1 else given.x.chunk(sources, dim=1)
-    z = conv_abn_cases.fused(given._replace(x=x), "auto", training, statistics, case)
-    dz = channels_last(torch.randn(z.shape, dtype=torch.float64).to(dtype))
-    grads = torch.autograd.grad(z, given, dz)
-
-    wide = conv_abn_cases.Inputs(*(t.detach().double().requires_grad_() for t in given))
-    used = wide._replace(conv_bias=None) if training else wide
-    moved = [t.double() for t in conv_abn_cases.running(case, torch.float32, "cpu")]
-    expected = conv_abn_cases.stock(case, used, moved, training, stored=dtype)
-    assert relative_error(z, expected) <= FORWARD_TOLERANCE[dtype]
-    for name, mine, theirs in zip(
-        given._fields, grads, torch.autograd.grad(expected, wide, dz.double(), materialize_grads=True), strict=True
-    ):
-        assert relative_error(mine, theirs) <= GRADIENT_TOLERANCE[dtype], name
+    z = conv_abn_cases.check(case, "auto", torch.device("cpu"), "channels_last", dtype, training, sources)
     # Each has one measurement.  If the kernel is faster, it is called as well, and competes with the one with the norm.
     assert launched.count("forward") == 1 + faster * (2 if sources == 1 else 1)
     assert launched.count("input gradient") == 1 + faster
     assert z.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+def with_the_norm(conv_backend):
+    """The output of a convolution of 16 to 32 channels and its norm, and the inputs."""
+    case, _ = FUSED["16 to 32"]
+    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
+    return conv_abn_cases.fused(given, conv_backend, True, (None, None), case), given
+
+
 @FASTER
 def test_the_kernel_with_the_norm_competes_with_the_faster_one(faster, timed, launched):
     """Where the kernel with the norm is the fastest of three, it computes forward, and the gradient is chosen alone."""
     timed.update({"triton": 0.5, "with the norm": 0.4 if faster else 3.0, "aten": 1.0})
-    case, _ = FUSED["16 to 32"]
-    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
     for _ in range(2):
-        z = conv_abn_cases.fused(given, "auto", True, (None, None), case)
+        z, given = with_the_norm("auto")
         torch.autograd.grad(z, given, torch.ones_like(z))
     # The vendor's side of the first measurement measures, and calls.
     assert launched.count("forward") == (2 if faster else 4)
@@ -362,9 +346,7 @@ def test_a_convolution_of_sources_calls_it(timed, launched, monkeypatch):
 
 
 def test_the_backend_aten_takes_the_vendor_forward_and_backward(timed, launched):
-    case, _ = FUSED["16 to 32"]
-    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
-    z = conv_abn_cases.fused(given, "aten", True, (None, None), case)
+    z, given = with_the_norm("aten")
     torch.autograd.grad(z, given, torch.ones_like(z))
     assert not launched
     assert not timed["measured"]
@@ -372,23 +354,18 @@ def test_the_backend_aten_takes_the_vendor_forward_and_backward(timed, launched)
 
 def test_a_large_input_is_freed_before_its_gradient(timed, launched, monkeypatch):
     """The tensor that stands for the input then has its strides, so that the kernel serves it."""
-    case, _ = FUSED["16 to 32"]
-    given = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last", params=torch.float32)
-    z = conv_abn_cases.fused(given, "auto", True, (None, None), case)
-    expected = torch.autograd.grad(z, given, torch.ones_like(z))
+    z, given = with_the_norm("auto")
+    expected = torch.autograd.grad(z, given, torch.ones_like(z), retain_graph=True)
     before = launched.count("input gradient")
-    again = conv_abn_cases.fused(given, "auto", True, (None, None), case)
     monkeypatch.setattr(convolutions.reuse, "is_large", lambda x: True)
-    assert all(map(torch.equal, torch.autograd.grad(again, given, torch.ones_like(z)), expected))
+    assert all(map(torch.equal, torch.autograd.grad(z, given, torch.ones_like(z)), expected))
     assert launched.count("input gradient") == before + 1
 
 
 def test_the_compiler_traces_the_stock_convolution(timed, launched):
     """A kernel call in a graph that another compiler traces would break the graph."""
-    case, _ = FUSED["16 to 32"]
     module = fusedseg.ConvABN3d(16, 32, 3, padding=1).half()
-    x = conv_abn_cases.inputs(case, torch.float16, "cpu", "channels_last").x
-    torch.compile(module, backend="eager", fullgraph=True)(x)
+    torch.compile(module, backend="eager", fullgraph=True)(inputs(16)[0])
     assert not launched
     assert not timed["measured"]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from fusedseg.ops.conv.choice import (
 )
 from fusedseg.ops.conv.geometry import Geometry
 from tests.tools.precision import cudnn_set
+from tests.tools.spy import spied
+from tests.tools.tensors import channels_last
 
 OP = "fusedseg.conv_abn"
 
@@ -54,18 +57,13 @@ def gpu_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def geometry(dims=2, stride=1, padding=0, dilation=1, groups=1):
-    return Geometry((stride,) * dims, (padding,) * dims, (dilation,) * dims, groups)
-
-
-def convolution(C=32, K=32, kernel=3, size=16, dims=2, dtype=torch.bfloat16, channels_last=True, **options):
+def convolution(C=32, K=32, kernel=3, size=16, dims=2, dtype=torch.bfloat16, rows=True, groups=1, **options):
     """x, w and the geometry; the tensors have no values."""
-    groups = options.get("groups", 1)
     x = torch.empty(2, C, *(size,) * dims, dtype=dtype)
-    if channels_last:
-        x = x.to(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[dims])
     w = torch.empty(K, C // groups, *(kernel,) * dims, dtype=dtype)
-    return x, w, geometry(dims, padding=options.pop("padding", kernel // 2), **options)
+    given = {"stride": 1, "padding": kernel // 2, "dilation": 1} | options
+    of = {name: (value,) * dims for name, value in given.items()}
+    return channels_last(x) if rows else x, w, Geometry(**of, groups=groups)
 
 
 RULE = {
@@ -74,11 +72,11 @@ RULE = {
     "3d": ({"dims": 3, "size": 4}, True),
     "stride and dilation": ({"stride": 2, "dilation": 2}, True),
     "float64": ({"dtype": torch.float64}, False),
-    "contiguous, several taps": ({"channels_last": False}, False),
-    "contiguous 1x1": ({"channels_last": False, "kernel": 1}, True),
-    "contiguous 1x1 of planes of 15 x 15": ({"channels_last": False, "kernel": 1, "size": 15}, False),
-    "contiguous 1x1 with a stride": ({"channels_last": False, "kernel": 1, "stride": 2}, False),
-    "contiguous 1x1 with padding": ({"channels_last": False, "kernel": 1, "padding": 1}, False),
+    "contiguous, several taps": ({"rows": False}, False),
+    "contiguous 1x1": ({"rows": False, "kernel": 1}, True),
+    "contiguous 1x1 of planes of 15 x 15": ({"rows": False, "kernel": 1, "size": 15}, False),
+    "contiguous 1x1 with a stride": ({"rows": False, "kernel": 1, "stride": 2}, False),
+    "contiguous 1x1 with padding": ({"rows": False, "kernel": 1, "padding": 1}, False),
     "channels_last 1x1 with a stride": ({"kernel": 1, "stride": 2}, True),
     "groups": ({"groups": 2}, False),
     "8 channels": ({"C": 8}, False),
@@ -200,9 +198,7 @@ def chosen(conv_backend="auto", forward=None, training=True, **of):
 def remember(record, **of):
     """Stores a choice as if it had been measured."""
     x, w, g = convolution(**of)
-    kind = kind_of_conv_abn(x, w, g, True)
-    conv_choice._records[kind] = record
-    return kind
+    conv_choice._records[kind_of_conv_abn(x, w, g, True)] = record
 
 
 FASTER, SLOWER, WRONG = (
@@ -350,26 +346,13 @@ def test_times_are_of_the_device_of_x(on_a_gpu, gpu_tensors, monkeypatch):
 
 def test_kernels_are_timed_without_the_latency_of_their_launches(monkeypatch):
     """For small tensors the time between events was Python's time, for which the device does not wait in training."""
-    done = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.name = "end" if done else "start"
-            done.append("new")
-
-        def record(self):
-            done.append(self.name)
-
-        def synchronize(self):
-            done.append("wait")
-
-        def elapsed_time(self, end):
-            return 5.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(_torch, "cuda_sleep", lambda cycles: done.append("sleep"))
-    assert conv_choice.cuda_seconds(lambda: done.append("run")) == 0.005
-    assert done == ["new", "new", "sleep", "start", "run", "end", "wait"]
+    done = mock.Mock()
+    done.start.elapsed_time.return_value = 5.0
+    monkeypatch.setattr(torch.cuda, "Event", mock.Mock(side_effect=[done.start, done.end]))
+    monkeypatch.setattr(_torch, "cuda_sleep", done.sleep)
+    assert conv_choice.cuda_seconds(done.run) == 0.005
+    expected = ["sleep", "start.record", "run", "end.record", "end.synchronize", "start.elapsed_time"]
+    assert [name for name, *_ in done.mock_calls] == expected
 
 
 def test_measuring_peaks_by_one_more_output(device):
@@ -387,11 +370,7 @@ def test_measuring_peaks_by_one_more_output(device):
 def test_a_cpu_takes_aten_and_measures_nothing(backend, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU it is measured")
-    names = []
-    forward_with = fusedseg.ops.conv.conv_abn._forward_with
-    monkeypatch.setattr(
-        fusedseg.ops.conv.conv_abn, "_forward_with", lambda name, *args: names.append(name) or forward_with(name, *args)
-    )
+    names = spied(monkeypatch, fusedseg.ops.conv.conv_abn, "_forward_with", lambda result, name, *rest: name)
     x = torch.randn(2, 16, 6, 6, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     conv_abn(x, torch.randn(16, 16, 3, 3, dtype=torch.bfloat16), None, None, None, training=True)
     assert names == ["aten"]

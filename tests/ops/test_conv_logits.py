@@ -12,15 +12,9 @@ from fusedseg.ops.segmentation import sums as op
 from fusedseg.ops.segmentation import tiles
 from fusedseg.ops.segmentation.spec import SumsInputs, SumsSpec
 from tests import reference
+from tests.ops.test_segmentation_sums import compare_all, dice_ce
 from tests.reference import relative_error
 from tests.tools.tensors import channels_last
-
-
-def dice_ce(logits, target):
-    sums = segmentation_sums(logits, target)
-    dice = (2 * sums.overlap + 1) / (sums.prediction + sums.target + 1)
-    return 1 - dice.mean() + sums.nll.sum() / sums.target.sum()
-
 
 # The spatial shape of the features, the size of the logits, and align_corners.
 GEOMETRIES = {
@@ -35,7 +29,9 @@ GEOMETRIES = {
     "3d-from-one-plane": ((1, 4, 5), (3, 8, 10), False),
     "3d-smaller": ((9, 8, 7), (2, 3, 3), False),
     "one-axis": ((3, 4, 5), (3, 9, 5), True),
-    "to-one": ((9, 8), (1, 1), True),
+    "to-one": ((9, 8), (1, 1), False),
+    "to-one-aligned": ((9, 8), (1, 1), True),
+    "from-one-aligned": ((1, 1), (3, 4), True),
 }
 SPECS = {
     "dice-ce": ({"ignore_index": 2}, "labels"),
@@ -66,21 +62,8 @@ def target_of(logits, kind="labels"):
 
 
 def compare(given, size, align, options, target, mask=None, tolerance=1e-13):
-    logits = ConvLogits(*given, size, align)
-    spec = {"probability": "softmax", "likelihood": "softmax"} | options
-    sums = op.sums(SumsInputs(logits, target, mask), SumsSpec(
-        spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
-        dense=target.shape == logits.shape,
-    ))  # fmt: skip
-    leaves = [t.detach().double().requires_grad_() for t in given]
-    expected = reference.segmentation_sums(stock(*leaves, size, align), target, mask, **options)
-    assert relative_error(sums, expected) <= tolerance
-    dsums = torch.randn_like(sums)
-    found = torch.autograd.grad(sums, given, dsums)
-    for grad, wanted, t in zip(found, torch.autograd.grad(expected, leaves, dsums.double()), given, strict=True):
-        assert grad.dtype == t.dtype
-        assert relative_error(grad, wanted) <= tolerance
-    return found
+    inputs = SumsInputs(ConvLogits(*given, size, align), target, mask)
+    return compare_all(given, lambda *leaves: stock(*leaves, size, align), inputs, options, tolerance)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

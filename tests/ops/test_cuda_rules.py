@@ -15,7 +15,7 @@ from fusedseg.ops.norm import aten_norms, stock
 from fusedseg.ops.norm.call import BackwardCall, Exchange, Norm, Operands
 from fusedseg.ops.norm.stock import KINDS
 from tests import reference
-from tests.ops import conv_abn_cases, test_conv_abn
+from tests.ops import conv_abn_cases
 from tests.ops.test_max_pool import CASES, STOCK, special
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
 from tests.tools.cuda_rules import CudaRules
@@ -97,7 +97,8 @@ def test_exported_norms_with_a_bias_alone(rules, kind, dtype):
 
 @by_format
 def test_convolutions_with_norms(rules, fmt):
-    test_conv_abn.check(conv_abn_cases.SMALL, "aten", torch.device("cpu"), fmt, torch.float32)
+    for training in (True, False):
+        conv_abn_cases.check(conv_abn_cases.SMALL, "aten", torch.device("cpu"), fmt, torch.float32, training)
 
 
 def check_pool(x, *arguments):

@@ -31,26 +31,16 @@ def joined(request, monkeypatch):
         monkeypatch.setattr(module, "SLAB_BYTES", 1)
 
 
-def tensors(dims, dtype=torch.float64):
+def tensors(dims, kernel=3):
     """Three sources of 3, 5 and 1 channels, of which the second is enlarged; weight and bias of 2 output channels."""
     size = (7, 6, 5)[:dims]
-    a, c = (torch.randn(2, C, *size, dtype=dtype, requires_grad=True) for C in (3, 1))
-    b = torch.randn(2, 5, *(4, 3, 3)[:dims], dtype=dtype, requires_grad=True)
-    w = torch.randn(2, 9, *(3,) * dims, dtype=dtype, requires_grad=True)
-    return size, a, b, c, w, torch.randn(2, dtype=dtype, requires_grad=True)
+    shapes = (2, 3, *size), (2, 5, *(4, 3, 3)[:dims]), (2, 1, *size), (2, 9, *(kernel,) * dims), (2,)
+    return size, *(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
-@pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize(("dims", "mode", "align_corners"), CASES)
-def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners):
-    size, a, b, c, w, bias = tensors(dims)
-    out = join_conv((a, Interpolated(b, size, mode, align_corners), c), w, bias, padding=1)
-    joined = torch.cat([a, F.interpolate(b, size, mode=mode, align_corners=align_corners), c], dim=1)
-    expected = CONV[dims](joined, w, bias, padding=1)
-    dout = torch.randn_like(out)
-    torch.testing.assert_close(out, expected)
-    leaves = (a, b, c, w, bias)
-    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+def concatenated(a, b, c, size, mode, align_corners=None):
+    """The concatenation of the sources by stock functions."""
+    return torch.cat([a, F.interpolate(b, size, mode=mode, align_corners=align_corners), c], dim=1)
 
 
 @pytest.fixture
@@ -60,18 +50,19 @@ def formed(monkeypatch):
 
 
 @pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("kernel", [3, 1])
 @pytest.mark.parametrize(("dims", "mode", "align_corners"), CASES)
-def test_backward_of_a_pointwise_convolution_enlarges_nothing(dims, mode, align_corners, formed):
-    size, a, b, c, _, bias = tensors(dims)
-    w = torch.randn(2, 9, *(1,) * dims, dtype=a.dtype, requires_grad=True)
-    out = join_conv((a, Interpolated(b, size, mode, align_corners), c), w, bias)
-    joined = torch.cat([a, F.interpolate(b, size, mode=mode, align_corners=align_corners), c], dim=1)
-    dout = torch.randn_like(out)
+def test_equals_the_convolution_of_the_concatenation(dims, mode, align_corners, kernel, formed):
+    """Backward of a pointwise convolution enlarges nothing."""
+    size, a, b, c, w, bias = tensors(dims, kernel)
     leaves = (a, b, c, w, bias)
-    expected = torch.autograd.grad(CONV[dims](joined, w, bias), leaves, dout)
+    out = join_conv((a, Interpolated(b, size, mode, align_corners), c), w, bias, padding=kernel // 2)
+    expected = CONV[dims](concatenated(a, b, c, size, mode, align_corners), w, bias, padding=kernel // 2)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
     formed.clear()
-    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), expected)
-    assert not formed
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+    assert bool(formed) == (kernel > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -122,8 +113,7 @@ def test_conv_abn_of_sources(dims, training):
     out = conv_abn(
         (a, Interpolated(b, size, mode), c), w, conv_bias, *moved, weight, bias, padding=1, training=training
     )
-    joined = torch.cat([a, F.interpolate(b, size, mode=mode), c], dim=1)
-    y = CONV[dims](joined, w, conv_bias, padding=1)
+    y = CONV[dims](concatenated(a, b, c, size, mode), w, conv_bias, padding=1)
     expected = F.leaky_relu(F.batch_norm(y, *running, weight, bias, training), 0.01)
     dout = torch.randn_like(out)
     torch.testing.assert_close(out, expected)
@@ -147,8 +137,7 @@ def test_only_what_is_needed_gets_a_gradient(needed):
     for name, t in [*named.items(), ("c", c)]:
         t.requires_grad_(name == needed)
     out = join_conv((a, Interpolated(b, size, "bilinear"), c), w, bias, padding=1)
-    joined = torch.cat([a, F.interpolate(b, size, mode="bilinear"), c], dim=1)
-    expected = F.conv2d(joined, w, bias, padding=1)
+    expected = F.conv2d(concatenated(a, b, c, size, "bilinear"), w, bias, padding=1)
     leaf = named[needed]
     grads = [torch.autograd.grad(z.square().sum(), leaf)[0] for z in (out, expected)]
     torch.testing.assert_close(*grads)

@@ -1,9 +1,14 @@
-"""The op on both backends: sums and gradients against float64, forms of targets, memory formats, and refused calls."""
+"""The op on both backends: sums and gradients against float64, forms of targets, memory formats, and bytes."""
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fusedseg
 from fusedseg.functional import argmax_labels, segmentation_sums, tp_fp_fn
+from fusedseg.memory import SavedBytes, allocator_peak
+from fusedseg.memory.meter import LiveBytes
 from fusedseg.ops.segmentation import aten_sums as plain
 from fusedseg.ops.segmentation import sums as op
 from fusedseg.ops.segmentation import tiles
@@ -46,24 +51,30 @@ def targets(shape, kind):
 
 
 def compare(x, target, options, mask=None, tolerance=1e-13):
-    """Compares sums and gradients with the reference."""
+    """Compares sums and the gradient of logits with the reference."""
     if target.shape != x.shape and options.get("ignore_index") != 255:
         target = target.clamp(max=x.shape[1] - 1)
-    spec = {"probability": "softmax", "likelihood": "softmax"} | options
     x.requires_grad_()
-    sums = op.sums(SumsInputs(x, target, mask), SumsSpec(
-        spec["probability"], spec["likelihood"], spec.get("ignore_index"), spec.get("squared", False),
-        spec.get("minimum", False), target.shape == x.shape, spec.get("gamma", 0.0),
-    ))  # fmt: skip
-    leaf = x.detach().double().requires_grad_()
-    expected = reference.segmentation_sums(leaf, target, mask, **options)
+    (dx,) = compare_all([x], lambda x: x, SumsInputs(x, target, mask), options, tolerance)
+    return dx
+
+
+def compare_all(given, stock, inputs, options, tolerance):
+    """Compares sums and the gradients of ``given``, of which ``stock`` makes the logits, with the reference."""
+    logits, target, mask = inputs
+    spec = {"probability": "softmax", "likelihood": "softmax", "ignore_index": None} | options
+    ignore = spec.pop("ignore_index")
+    sums = op.sums(inputs, SumsSpec(ignore=ignore, dense=target.shape == logits.shape, **spec))
+    leaves = [t.detach().double().requires_grad_() for t in given]
+    expected = reference.segmentation_sums(stock(*leaves), target, mask, **options)
     assert relative_error(sums, expected) <= tolerance
     dsums = torch.randn_like(sums)
-    (dx,) = torch.autograd.grad(sums, x, dsums)
-    (wanted,) = torch.autograd.grad(expected, leaf, dsums.double(), allow_unused=True)
-    assert dx.dtype == x.dtype
-    assert relative_error(dx, torch.zeros_like(leaf) if wanted is None else wanted) <= tolerance
-    return dx
+    found = torch.autograd.grad(sums, given, dsums)
+    wanted = torch.autograd.grad(expected, leaves, dsums.double(), materialize_grads=True)
+    for t, mine, theirs in zip(given, found, wanted, strict=True):
+        assert mine.dtype == t.dtype
+        assert relative_error(mine, theirs) <= tolerance
+    return found
 
 
 @FORMATS
@@ -206,3 +217,56 @@ def test_argmax_labels(backend, device, rows, monkeypatch):
     assert argmax_labels(x[:0]).shape == (0, 3, 4)
     compiled = torch.compile(argmax_labels, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), labels)
+
+
+def dice_ce(x, labels, **options):
+    sums = segmentation_sums(x, labels, **options)
+    return sums.nll.sum() / sums.target.sum() - (2 * sums.overlap / (sums.prediction + sums.target + 1)).mean()
+
+
+def test_keeps_nothing_but_logits_and_target(backend, device):
+    x = torch.randn(2, 4, 8, 8, device=device).requires_grad_()
+    labels = torch.randint(4, (2, 8, 8), device=device)
+    with SavedBytes([x, labels]) as saved:
+        sums = op.sums(SumsInputs(x, labels), SumsSpec("softmax", "softmax"))
+    saved.add_attributes(sums)
+    assert saved.nbytes == 0
+    del sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_peak_is_the_gradient_and_a_tile(dtype, record_property):
+    """At (2, 118, 128**3), on tensors without values: beyond logits and labels, in units of the logits."""
+    with FakeTensorMode():
+        x = torch.empty(2, 118, 128, 128, 128, dtype=dtype)
+        labels = torch.empty(2, 128, 128, 128, dtype=torch.int16)
+        given, spec, dsums = SumsInputs(x, labels), SumsSpec("softmax", "softmax"), torch.empty(5, 2, 118)
+        with LiveBytes() as live:
+            op.forward(given, spec)
+            op.backward(dsums, given, spec, (True, False, False))
+    record_property("peak", live.peak / x.nbytes)
+    assert live.peak / x.nbytes <= 1.02
+
+
+class Tagged(torch.Tensor):
+    """A subclass such as MONAI's MetaTensor: what functions make of it has its class."""
+
+
+def test_a_subclass_of_tensor(backend, device):
+    x, labels = torch.randn(2, 3, 8, device=device), torch.randint(3, (2, 8), device=device)
+    grads = []
+    for kind in (torch.Tensor, Tagged):
+        leaf = x.clone().requires_grad_()
+        dice_ce((leaf * 1).as_subclass(kind), labels.as_subclass(kind)).backward()
+        grads.append(leaf.grad.as_subclass(torch.Tensor))
+    assert torch.equal(*grads)
+
+
+# Each thread has a part of its own in memory.
+@pytest.mark.usefixtures("one_thread")
+def test_a_network_peaks_lower_than_with_the_stock_loss():
+    net = nn.Conv2d(1, 40, 1)
+    x, labels = torch.randn(1, 1, 256, 256), torch.randint(40, (1, 256, 256))
+    stock = allocator_peak(lambda: nn.functional.cross_entropy(net(x), labels).backward())
+    ours = allocator_peak(lambda: fusedseg.CrossEntropyLoss()(net(x), labels).backward())
+    assert ours < stock - x.nbytes * 20

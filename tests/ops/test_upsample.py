@@ -29,7 +29,6 @@ CASES = {
     "volume-of-images": ((1, 2, 3, 3, 4), {"scale_factor": (1, 2, 2)}),
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-by_corners = pytest.mark.parametrize("corners", [False, True], ids=["", "corners"])
 FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["contiguous", "channels_last"])
 
 
@@ -62,10 +61,7 @@ COMBINED = [
         for name, dtype, rows, corners in COMBINED
     ],
 )
-def test_values_and_gradients_are_those_of_float64(name, corners, rows, dtype, needs_interpreter, monkeypatch, device):
-    import fusedseg
-
-    monkeypatch.setattr(fusedseg, "backend", "triton")
+def test_values_and_gradients_are_those_of_float64(name, corners, rows, dtype, triton, device):
     shape, given = CASES[name]
     x = torch.randn(shape).to(dtype)
     leaf = x.double().requires_grad_()
@@ -89,26 +85,14 @@ def test_values_and_gradients_are_those_of_float64(name, corners, rows, dtype, n
     assert found.stride() == x.stride() or 1 in (*shape[2:], *y.shape[2:])
 
 
-@by_corners
-@pytest.mark.parametrize("sizes", [(5, 11), (7, 9), (9, 4), (1, 3), (4, 1), (4, 4)], ids=str)
-def test_the_weights_of_an_axis(sizes, corners):
-    """The matrix of weights is PyTorch's interpolation."""
-    small, large = sizes
-    x = torch.randn(1, 2, small, dtype=torch.float64)
-    weights = op.axis_of(small, large, None, corners).matrix(x.dtype, x.device)
-    torch.testing.assert_close(x @ weights.T, stock(x, {"size": (large,)}, corners), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("needs_interpreter")
+@pytest.mark.usefixtures("triton")
 @FORMATS
-def test_equal_bits_in_any_order_of_programs(rows, monkeypatch, device):
+def test_equal_bits_in_any_order_of_programs(rows, device):
     """PyTorch's gradient adds by atomic operations on a GPU, in an order that changes from call to call."""
-    import fusedseg
     from tests.tools.interpreter import reordered
     from tests.tools.traffic import checked
 
-    monkeypatch.setattr(fusedseg, "backend", "triton")
     x, dy = torch.randn(2, 3, 9, 5), torch.randn(2, 3, 18, 10)
     x, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
     of = op.Linear((18, 10), None, False)
@@ -124,19 +108,14 @@ def test_equal_bits_in_any_order_of_programs(rows, monkeypatch, device):
     assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.usefixtures("needs_interpreter")
+@pytest.mark.usefixtures("triton", "replanned")
 @FORMATS
 def test_walks_of_several_programs(rows, monkeypatch, device):
     """A program computes some lines of a map; what it reads at both ends of its walk is read by its neighbours too."""
-    from fusedseg.kernels.launcher import forget_plans
-
-    import fusedseg
     from fusedseg.kernels import upsample as kernels
 
-    monkeypatch.setattr(fusedseg, "backend", "triton")
     monkeypatch.setattr(kernels, "FEWEST_LINES", 2)
     monkeypatch.setattr(kernels, "MOST_LINES", 4)
-    forget_plans()
     x, dy = torch.randn(1, 2, 9, 3, dtype=torch.float64), torch.randn(1, 2, 17, 5, dtype=torch.float64)
     x, dy = ((channels_last(t) if rows else t).to(device) for t in (x, dy))
     for corners in (False, True):
@@ -146,7 +125,6 @@ def test_walks_of_several_programs(rows, monkeypatch, device):
         torch.testing.assert_close(op.linear_forward(x, of), expected.detach(), rtol=1e-12, atol=1e-12)
         (wanted,) = torch.autograd.grad(expected, leaf, dy)
         torch.testing.assert_close(op.linear_backward(dy, (9, 3), of), wanted, rtol=1e-12, atol=1e-12)
-    forget_plans()
 
 
 def test_positions_are_exact():
@@ -158,11 +136,8 @@ def test_positions_are_exact():
     assert abs(s - ((o + 0.5) * 20_001 / 40_003 - 0.5)) < 1e-9
 
 
-def test_what_is_left_to_aten(needs_interpreter, monkeypatch):
+def test_what_is_left_to_aten(triton):
     """Integers, symbols, empty batches, and an axis with an input that very many outputs read."""
-    import fusedseg
-
-    monkeypatch.setattr(fusedseg, "backend", "triton")
     of = op.Linear((130, 130), None, False)
     assert not op.serves(torch.randn(1, 1, 1, 1), (1, 1), of)
     assert op.serves(torch.randn(1, 1, 9, 9), (9, 9), of)
@@ -191,11 +166,9 @@ def test_captured_and_fused_ops_take_the_kernels(backend, device, monkeypatch):
 
 
 @pytest.mark.parametrize("fit", ["resize", "pad"])
-def test_the_decoder_of_our_u_nets_takes_the_kernels(fit, device, monkeypatch, needs_interpreter):
-    import fusedseg
+def test_the_decoder_of_our_u_nets_takes_the_kernels(fit, device, monkeypatch, triton):
     from fusedseg.unet import Up
 
-    monkeypatch.setattr(fusedseg, "backend", "triton")
     calls = spied(monkeypatch, op, "linear_backward")
     up = Up(4, 2, 2, fit=fit).to(device)
     x = torch.randn(1, 4, 2, 2, device=device, requires_grad=True)

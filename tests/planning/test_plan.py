@@ -234,18 +234,3 @@ def test_noisy_ways_come_last():
     assert found.cheapest is options[1]
     assert "With noise in the gradient: fusedseg+bits=8, " in str(found)
     assert Plan("Net", options[2:], 10, 10, 8).cheapest is options[2]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": "1KiB", "reserve": 0.1}, "does not fit in 1.0 KiB, of which 10% are kept back: .* are missing"),
-        ({"reserve": 1.0}, "reserve must be at least 0 and below 1, got 1.0"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-    ],
-    ids=["budget", "reserve", "batch"],
-)
-def test_errors(options, message, backend):
-    backend(lambda n, way: StepBytes(MIB, n * MIB, n * MIB))
-    with pytest.raises(ValueError, match=message):
-        step_alone(PLAIN, (3, 32, 32), **{"budget": "1GiB", **options})

@@ -23,14 +23,14 @@ def each(rank, world, job, calls):
     return [job(rank, world, *call) for call in calls]
 
 
-def module(name, dtype=torch.float64, **options):
+def module(name, **options):
     """Makes a module of CHANNELS channels for ``convert_sync``.
 
     One weight is negative, and one is 0, so that a module that inverts its output keeps the channel.
     """
     torch.manual_seed(1)
     args = (CHANNELS, CHANNELS, 3) if name.startswith("Conv") else (CHANNELS,)
-    made = getattr(fusedseg, name)(*args, **options).to(dtype)
+    made = getattr(fusedseg, name)(*args, **options).double()
     norm = made.norm if name.startswith("Conv") else made
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([1.3, -0.7, 0.0, 0.4, 1.0]))
@@ -95,12 +95,12 @@ def sync_and_stock(rank, world, name, sizes, spatial):
     return found
 
 
-def small_net(dtype=torch.float64, converted=False):
+def small_net(converted=False):
     """Makes a network of fused blocks, or of stock blocks that ``fusedseg.convert`` has converted."""
     torch.manual_seed(3)
     # ``convert_sync`` makes PyTorch's norms of a converted model, which run on a GPU alone.
     norm = "instance" if converted else "batch"
-    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2, plain=converted, norm_act=norm).to(dtype)
+    net = fusedseg.unet.UNet(2, 3, widths=(4, 8), dims=2, plain=converted, norm_act=norm).double()
     if converted:
         fusedseg.convert(net)
     return net
@@ -112,10 +112,10 @@ def images(count, dtype=torch.float64):
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
 
 
-def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
+def train(net, optimizer, x, target, steps, accumulate=1):
     """Trains a network and returns the loss of every step; a step adds the gradients of ``accumulate`` parts."""
     losses = []
-    for k in range(steps):
+    for _ in range(steps):
         optimizer.zero_grad()
         parts = list(zip(x.chunk(accumulate), target.chunk(accumulate), strict=True))
         total = 0.0
@@ -127,8 +127,6 @@ def train(net, optimizer, x, target, steps, accumulate=1, on_step=None):
             total += loss.item()
         optimizer.step()
         losses.append(total)
-        if on_step is not None:
-            on_step(k)
     return losses
 
 
@@ -188,6 +186,23 @@ def packed_loss(net):
 
 def parameters_of(net):
     return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def overflowing_steps(net, loss_of, device="cpu"):
+    """Two steps in half precision of which the first one overflows: whether each moves parameters; the last scale."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**40, backoff_factor=2.0**-36)
+    before, moved = parameters_of(net), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = loss_of(net)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not torch.equal(parameters_of(net), before))
+        assert all(t.isfinite().all() for t in (*net.parameters(), *net.buffers()))
+    return moved, scaler.get_scale()
 
 
 def gradient_of(net):

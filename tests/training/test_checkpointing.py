@@ -15,10 +15,9 @@ from fusedseg.memory.meter import measure
 class Checkpointed(nn.Module):
     """Checkpoints each part, and with ``nested`` also all parts together."""
 
-    def __init__(self, parts, use_reentrant, nested=False, **options):
+    def __init__(self, parts, nested=False, **options):
         super().__init__()
-        self.parts, self.nested = parts, nested
-        self.options = {"use_reentrant": use_reentrant, **options}
+        self.parts, self.nested, self.options = parts, nested, options
 
     def each(self, x):
         for part in self.parts:
@@ -29,7 +28,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.each, x, **self.options) if self.nested else self.each(x)
 
 
-def parts(dtype=torch.float64):
+def parts():
     torch.manual_seed(0)
     conv = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), fusedseg.InPlaceABN(8))
     tracked = fusedseg.InstanceNormAct(8, track_running_stats=True, activation="silu")
@@ -39,7 +38,7 @@ def parts(dtype=torch.float64):
         fusedseg.MaxPool2d(2), fusedseg.BatchNormAct(8, activation="relu"), next(convs), tracked, next(convs), inverted,
         nn.Tanh(),
     )  # fmt: skip
-    net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3, padding=1), conv, tail).to(dtype)
+    net = nn.Sequential(fusedseg.ConvABN2d(3, 8, 3, padding=1), conv, tail).double()
     with torch.no_grad():
         # The weight of 0 makes a kept channel.
         net[1][1].weight[2] = 0
@@ -102,7 +101,7 @@ def test_selected_output_overwritten():
 
     The gradient must not be wrong in silence.
     """
-    net = Checkpointed(parts(), False, context_fn=saving(torch.ops.aten.convolution.default))
+    net = Checkpointed(parts(), use_reentrant=False, context_fn=saving(torch.ops.aten.convolution.default))
     with pytest.raises(RuntimeError, match="has been mutated"):
         step(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))
 
@@ -112,5 +111,5 @@ def test_selected_output_overwritten():
 def test_keeps_less(use_reentrant):
     net = parts()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64, requires_grad=True)
-    held = [measure(module, x).held for module in (net, Checkpointed(net, use_reentrant, nested=True))]
+    held = [measure(module, x).held for module in (net, Checkpointed(net, nested=True, use_reentrant=use_reentrant))]
     assert held[1] < 0.7 * held[0]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fusedseg
-from fusedseg.memory import SavedBytes
+from tests.compiler.networks import kept
 
 pytestmark = pytest.mark.usefixtures("compiled_afresh")
 
@@ -35,15 +35,9 @@ def results(net, run, images):
 def test_keeps_no_more_than_eager():
     """The compiler's default partition, which decides what a graph keeps, keeps no more bytes than eager mode."""
     eager, net, images = pair()
-    kept = []
-    for run in (eager, torch.compile(net, fullgraph=True, backend="aot_eager_decomp_partition")):
-        inputs = [image.clone().requires_grad_() for image in images]
-        run(*inputs)
-        with SavedBytes([*eager.parameters(), *eager.buffers(), *net.parameters(), *net.buffers(), *inputs]) as saved:
-            z = run(*inputs)
-        kept.append(saved.nbytes)
-        del z
-    assert kept[1] <= 1.02 * kept[0]
+    images = [image.requires_grad_() for image in images]
+    run = torch.compile(net, fullgraph=True, backend="aot_eager_decomp_partition")
+    assert kept(net, run, images) <= 1.02 * kept(eager, eager, images)
 
 
 # This warning is PyTorch's: compiled autograd instantiates an autograd function that calls another one in backward.

@@ -18,14 +18,10 @@ WARM_UP = 3
 pytestmark = pytest.mark.usefixtures("only_on_a_gpu")
 
 
-def stock_layers():
-    return nn.Sequential(
+def converted():
+    net = nn.Sequential(
         nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 3, 1)
     )
-
-
-def converted():
-    net = stock_layers()
     fusedseg.convert(net)
     return net
 

@@ -97,7 +97,7 @@ def test_export_of_any_size(strict):
 
 
 def test_export_for_training():
-    """The exported program for training has stock ops too, which keep the same bytes as stock modules."""
+    """The exported program for training computes the same."""
     net, images, _ = case("2D")
     other = copy.deepcopy(net).train()
     program = torch.export.export(net.train(), images)

@@ -25,10 +25,10 @@ PAIRS = {
 }  # fmt: skip
 
 
-def pair(name="InPlaceABN", dtype=torch.float64):
+def pair(name="InPlaceABN"):
     """Makes our module and the stock modules with the same parameters."""
     ours, stock = PAIRS[name]
-    return ours(3, activation_param=SLOPE).to(dtype), nn.Sequential(stock(3).to(dtype), nn.LeakyReLU(SLOPE))
+    return ours(3, activation_param=SLOPE).double(), nn.Sequential(stock(3), nn.LeakyReLU(SLOPE)).double()
 
 
 def step(module, x, dz):

@@ -6,7 +6,7 @@ from torch import nn
 
 from fusedseg.memory.fake import fake_mode
 from fusedseg.memory.meter import measure
-from fusedseg.unet import DoubleConv, Down, MultiEncoderUNet, UNet, Up
+from fusedseg.unet import Down, MultiEncoderUNet, UNet, Up
 
 
 def twins(build):
@@ -95,20 +95,6 @@ def test_channels_last_stays_channels_last():
     torch.testing.assert_close(out, net(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_one_tensor_is_kept_for_each_conv_and_norm_where_eager_keeps_two(dtype, memory_format):
-    ours, eager = twins(lambda plain: DoubleConv(8, 8, plain=plain).to(dtype))
-    x = torch.randn(2, 8, 32, 32, dtype=dtype).to(memory_format=memory_format)
-    activation = x.nbytes
-    # Each norm keeps a few vectors of one fp32 value per channel.
-    vectors = 2 * 8 * 8 * 4
-    kept = measure(ours, x).saved - activation
-    assert 2 * activation <= kept <= 2 * activation + vectors
-    kept = measure(eager, x).saved - activation
-    assert 4 * activation <= kept <= 4 * activation + vectors
-
-
 def test_a_skip_is_kept_once():
     # x is the pool's input and a part of the concatenation: the pool must not keep a copy of its own.
     x = torch.randn(1, 4, 16, 16, requires_grad=True)
@@ -126,18 +112,9 @@ def test_up_keeps_neither_the_concatenation_nor_the_enlarged_map():
 
 
 def test_a_stock_networks_weights_load_by_order():
-    class Stock(nn.Module):
-        """A stock network with the same layers under other names."""
-
-        def __init__(self):
-            super().__init__()
-            layers = UNet(1, 2, widths=(4, 8), plain=True).modules()
-            self.layers = nn.ModuleList(layer for layer in layers if not list(layer.children()))
-
-    stock, ours = Stock(), UNet(1, 2, widths=(4, 8))
-    ours.load_stock_state_dict(stock.state_dict())
-    for got, expected in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True):
-        assert torch.equal(got, expected)
+    ours, stock = UNet(1, 2, widths=(4, 8)), UNet(1, 2, widths=(4, 8), plain=True).state_dict()
+    ours.load_stock_state_dict({f"another {name}": value for name, value in stock.items()})
+    assert all(map(torch.equal, ours.state_dict().values(), stock.values()))
 
 
 def test_weights_of_another_structure_are_refused_and_nothing_is_loaded():

@@ -9,11 +9,10 @@ of those of x.  The same holds for backward.  Last bits differ, because addition
 """
 
 from inspect import getcallargs
-from itertools import islice
+from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from ...ops.check import HALF
@@ -92,16 +91,11 @@ def _swap(graph: fx.Graph, node: fx.Node, made: fx.Node, x: fx.Node) -> None:
     value, convolution = captured_value_of(node), node.target
     assert value is not None
     assert callable(convolution)
-
-    def reading(of: fx.Node, source: fx.Node) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
-        """The arguments of a call that reads ``source`` in the place of its input."""
-        if of.args:
-            return (source, *islice(of.args, 1, None)), dict(of.kwargs)
-        return (), {**of.kwargs, "input": source}
-
+    interpolate: Any = F.interpolate
+    of_made = getcallargs(interpolate, *made.args, **made.kwargs)
     with graph.inserting_before(node):
-        small = graph.call_function(convolution, *reading(node, x))
-        large = graph.call_function(F.interpolate, *reading(made, small))
+        small = graph.call_function(convolution, kwargs=captured_arguments_of(node, ARGUMENTS) | {"input": x})
+        large = graph.call_function(interpolate, kwargs=of_made | {"input": small})
     x_value = captured_value_of(x)
     assert x_value is not None
     small.meta = {**node.meta, "example_value": value.new_empty((*value.shape[:2], *x_value.shape[2:]))}

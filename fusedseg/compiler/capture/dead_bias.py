@@ -151,7 +151,9 @@ def _leave_out(graph: fx.Graph, norm: fx.Node, call: NormCall, conv: fx.Node, bi
     else:
         conv.update_kwarg("bias", None)
     with graph.inserting_before(norm):
-        norm.replace_input_with(call.x, graph.call_function(without_effect_op, (call.x, bias)))
+        alone = graph.call_function(without_effect_op, (call.x, bias))
+    alone.meta["example_value"] = captured_value_of(call.x)
+    norm.replace_input_with(call.x, alone)
     if norm.target is not norm_op:
         if isinstance(call.running_mean, fx.Node):
             with graph.inserting_after(norm):

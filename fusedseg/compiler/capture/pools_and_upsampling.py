@@ -29,11 +29,9 @@ class _Interpolation(torch.autograd.Function):
     """An interpolation that the compiler may take apart in forward, and whose gradient is one call."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, size: list[int] | None, factors: list[float] | None, mode: str, corners: bool | None
-    ) -> Tensor:
-        large = upsample.forward(x, size, factors, mode, corners)
-        ctx.how = list(large.shape[2:]), list(x.shape), factors, mode, corners
+    def forward(ctx, x: Tensor, *how: Any) -> Tensor:
+        large = upsample.forward(x, *how)
+        ctx.how = list(large.shape[2:]), list(x.shape), *how[1:]
         return large
 
     @staticmethod

@@ -9,7 +9,7 @@ op, or else the functions that were captured.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,20 +60,17 @@ def wanted_by(settings: Settings, for_gpu: bool) -> How:
 SUMS, SUMS_OVER = {torch.add, operator.add, "add"}, {operator.iadd, "add_"}
 
 
-def _calls() -> Iterator[tuple[Any, op_table.OpRow]]:
-    """What a graph calls for each activation of the op: functions, and methods by their names."""
-    rows = (row for row in op_table.ROWS if row.backward and row.name in TABLE and row.name != "selu")
-    for row in rows:
-        for call, over in row.calls.items():
-            for function in (call, over):
-                if callable(function):
-                    yield function, row
-                    if function in (Tensor.relu, Tensor.relu_):
-                        yield function.__name__, row
-
-
+# What a graph calls for each activation of the op: functions, and methods by their names.
+ACTIVATIONS: dict[Any, op_table.OpRow] = {
+    function: row
+    for row in op_table.ROWS
+    if row.backward and row.name in TABLE and row.name != "selu"
+    for pair in row.calls.items()
+    for function in pair
+    if callable(function)
+}
 # ``nn.ReLU6`` calls the function of ``nn.Hardtanh``.
-ACTIVATIONS: dict[Any, op_table.OpRow] = dict(_calls()) | {F.hardtanh: op_table.OF_NAME["relu6"]}
+ACTIVATIONS |= {F.hardtanh: op_table.OF_NAME["relu6"]} | dict.fromkeys(("relu", "relu_"), op_table.OF_NAME["relu"])
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -127,34 +124,28 @@ def kept_by_eager(node: fx.Node) -> str:
     return EAGER_SAVES.get(name, "result") if isinstance(name, str) else "result"
 
 
-def _split(call: tuple[Any, ...]) -> tuple[tuple[Any, ...], How]:
-    """The arguments of a norm, and ``How``, which comes last."""
-    count = len(call) - len(How._fields)
-    return call[:count], How(*call[count:])
-
-
-def of_stock(*arguments: Any) -> Tensor:
+def of_stock(*given: Any) -> Tensor:
     """act(norm(x) [+ residual]) in place of a norm of PyTorch: the arguments of the op, and ``How``."""
-    arguments, how = _split(arguments)
-    given = NormCall.of_arguments(arguments)
-    norm = given.norm.of_given()
-    call = given._replace(x=_laid_out(given.x, norm), norm=norm)
-    if is_served(call, how):
-        return normalised(call)[0]
-    tensors = Operands(given.x, given.weight, given.bias, None, None, given.running_mean, given.running_var)
-    return stock.finished(stock.normalised(tensors, given.norm), given.residual, norm.act)
+    *arguments, everywhere, whole = given
+    asked = NormCall.of_arguments(arguments)
+    norm = asked.norm.of_given()
+    call = asked._replace(x=_laid_out(asked.x, norm), norm=norm)
+    if is_served(call, How(everywhere, whole)):
+        return normalised(call)
+    tensors = Operands(asked.x, asked.weight, asked.bias, None, None, asked.running_mean, asked.running_var)
+    return stock.finished(stock.normalised(tensors, asked.norm), asked.residual, norm.act)
 
 
-def of_module(*arguments: Any) -> tuple[Tensor, ...]:
+def of_module(*given: Any) -> tuple[Tensor, ...]:
     """The op as modules of this package call it, for which the backend decides what is kept; ``How`` comes last."""
-    arguments, how = _split(arguments)
+    *arguments, everywhere, whole = given
     call = NormCall.of_arguments(arguments)
     if call.norm.keep == "input" or call.norm.process_group is not None or call.slots is not None or not call.x.numel():
         return norm_op(*arguments)
     call = call._replace(norm=call.norm._replace(keep="input"))
-    if not is_served(call, how):
+    if not is_served(call, How(everywhere, whole)):
         return _by_stock(call)
-    if how.whole:
+    if whole:
         return norm_op(*call.arguments)
     y, *others = norm_op(*call.with_act(IDENTITY)._replace(residual=None).arguments)
     return stock.finished(y, call.residual, call.norm.act), *others
@@ -215,16 +206,16 @@ def is_in_a_dense_format(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
 
 
-def normalised(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """z, mean and rstd of the op; the running statistics move."""
-    z, mean, rstd, *moved, _, _ = norm_op(*call.arguments)
+def normalised(call: NormCall) -> Tensor:
+    """The result of the op; the running statistics move."""
+    z, _, _, *moved, _, _ = norm_op(*call.arguments)
     if call.norm.own:
         for buffer, value in zip((call.running_mean, call.running_var), moved, strict=True):
             if buffer is not None:
                 # PyTorch's norms move it without a new version, and autograd may have saved it before.
                 with torch.no_grad(), _torch.preserve_version_counter(buffer):
                     buffer.copy_(value)
-    return z, mean, rstd
+    return z
 
 
 def replace_norms(graph: fx.Graph, how: How) -> int:
@@ -266,7 +257,7 @@ def _copy_what_moves(graph: fx.Graph, norms: Sequence[fx.Node]) -> None:
 def _write(graph: fx.Graph, node: fx.Node, how: How) -> bool:
     call = NormCall.captured(node)
     assert call is not None
-    value, x, norm = captured_value_of(node), _source_value(call.x), call.norm
+    value, x, norm = captured_value_of(node), captured_value_of(call.x), call.norm
     numbers = norm.eps, norm.momentum, norm.own, norm.over.groups or 1
     if value is None or x is None or not all(isinstance(number, (int, float)) for number in numbers):
         return False
@@ -312,13 +303,6 @@ def _after(node: fx.Node, norm: NormCall) -> tuple[fx.Node | None, fx.Node | Non
     return (total, residual, act) if in_one_grad_mode(node, act or last) else (None, None, None)
 
 
-def _source_value(node: object) -> Tensor | None:
-    """The result of a node, or what it is computed from, where a pass has written the node without its result."""
-    while isinstance(node, fx.Node) and captured_value_of(node) is None and node.args:
-        node = node.args[0]
-    return captured_value_of(node)
-
-
 def _moves(running_mean: object) -> list[fx.Node]:
     """The calls that move a running mean by the part of a bias (``dead_bias.py``), each right behind its norm."""
     readers = running_mean.users if isinstance(running_mean, fx.Node) else ()
@@ -331,18 +315,17 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
     """What a node adds to the output of a norm, if it is such a sum and writes over nothing else."""
-    if len(y.args) != 2 or y.kwargs or y.target not in (*SUMS, *SUMS_OVER):
+    is_sum = y.target in SUMS or (y.target in SUMS_OVER and y.args[0] is node)
+    if not is_sum or len(y.args) != 2 or y.kwargs or y.args.count(node) != 1:
         return None
-    one, other = y.args if y.args[0] is node else reversed(y.args)
-    if one is not node or other is node or not isinstance(other, fx.Node):
-        return None
-    if y.target in SUMS_OVER and y.args[0] is not node:
-        return None
-    return other if is_alike(captured_value_of(node), captured_value_of(other)) else None
+    (other,) = [term for term in y.args if term is not node]
+    if isinstance(other, fx.Node) and is_alike(captured_value_of(node), captured_value_of(other)):
+        return other
+    return None
 
 
 def _is_undisturbed(start: fx.Node, end: fx.Node, norm: NormCall) -> bool:
-    """Whether a norm gives the same where ``end`` stands as at ``start``.
+    """Whether a norm gives the same where ``end`` asked as at ``start``.
 
     Nothing between may write to a tensor that the norm reads; a function of PyTorch that writes over a tensor returns
     it, or nothing.
@@ -374,5 +357,5 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 
 def _memory(*values: object) -> set[int]:
-    """The addresses of the memories of these tensors; None stands for no tensor."""
+    """The addresses of the memories of these tensors; None asked for no tensor."""
     return {memory_of(value) for value in values if isinstance(value, Tensor)}

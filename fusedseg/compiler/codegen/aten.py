@@ -139,11 +139,6 @@ def devices_of(graph: fx.Graph) -> set[torch.device]:
     return {value_of(node).device for node in graph.nodes if is_tensor(node)}
 
 
-def _launching(graph: fx.Graph) -> torch.device | None:
-    """The device whose tensors Triton serves in a graph; None if there is none."""
-    return next(filter(_backend.takes_triton, devices_of(graph)), None)
-
-
 def _kernels_first(run: Any, device: torch.device) -> Any:
     """A function whose first call compiles the kernels of ``run`` in threads."""
     started = False
@@ -168,7 +163,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     _torch.donate_nothing()
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
-    launching = _launching(module.graph)
+    launching = next(filter(_backend.takes_triton, devices_of(module.graph)), None)
     on = passes.BACKWARD if gradients else passes.FORWARD
     passes.run(passes.Stage.JOINED, on, module)
     passes.run(passes.Stage.CALLS, on, module, liveness=liveness_of(module.graph))

@@ -31,17 +31,17 @@ MOVING: dict[Any, tuple[int, Any]] = {
 }
 
 
-def _moving(node: fx.Node) -> tuple[tuple[Any, Any], Any] | None:
-    """The running statistics of a node that calls a norm, and the form that moves them; None for other nodes."""
+def _moving(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """The running mean and variance of a node that calls a norm, and the form that moves them; None for other nodes."""
     function = node.target
     if isinstance(function, norms.Forward):
         norm = norms.NormCall.of(node)
         assert norm is not None
-        return (norm.running_mean, norm.running_var), replace(function, moving=True)
+        return norm.running_mean, norm.running_var, replace(function, moving=True)
     if function not in MOVING:
         return None
     first, form = MOVING[function]
-    return (node.args[first], node.args[first + 1]), form
+    return node.args[first], node.args[first + 1], form
 
 
 def write_statistics(graph: fx.Graph) -> int:
@@ -51,9 +51,9 @@ def write_statistics(graph: fx.Graph) -> int:
     copies = {node.args[0]: node for node in graph.nodes if node.target is aten.copy_.default}
     count = 0
     for node in list(graph.nodes):
-        form = _moving(node)
-        if form is not None:
-            count += _norm(graph, node, form, copies, outputs)
+        moving = _moving(node)
+        if moving is not None:
+            count += _norm(graph, node, moving, copies, outputs)
         elif node.target is aten.add.Tensor and node.args[0] in copies:
             buffer = node.args[0]
             copy = copies[buffer]
@@ -97,13 +97,10 @@ def _take_apart(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _norm(
-    graph: fx.Graph, node: fx.Node, form: tuple[tuple[Any, Any], Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
+    graph: fx.Graph, node: fx.Node, moving: tuple[Any, Any, Any], copies: dict[Any, fx.Node], outputs: set[fx.Node]
 ) -> bool:
-    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise.
-
-    ``form``: its running statistics, and what moves them.
-    """
-    items, ((mean, var), moving) = items_of(node), form
+    """The norm itself writes its running statistics, if their new values are copied there and not read otherwise."""
+    items, (mean, var, form) = items_of(node), moving
     pairs = [(mean, 3), (var, 4)]
     for buffer, place in pairs:
         new, copy = items.get(place), copies.get(buffer)
@@ -114,7 +111,7 @@ def _norm(
     for buffer, place in pairs:
         graph.erase_node(copies[buffer])
         graph.erase_node(items[place])
-    node.target = moving
+    node.target = form
     return True
 
 

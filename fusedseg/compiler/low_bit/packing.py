@@ -9,7 +9,6 @@ from torch import fx
 
 from ...memory.step_bytes import StepBytes
 from ...ops.low_bit import graph as ops
-from ...ops.low_bit.graph import unpack_op
 from ...ops.low_bit.spec import SMOOTH_BITS
 from .. import passes
 from ..graph import Joint, behind, call, form_in, size_of, twin_of, value_of
@@ -24,41 +23,33 @@ from .choose_bits import bits_of, settled
 from .rule import Packed, Rule
 
 
-class Storage:
-    """The nodes that pack, right after a value is computed, and those that unpack, before its first reader."""
+def _pack(graph: fx.Graph, packed: dict[fx.Node, Packed], seed: int) -> tuple[list[fx.Node], write.Unpacking]:
+    """New nodes that pack, each right after its value is computed, and for each value the call that unpacks it."""
+    packing: list[fx.Node] = []
+    unpacking: dict[fx.Node, tuple[Any, ...]] = {}
 
-    def __init__(self, graph: fx.Graph, packed: dict[fx.Node, Packed], seed: int) -> None:
-        self.graph = graph
-        self.packed: dict[fx.Node, tuple[Any, ...]] = {}
-        self.packing: list[fx.Node] = []
-        self.made: dict[fx.Node, fx.Node] = {}
-        first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-        is_rounded = any(value_of(node).is_floating_point() for node in packed)
-        key = call(graph, ops.rounding_key, seed, before=first) if is_rounded else None
-        for place, node in enumerate([node for node in graph.nodes if node in packed]):
-            how, after, kink = packed[node], behind(node), None
-            form = form_in(graph, node, after)
-            if not value_of(node).is_floating_point():
-                codes = self._pack(ops.bits_pack, node, how.bits, form[1], before=after)
-                self.packed[node] = (ops.bits_unpack, codes, how.bits, value_of(node).dtype, *form)
-                continue
-            if isinstance(norm := how.sign, Norm):
-                after = behind(call_node(norm.mean))
-                of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
-                kink = self._pack(ops.norm_kink, *of_norm, before=after)
-            codes = self._pack(ops.round_op, node, how.bits, key, place, kink, how.unit, form[1], before=after)
-            results = [self._pack(operator.getitem, codes, k, before=after) for k in range(3)]
-            self.packed[node] = (unpack_op, *results, kink, how.bits, how.unit, *form)
+    def added(target: Callable[..., object], *given: Any, before: fx.Node) -> fx.Node:
+        packing.append(call(graph, target, *given, before=before))
+        return packing[-1]
 
-    def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """The unpacked value of a node, for a reader in backward."""
-        if node not in self.made:
-            self.made[node] = call(self.graph, *self.packed[node], before=before)
-        return self.made[node]
-
-    def _pack(self, target: Callable[..., object], *given: Any, before: fx.Node) -> fx.Node:
-        self.packing.append(call(self.graph, target, *given, before=before))
-        return self.packing[-1]
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    is_rounded = any(value_of(node).is_floating_point() for node in packed)
+    key = call(graph, ops.rounding_key, seed, before=first) if is_rounded else None
+    for place, node in enumerate([node for node in graph.nodes if node in packed]):
+        how, after, kink = packed[node], behind(node), None
+        form = form_in(graph, node, after)
+        if not value_of(node).is_floating_point():
+            codes = added(ops.bits_pack, node, how.bits, form[1], before=after)
+            unpacking[node] = (ops.bits_unpack, codes, how.bits, value_of(node).dtype, *form)
+            continue
+        if isinstance(norm := how.sign, Norm):
+            after = behind(call_node(norm.mean))
+            of_norm = (norm.x, norm.mean, norm.rstd, norm.weight, norm.bias, norm.of_samples)
+            kink = added(ops.norm_kink, *of_norm, before=after)
+        codes = added(ops.round_op, node, how.bits, key, place, kink, how.unit, form[1], before=after)
+        results = [added(operator.getitem, codes, k, before=after) for k in range(3)]
+        unpacking[node] = (ops.unpack_op, *results, kink, how.bits, how.unit, *form)
+    return packing, unpacking
 
 
 def packed(rule: Rule, seed: int, by_inductor: bool, exact: StepBytes) -> Choice:
@@ -69,7 +60,7 @@ def packed(rule: Rule, seed: int, by_inductor: bool, exact: StepBytes) -> Choice
     """
     before, decided = rule.facts.joint, rule.found
     graph = before.graph
-    write.apply(before, decided, Storage(graph, rule.packed, seed))
+    write.apply(before, decided, *_pack(graph, rule.packed, seed))
     graph.eliminate_dead_code()
     passes.run(passes.Stage.PACKED, passes.JOINT, graph)
     policies = decided.policies
@@ -101,9 +92,9 @@ class RoundedChoices(Choices):
         nbytes, bits = super().nbytes(node), bits_of(node, self._bits)
         return min(nbytes, size_of(node) * bits // 8) if bits else nbytes
 
-    def first(self) -> Decision:
+    def first(self, share: float = 0.0, from_larger: bool = True) -> Decision:
         # The result of a pool is picked from the larger value, which costs fewer bytes than to keep both.
-        return self._without_budget()
+        return super().first(share, from_larger)
 
     def cut(self) -> Cut:
         def is_rounded(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ They run a third time where the peak loses as many bytes for it as the choice ke
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from enum import Enum, auto
@@ -30,8 +30,8 @@ from ...memory.step_bytes import StepBytes
 from ..budget import Budget
 from ..graph import Joint, nbytes_of, twin_of
 from ..settings import OP
-from . import nearly_free, recompute
-from .decision import Decision, call_node, decision_that_recomputes
+from . import nearly_free
+from .decision import Decision, call_node, decision_that_recomputes, inputs_of
 from .min_cut import DEFAULT_PRICE, UNIT, Cut
 from .peak import ByteModel
 from .schedule import PeakTarget, is_inlined
@@ -50,10 +50,11 @@ PEAK_SLACK = 1e-3
 
 
 class Choice(NamedTuple):
-    """A decision, and what it costs."""
+    """A decision, what it costs, and whether it meets the budget."""
 
     decision: Decision
     cost: StepBytes
+    met: bool = True
 
 
 class Choices:
@@ -73,20 +74,14 @@ class Choices:
         """What a second run of a call costs: arithmetic, or the bytes that it reads and writes."""
         if flops := self.flops.get(call):
             return flops
-        other = recompute.recomputation_of(call)
-        read = call.all_input_nodes if other is None else recompute.read_by(other)
-        moved = sum(map(nbytes_of, (call, *read)))
+        moved = sum(map(nbytes_of, (call, *inputs_of(call))))
         return moved // INLINED if self.by_inductor and is_inlined(call) else moved
 
     def nbytes(self, node: fx.Node) -> int:
         return 0 if node in self.joint.free_to_save else nbytes_of(node)
 
-    def first(self) -> Decision:
-        """The decision without a budget."""
-        return self._without_budget(nearly_free.SHARE, from_larger=False)
-
-    def _without_budget(self, share: float = 0.0, from_larger: bool = True) -> Decision:
-        """What is decided if no compute-intensive op runs again that is not nearly free.
+    def first(self, share: float = nearly_free.SHARE, from_larger: bool = False) -> Decision:
+        """The decision without a budget: no compute-intensive op runs again that is not nearly free.
 
         share: that of ``nearly_free.cheapest``.  from_larger: that of ``Cut``.
         """
@@ -118,12 +113,9 @@ class Choices:
         """A decision with what it costs; one without a target of the peak may get one."""
         return Choice(decision, self.model.needs(decision))
 
-    def _flops_of(self, nodes: AbstractSet[fx.Node]) -> int:
+    def flops_of(self, nodes: Iterable[fx.Node]) -> int:
+        """The arithmetic of the compute-intensive ops that compute these nodes, once each."""
         return sum(self.flops.get(call, 0) for call in {call_node(node) for node in nodes})
-
-    def flops_of(self, decision: Decision) -> int:
-        """The arithmetic of the compute-intensive ops that a decision recomputes, once each."""
-        return self._flops_of(set(decision.recomputed))
 
     def in_copy(self, known: "Known", most_flops: float, falling_peak: bool) -> Iterator[Choice]:
         """``frontier`` for a graph that is divided in several ways: it is found once for all equal copies of it.
@@ -134,15 +126,12 @@ class Choices:
         if key not in known:
             twin = Joint(twin_of(self.joint.graph)[0], self.joint.outputs)
             search = Choices(twin, self.by_inductor, self.peak_target).frontier(most_flops, falling_peak)
-            known[key] = (list(twin.graph.nodes), search, [])
-        twins, search, found = known[key]
+            known[key] = (list(twin.graph.nodes), search)
+        twins, search = known[key]
+        found, search = itertools.tee(search)
+        known[key] = (twins, search)
         own = dict(zip(twins, self.joint.graph.nodes, strict=True))
-        for place in itertools.count():
-            if place == len(found):
-                found += itertools.islice(search, 1)
-            if place == len(found):
-                return
-            decision, cost = found[place]
+        for decision, cost, _ in found:
             of_own = decision_that_recomputes(self.joint, {own[node] for node in decision.recomputed})
             yield Choice(replace(of_own, peak_target=decision.peak_target), cost)
 
@@ -161,7 +150,7 @@ class Choices:
         for wanted, price in steps.items():
             # Parts that save too little by themselves.
             small: frozenset[fx.Node] = frozenset()
-            for part in sorted(cut.parts(wanted - search.recomputed), key=self._flops_of) or [set()]:
+            for part in sorted(cut.parts(wanted - search.recomputed), key=self.flops_of) or [set()]:
                 tried = search.recomputed | small | part
                 verdict = search.try_with(tried)
                 if verdict is TrialResult.OVER_FLOPS and len(over_flops) < NEAREST:
@@ -185,7 +174,7 @@ class Choices:
                 call_node(node) for node in decision_that_recomputes(self.joint, more).recomputed
             }
             for call in sorted(intensive, key=self.nbytes):
-                if self._flops_of(intensive - {call}) > search.most_flops:
+                if self.flops_of(intensive - {call}) > search.most_flops:
                     continue
                 if search.try_with(cut.with_intensive(intensive - {call}, over_flops[more])) is TrialResult.TAKEN:
                     yield search.best
@@ -194,7 +183,7 @@ class Choices:
                     return
         for call in sorted(cut.compute_intensive, key=lambda call: -self.nbytes(call) / max(self.flops[call], 1)):
             intensive = cut.compute_intensive & {call_node(node) for node in search.best.decision.recomputed}
-            if call in intensive or self._flops_of(intensive | {call}) > search.most_flops:
+            if call in intensive or self.flops_of(intensive | {call}) > search.most_flops:
                 continue
             if search.try_with(search.recomputed | cut.with_intensive(intensive | {call}, price)) is TrialResult.TAKEN:
                 yield search.best
@@ -236,13 +225,13 @@ class Search:
         of, best = self._choices, self.best
         decision = decision_that_recomputes(of.joint, tried)
         enough = best.cost.kept - LEAST_SAVED * of.eager
-        kept, flops = of.kept(decision), of.flops_of(decision)
+        kept, flops = of.kept(decision), of.flops_of(decision.recomputed)
         if kept > enough or tried in self.refused:
             return TrialResult.SMALL
         if flops > self.most_flops:
             return TrialResult.OVER_FLOPS
         # A byte of the peak is worth as much as one that is kept.
-        price = max(flops - of.flops_of(best.decision), 0) / max(of.kept(best.decision) - kept, 1)
+        price = max(flops - of.flops_of(best.decision.recomputed), 0) / max(of.kept(best.decision) - kept, 1)
         decision.peak_target = PeakTarget(self._most * (1 + PEAK_SLACK), self.most_flops, price)
         found = of.counted(decision)
         cost = found.cost
@@ -256,21 +245,21 @@ class Search:
         return TrialResult.TAKEN
 
 
-# Of a graph, by what a search depends on: the nodes of its copy, the search, and the choices that it has found.
-Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice], list[Choice]]]
+# Of a graph, by what a search depends on: the nodes of its copy, and the search.
+Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice]]]
 
 
 def nearest(
     choices: Choices, budget: Budget | None, most: StepBytes | None = None, known: Known | None = None
-) -> tuple[Choice, bool]:
-    """The choice for a budget that keeps and peaks at no more than ``most``, and whether it meets the budget.
+) -> Choice:
+    """The choice for a budget that keeps and peaks at no more than ``most``.
 
     If no choice meets it, the last one within ``most``, or the last of all.  Without a budget, the first choice.
     ``known`` has the searches of other ways to divide the same graph.
     """
     frontier = choices.frontier if known is None else partial(choices.in_copy, known)
     if budget is None:
-        return next(frontier(0.0, True)), True
+        return next(frontier(0.0, True))
     nbytes, arguments = budget.bytes_of(choices.eager), choices.model.arguments
     # Arithmetic alone asks for the fewest bytes; a budget stops before.
     falling_peak = nbytes is not None or budget.peak is not None
@@ -281,23 +270,19 @@ def nearest(
         last = found
         kept_enough = nbytes is not None and found.cost.kept <= nbytes
         if kept_enough or (budget.peak is not None and found.cost.peak + arguments <= budget.peak):
-            return found, True
-    return last or found, False
+            return found
+    return (last or found)._replace(met=False)
 
 
-def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> None:
+def warn_of(cost: StepBytes, budget: Budget | None, choices: Choices) -> None:
     """Says which budget can be met.  A budget without a number of bytes is always met."""
-    assert cost is not None
     assert budget is not None
-    eager = choices.eager
-    most, peak = budget.bytes_of(eager), cost.peak + choices.model.arguments
+    most, peak = budget.bytes_of(choices.eager), cost.peak + choices.model.arguments
     if budget.peak is not None:
         asked, nearest = f"a peak of {text_of(budget.peak)}", f"a peak of {text_of(peak)}"
     elif most is not None:
-        asked, nearest = (
-            f"budget {text_of(most)}",
-            f"{text_of(cost.kept)}, which is a share of {_up(cost.kept / eager)}",
-        )
+        share = math.ceil(cost.kept / choices.eager * 1000) / 1000
+        asked, nearest = f"budget {text_of(most)}", f"{text_of(cost.kept)}, which is a share of {share:g}"
     else:
         return
     warnings.warn(
@@ -306,7 +291,3 @@ def warn_of(cost: StepBytes | None, budget: Budget | None, choices: Choices) -> 
         f"{budget.most_flops:g}, limits it",
         stacklevel=2,
     )
-
-
-def _up(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 1000:g}"

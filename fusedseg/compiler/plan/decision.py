@@ -68,14 +68,16 @@ def is_view(node: fx.Node) -> bool:
     return calls_view(call_node(node))
 
 
-def _may_run_again(node: fx.Node) -> bool:
+def _may_run_again(node: fx.Node, intensive: bool = False) -> bool:
+    """Whether backward may compute a node again; ``intensive`` says that a compute-intensive op may run for it."""
     made = call_node(node)
     if is_cheap(made) or recompute.recomputation_of(node) is not None:
         return True
-    return is_op(made) and not made.all_input_nodes and not is_random(made)
+    is_allowed = not made.all_input_nodes or (intensive and is_compute_intensive(made))
+    return is_allowed and is_op(made) and not is_random(made)
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
+def inputs_of(node: fx.Node) -> list[fx.Node]:
     """The nodes from which backward recomputes a node."""
     other = recompute.recomputation_of(node)
     return list(call_node(node).all_input_nodes) if other is None else recompute.read_by(other)
@@ -83,14 +85,12 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def sources_of(node: fx.Node, joint: Joint) -> list[fx.Node] | None:
     """The nodes from which backward may recompute a node; None if it must be kept."""
-    made = call_node(node)
-    repeats = is_compute_intensive(made) and not is_random(made)
-    if node in joint.free_to_save or not (repeats or _may_run_again(node)):
+    if node in joint.free_to_save or not _may_run_again(node, intensive=True):
         return None
     if isinstance(recompute.recomputation_of(node), recompute.MaxPool) and size_of(node) < FEWEST_VALUES:
         # A result that is too small to be rounded has no noise.
         return None
-    sources = _sources(node)
+    sources = inputs_of(node)
     if not is_view(node) and any(source in joint.overwritten for source in sources):
         # Backward would read what forward has written there.
         return None
@@ -142,7 +142,7 @@ def decision_that_recomputes(
         if node not in recomputed:
             found.saved.add(node)
             continue
-        found.recomputed[node] = [replacements.get(source, source) for source in _sources(node)]
+        found.recomputed[node] = [replacements.get(source, source) for source in inputs_of(node)]
         stack += [source for source in found.recomputed[node] if not is_available(source)]
     found.recomputed = {node: found.recomputed[node] for node in joint.graph.nodes if node in found.recomputed}
     return found

@@ -210,7 +210,7 @@ class Cut:
             changed = [
                 place
                 for place in self._intensive.values()
-                if vertices[(head := self._vertex(place))] and not later[head]
+                if vertices[(head := flow.heads[self._priced[place][0]])] and not later[head]
             ]
             if found and len(changed) > 1:
                 # Between both prices, one op after the other has the second one, the largest first.
@@ -237,9 +237,6 @@ class Cut:
         self.with_intensive(frozenset(), 0)
         kept = self._flow.after_the_start()
         return frozenset(node for node, vertex in self._of_recomputed.items() if not kept[vertex])
-
-    def _vertex(self, place: int) -> int:
-        return self._flow.heads[self._priced[place][0]]
 
     def _at_price(self, price: float, places: Iterable[int]) -> list[bool]:
         """Raises the price of some calls, and returns the vertices from which more could flow to the end."""

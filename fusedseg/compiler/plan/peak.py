@@ -49,7 +49,8 @@ class PlannedNode:
         self.node, self.all_input_nodes = node, list(dict.fromkeys(inputs))
         self.op, self.users = op or "call_function", list[PlannedNode]()
         # A result of a call reads the call.  One that is computed in another form is a call itself.
-        self.target = node.target if node.target is not operator.getitem or _picks(node, inputs) else None
+        picks = len(inputs) == 1 and inputs[0].node is node.args[0]
+        self.target = node.target if node.target is not operator.getitem or picks else None
         self.root: PlannedNode = inputs[0].root if view and inputs else self
         self.made = nbytes if self.root is self else 0
         # Each of several results has a node of its own.
@@ -127,10 +128,6 @@ class PlannedBackward(schedule.BackwardGraph):
         made = PlannedNode(node, inputs, nbytes_of(node), other is None and is_view(node))
         calls.append(made)
         return made
-
-
-def _picks(node: fx.Node, inputs: list[PlannedNode]) -> bool:
-    return len(inputs) == 1 and inputs[0].node is node.args[0]
 
 
 class ByteModel:

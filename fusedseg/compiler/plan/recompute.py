@@ -46,7 +46,6 @@ class BatchNorm(NamedTuple):
     eps: float
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that recomputes the output."""
         x, weight, bias, mean, rstd = map(read, self[:5])
         if mean is not None:
             scale = rstd if weight is None else call(graph, aten.mul.Tensor, rstd, weight, before=before)
@@ -63,7 +62,6 @@ class Norm(NormCall):
     """
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that recomputes the output."""
         again = NormCall(self.norm, *map(read, self.tensors))
         recomputed = call(graph, norm_op, *again.arguments, before=before)
         return call(graph, operator.getitem, recomputed, 0, before=before)
@@ -93,14 +91,13 @@ def _normed(
 
 
 class MaxPool(NamedTuple):
-    """The output of a max-pool of this package; only for rounded inputs."""
+    """The output of a max-pool of this package, picked at the positions of the maxima; only for rounded inputs."""
 
     x: fx.Node
     codes: fx.Node
     window: tuple[Any, ...]
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that picks the values at the positions of the maxima."""
         # The op asks for the size and the format of x, which its transpose needs.
         channels_last = not value_of(self.codes).is_contiguous()
         given = (read(self.x), read(self.codes), [], channels_last, *self.window)
@@ -115,7 +112,7 @@ class Dropout(NamedTuple):
     p: float
 
     def write(self, graph: fx.Graph, read: Read, before: fx.Node) -> fx.Node:
-        """A node that recomputes the output, as dropout does; Inductor has no ``native_dropout_backward``."""
+        # Inductor has no ``native_dropout_backward``.
         x = value_of(self.x)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         if x.device.type == "cpu":
@@ -125,6 +122,7 @@ class Dropout(NamedTuple):
         return call(graph, aten.mul.Tensor, left, scale, before=before)
 
 
+# Each writes a node that recomputes the output before another node.
 Recomputation = BatchNorm | Norm | Dropout | MaxPool
 
 

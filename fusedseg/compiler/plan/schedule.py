@@ -8,6 +8,7 @@ readers, if that lowers the peak, and is worth its arithmetic.
 
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -80,15 +81,18 @@ class BackwardGraph:
         """Takes the nodes, for each the one whose memory its result lies in, and those that recompute values."""
         self.nodes, self.roots, self.recomputed = nodes, roots, recomputed
         self._flops: dict[fx.Node, int] = {}
-        self._over: dict[fx.Node, Over] = {}
-        self.needs: dict[fx.Node, int] = {}
-        self._inputs: dict[fx.Node, list[fx.Node]] = {}
+        # For each node the inputs that are recomputed, in the best order.
+        self.inputs: dict[fx.Node, list[fx.Node]] = {}
+        needs: dict[fx.Node, int] = {}
         for node in nodes:
+            rebuilt = [source for source in node.all_input_nodes if source in recomputed]
+            self.inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - needs[source])
             held = need = 0
-            for source in self.inputs(node):
-                need = max(need, held + self.needs[source])
+            for source in self.inputs[node]:
+                need = max(need, held + needs[source])
                 held += self.nbytes(source)
-            self.needs[node] = max(need, held + self.made(node))
+            needs[node] = max(need, held + self.made(node))
+        self._over = {node: self.over(node) for node in nodes}
 
     def made(self, node: fx.Node) -> int:
         """The bytes that a node allocates.  Parameters are alive anyway."""
@@ -100,20 +104,13 @@ class BackwardGraph:
         """The bytes that later nodes read; each of several results has a node of its own."""
         return 0 if isinstance(value_of(node), (tuple, list)) else self.made(node)
 
-    def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are recomputed, in the best order."""
-        if node not in self._inputs:
-            rebuilt = [source for source in node.all_input_nodes if source in self.recomputed]
-            self._inputs[node] = sorted(rebuilt, key=lambda source: self.nbytes(source) - self.needs[source])
-        return self._inputs[node]
-
     def in_turn(self) -> list[ScheduledNode]:
         """The nodes, each value of forward right before its first reader."""
         done: dict[fx.Node, ScheduledNode] = {}
         for reader in self.nodes:
             if reader in self.recomputed:
                 continue
-            for node in inputs_first(reader, lambda node: reversed(self.inputs(node)), done):
+            for node in inputs_first(reader, lambda node: reversed(self.inputs[node]), done):
                 # All results of a call follow it at once, so that those that nobody reads are let go.
                 items = [user for user in node.users if node in self.recomputed and user.target is operator.getitem]
                 for one in (node, *items):
@@ -121,8 +118,6 @@ class BackwardGraph:
         return [*done.values()]
 
     def step(self, node: fx.Node, reads: list[ScheduledNode]) -> ScheduledNode:
-        if node not in self._over:
-            self._over[node] = self.over(node)
         return ScheduledNode(node, reads, self.roots[node], self.nbytes(node), self.made(node), self._over[node])
 
     def over(self, node: fx.Node) -> Over:
@@ -180,20 +175,20 @@ class BackwardGraph:
 
     def least_peak(self, peak_target: PeakTarget | None) -> list[ScheduledNode]:
         """The nodes in turn, with those computed once more that lower the peak."""
-        steps = self.in_turn()
+        now = self.liveness(self.in_turn())
         if peak_target is None:
-            return self._at_price(steps, inf, MOST_TRAFFIC, self.time, sharing=True)
+            return self._at_price(now, inf, MOST_TRAFFIC, self.time, sharing=True)
         if peak_target.flops < inf:
             # What repeats no arithmetic comes first.
-            steps = self._with_second_runs(steps, self.flops(steps), -inf)
-        steps = self._with_second_runs(steps, peak_target.flops, peak_target.peak)
-        if not peak_target.price or self.liveness(steps).peak[0] > peak_target.peak:
-            return steps
-        return self._at_price(steps, peak_target.flops, peak_target.price, self.flops)
+            now = self._until(now, self.flops(now.steps), -inf)
+        now = self._until(now, peak_target.flops, peak_target.peak)
+        if not peak_target.price or now.peak[0] > peak_target.peak:
+            return now.steps
+        return self._at_price(now, peak_target.flops, peak_target.price, self.flops)
 
     def _at_price(
         self,
-        steps: list[ScheduledNode],
+        now: Liveness,
         most: float,
         price: float,
         spent: Callable[[list[ScheduledNode]], float],
@@ -203,47 +198,41 @@ class BackwardGraph:
 
         One alone may lower nothing, where several places peak as high.
         """
-        best, now, least = steps, self.liveness(steps), inf
-        for _ in range(TRIALS):
-            sum_of_both = spent(steps) + price * now.peak[0]
-            if sum_of_both < least:
-                best, least = steps, sum_of_both
-            found = self.with_second_run(steps, now, most, sharing)
-            if found is None:
-                break
-            steps, now = found, self.liveness(found)
-        return best
+        tried = islice(self._second_runs(now, most, sharing), TRIALS)
+        return min(tried, key=lambda now: spent(now.steps) + price * now.peak[0]).steps
 
-    def _with_second_runs(self, steps: list[ScheduledNode], most: float, enough: float) -> list[ScheduledNode]:
+    def _until(self, now: Liveness, most: float, enough: float) -> Liveness:
         """Values are computed once more, within ``most`` arithmetic, until the peak is ``enough``."""
-        for _ in range(TRIALS):
-            now = self.liveness(steps)
-            found = None if now.peak[0] <= enough else self.with_second_run(steps, now, most)
-            if found is None:
+        for found in islice(self._second_runs(now, most), TRIALS + 1):
+            now = found
+            if now.peak[0] <= enough:
                 break
-            steps = found
-        return steps
+        return now
 
-    def with_second_run(
-        self, steps: list[ScheduledNode], now: Liveness, most: float, sharing: bool = False
-    ) -> list[ScheduledNode] | None:
+    def _second_runs(self, now: Liveness | None, most: float, sharing: bool = False) -> Iterator[Liveness]:
+        """The steps as they are, then with a value computed twice, then with another one, while the peak falls."""
+        while now is not None:
+            yield now
+            now = self._with_second_run(now, most, sharing)
+
+    def _with_second_run(self, now: Liveness, most: float, sharing: bool) -> Liveness | None:
         """The steps with one value computed twice, so that fewer bytes are alive at the peak; or None.
 
         sharing: a later run of what that needs takes place now, where the peak falls all the same.  Otherwise the
             outputs of a chain of residual blocks would each be rebuilt from the beginning of the chain.
         """
         top = now.top
-        read = {read.first for read in steps[top].reads}
+        read = {read.first for read in now.steps[top].reads}
         crossing = [
             step
-            for step in steps[:top]
+            for step in now.steps[:top]
             if step.node in self.recomputed and step.nbytes and now.last[step] > top and step not in read
             if not self.by_inductor or self.flops([step.call()])
         ]
         for step in sorted(crossing, key=self._price if sharing else self._price_of_arithmetic):
             for shared in (True, False) if sharing else (False,):
-                found = self._recomputed_after(steps, step, top, now, shared)
-                if self.flops(found) <= most and self.liveness(found).peak < now.peak:
+                steps = self._recomputed_after(now, step, shared)
+                if self.flops(steps) <= most and (found := self.liveness(steps)).peak < now.peak:
                     return found
         return None
 
@@ -258,13 +247,12 @@ class BackwardGraph:
         flops, largest = self._price_of_arithmetic(step)
         return flops, self._moved(step.call()) / step.nbytes, largest
 
-    def _recomputed_after(
-        self, steps: list[ScheduledNode], old: ScheduledNode, top: int, now: Liveness, shared: bool
-    ) -> list[ScheduledNode]:
-        """The steps with ``old`` recomputed for its readers after the place ``top``."""
-        found = steps[: top + 1]
+    def _recomputed_after(self, now: Liveness, old: ScheduledNode, shared: bool) -> list[ScheduledNode]:
+        """The steps with ``old`` recomputed for its readers after the peak."""
+        behind = now.top + 1
+        found = now.steps[:behind]
         made: dict[ScheduledNode, ScheduledNode] = {}
-        for place, step in enumerate(steps[top + 1 :], top + 1):
+        for place, step in enumerate(now.steps[behind:], behind):
             if shared and step not in made and step.node in self.recomputed:
                 # Another step of the same node has run by now.
                 recomputed = next((new for new in made.values() if new.node is step.node and new is not step), None)

@@ -5,8 +5,9 @@ that PyTorch's own partitioner divides the graph along them.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,29 +16,23 @@ from ..graph import POLICY, Joint, behind, call, copied, nodes_from
 from . import recompute
 from .decision import RECOMPUTE, SAVE, Decision, call_node
 
-
-class Unpacking(Protocol):
-    """Kept nodes that are packed, the nodes that pack them, and what backward reads in their place."""
-
-    packed: dict[fx.Node, tuple[Any, ...]]
-    packing: list[fx.Node]
-
-    def read(self, node: fx.Node, before: fx.Node) -> fx.Node: ...
+# For each kept value that is packed the call that unpacks it.
+Unpacking = Mapping[fx.Node, tuple[Any, ...]]
 
 
-def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> None:
-    """Lets backward read what it recomputes, and what ``storage`` unpacks; ``decided`` gets its policies."""
-    policies = decided.policies = dict.fromkeys(storage.packing, SAVE) if storage is not None else {}
+def apply(
+    joint: Joint, decided: Decision, packing: Sequence[fx.Node] = (), unpacking: Unpacking = MappingProxyType({})
+) -> None:
+    """Lets backward read what it recomputes and unpacks; ``decided`` gets its policies.  ``packing`` packs."""
+    policies = decided.policies = dict.fromkeys(packing, SAVE)
     copies: dict[fx.Node, fx.Node] = {}
-    for node in [node for node in joint.graph.nodes if node in decided.saved]:
-        if storage is not None and node in storage.packed:
-            continue
+    for node in [node for node in joint.graph.nodes if node in decided.saved and node not in unpacking]:
         if node in joint.changeable:
             copies[node] = call(joint.graph, torch.ops.aten.clone.default, node, before=behind(node))
             policies[copies[node]] = SAVE
             continue
         policies.update((one, SAVE) for one in (node, call_node(node)) if POLICY not in one.meta)
-    writer = _Writer(joint, decided, storage, copies)
+    writer = _Writer(joint, decided, unpacking, copies)
     for reader in decided.backward:
         read = functools.partial(writer.read, before=reader)
         reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), read)
@@ -51,33 +46,33 @@ def apply(joint: Joint, decided: Decision, storage: Unpacking | None = None) -> 
 class _Writer:
     """Gives backward the nodes that it reads."""
 
-    def __init__(
-        self, joint: Joint, decided: Decision, storage: Unpacking | None, copies: dict[fx.Node, fx.Node]
-    ) -> None:
-        self.graph, self.decided, self.storage, self.copies = joint.graph, decided, storage, copies
-        self.policies = decided.policies
-        self.changeable = joint.changeable
+    def __init__(self, joint: Joint, decided: Decision, unpacking: Unpacking, copies: dict[fx.Node, fx.Node]) -> None:
+        self.joint, self.graph, self.decided = joint, joint.graph, decided
+        self.unpacking, self.copies = unpacking, copies
         self.made: dict[fx.Node, fx.Node] = {}
 
     def read(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """What backward reads in place of a node of forward: the node itself, or a copy with other inputs."""
         node = self.decided.replacements.get(node, node)
-        if self.storage is not None and node in self.storage.packed:
-            return self._written(functools.partial(self.storage.read, node, before), before)
-        if node not in self.decided.recomputed:
+        if node not in self.unpacking and node not in self.decided.recomputed:
             return self.copies.get(node, node)
         if node not in self.made:
             self.made[node] = self._recompute(node, before)
         return self.made[node]
 
     def _recompute(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        if node in self.unpacking:
+            return self._noted(call(self.graph, *self.unpacking[node], before=before))
         other = recompute.recomputation_of(node)
         if other is not None:
-            read = functools.partial(self.read, before=before)
-            return self._written(functools.partial(other.write, self.graph, read, before), before)
+            last = before.prev
+            made = other.write(self.graph, functools.partial(self.read, before=before), before)
+            for new in nodes_from(last.next, before):
+                self._noted(new)
+            return made
         whole = call_node(node)
         swapped = {source: self.read(source, before) for source in whole.all_input_nodes}
-        if node not in self.changeable and all(source is other for source, other in swapped.items()):
+        if node not in self.joint.changeable and all(source is other for source, other in swapped.items()):
             return self._noted(node, whole)
         if node is whole:
             return self._noted(copied(self.graph, node, swapped, before))
@@ -85,14 +80,6 @@ class _Writer:
             self.made[whole] = self._noted(copied(self.graph, whole, swapped, before))
         return self._noted(copied(self.graph, node, {whole: self.made[whole]}, before))
 
-    def _written(self, write: Callable[[], fx.Node], before: fx.Node) -> fx.Node:
-        """What ``write`` returns; the nodes that it writes before another one recompute values."""
-        last = before.prev
-        made = write()
-        for new in nodes_from(last.next, before):
-            self._noted(new)
-        return made
-
     def _noted(self, node: fx.Node, *others: fx.Node) -> fx.Node:
-        self.policies.update(dict.fromkeys((node, *others), RECOMPUTE))
+        self.decided.policies.update(dict.fromkeys((node, *others), RECOMPUTE))
         return node

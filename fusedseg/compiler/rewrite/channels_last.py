@@ -149,17 +149,13 @@ def _may_pass_on(node: fx.Node) -> bool:
         # With several channels a group, kernels for channels_last are many times slower.
         return groups == 1 or (weight is not None and value_of(weight).shape[1] == 1)
     if op in INSTEAD:
-        return avg_pool.is_simple(*_window(node))
+        given = arguments_of(node)
+        window = ("kernel_size", "stride", "padding", "ceil_mode", "divisor_override")
+        return avg_pool.is_simple(*map(given.__getitem__, window))
     # Copies are written in the format that they are to have.
     if op in SLICES or row.copies or row.returns_input:
         return True
     return row.layout == KEEPS or (op.namespace in ("aten", "prims") and torch.Tag.pointwise in op.tags)
-
-
-def _window(node: fx.Node) -> tuple[Any, ...]:
-    given = arguments_of(node)
-    names = ("kernel_size", "stride", "padding", "ceil_mode", "divisor_override")
-    return tuple(given[name] for name in names)
 
 
 def _is_passed_on(node: fx.Node, images: list[fx.Node]) -> bool:

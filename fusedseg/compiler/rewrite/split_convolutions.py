@@ -77,31 +77,31 @@ class ConvolutionSource(NamedTuple):
     begin: its first channel.
     width: the number of its channels.
     gradient: the node of its gradient, if one node alone picks it.
-    divisible: whether nobody reads the gradient of the concatenation otherwise.
+    ranges: the ranges of channels, from 0, in which it is enlarged; none if it is not divided further.
     """
 
     node: fx.Node
     begin: int
     width: int
     gradient: fx.Node | None
-    divisible: bool
+    ranges: list[tuple[int, int]]
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """The ranges of channels, from 0, if it is enlarged right before, and its gradient goes to the small size."""
-        if self.gradient is None or not self.divisible or self.node.target is not interpolate_op:
-            return []
-        if [user.target for user in self.gradient.users] != [interpolate_backward_op]:
-            return []
-        count = min(MOST_RANGES, nbytes_of(self.node) // SLAB_BYTES)
-        step = -(-self.width // max(count, 1))
-        return [(k, min(k + step, self.width)) for k in range(0, self.width, step)] if count > 1 else []
+
+def _ranges(source: fx.Node, width: int, gradient: fx.Node | None) -> list[tuple[int, int]]:
+    """The ranges of a source that is enlarged right before, and whose gradient goes to the small size."""
+    readers = [] if gradient is None else [user.target for user in gradient.users]
+    if source.target is not interpolate_op or readers != [interpolate_backward_op]:
+        return []
+    count = min(MOST_RANGES, nbytes_of(source) // SLAB_BYTES)
+    step = -(-width // max(count, 1))
+    return [(k, min(k + step, width)) for k in range(0, width, step)] if count > 1 else []
 
 
 def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
     """The sources of a convolution of ``x`` whose gradient is ``dx``; none if their channels are not known."""
     if name_of(x) != "cat":
         width = number_of(value_of(x).shape[1])
-        return [] if width is None else [ConvolutionSource(x, 0, width, dx, True)]
+        return [] if width is None else [ConvolutionSource(x, 0, width, dx, _ranges(x, width, dx))]
     nodes = nodes_at(x, 0)
     if any(value_of(node).dim() != value_of(x).dim() for node in nodes):
         # A concatenation takes an empty vector too, with which a loop may begin.
@@ -115,9 +115,10 @@ def _sources(x: fx.Node, dx: fx.Node | None) -> list[ConvolutionSource]:
     ends = list(accumulate(widths))
     slices = {} if dx is None else _slices_of_channels(dx, ends[-1])
     gradients = [slices.get((end - width, end)) for width, end in zip(widths, ends, strict=True)]
+    # Where somebody reads the gradient of the concatenation otherwise, no source is divided further.
     divisible = dx is not None and set(dx.users) == {gradient for gradient in gradients if gradient is not None}
     return [
-        ConvolutionSource(node, end - width, width, gradient, divisible)
+        ConvolutionSource(node, end - width, width, gradient, _ranges(node, width, gradient) if divisible else [])
         for node, width, end, gradient in zip(nodes, widths, ends, gradients, strict=True)
     ]
 
@@ -136,58 +137,49 @@ def _slices_of_channels(dx: fx.Node, width: int) -> dict[tuple[int, int], fx.Nod
     return found
 
 
-class Part(NamedTuple):
-    """The backward of a convolution of some channels: of ``source`` from ``begin`` on, or of a range of them.
-
-    gradient: the gradient of the source, or of a range of its channels before it was enlarged.
-    """
-
-    source: ConvolutionSource
-    begin: int
-    node: fx.Node
-    gradient: fx.Node
-
-
 def _split(graph: fx.Graph, node: fx.Node) -> bool:
     given: tuple = node.args
     dy, x, weight, *geometry = given
     mask, items = geometry[7], items_of(node)
     sources = _sources(x, items.get(0))
-    if len(sources) < 2 and not any(source.ranges() for source in sources):
+    if len(sources) < 2 and not any(source.ranges for source in sources):
         return False
-    parts: list[Part] = []
+    # The calls with their first channels, and for each source its gradient, or those of its ranges at the small size.
+    calls: list[tuple[int, fx.Node]] = []
+    gradients: dict[fx.Node, list[fx.Node]] = {}
 
     def item(part: fx.Node, place: int) -> fx.Node:
         return call(graph, operator.getitem, part, place, before=node)
 
-    def convolve(source: ConvolutionSource, begin: int, end: int, of: fx.Node, small: fx.Node | None = None) -> None:
-        piece = call(graph, aten.slice.Tensor, weight, 1, source.begin + begin, source.begin + end, before=node)
-        flags = [True, True, bool(mask[2]) and not parts]
+    def convolve(of: fx.Node, begin: int, end: int) -> fx.Node:
+        piece = call(graph, aten.slice.Tensor, weight, 1, begin, end, before=node)
+        flags = [True, True, bool(mask[2]) and not calls]
         made = call(graph, op_of(node), dy, of, piece, *geometry[:7], flags, before=node)
+        calls.append((begin, made))
         # Right here, so that the bytes count from here on.
-        gradient = item(made, 0)
-        if small is not None:
-            _, size, shape, *how = small.args
-            shape = [shape[0], end - begin, *shape[2:]]  # type: ignore[index,misc]
-            gradient = call(graph, interpolate_backward_op, gradient, size, shape, *how, before=node)
-        parts.append(Part(source, source.begin + begin, made, gradient))
+        return item(made, 0)
 
     # First what needs the most memory on the way, and leaves the least; then the largest, which may be recomputed.
-    for source in sorted(sources, key=lambda source: (not source.ranges(), -nbytes_of(source.node))):
-        if not source.ranges():
-            convolve(source, 0, source.width, source.node)
-        for begin, end in source.ranges():
-            x, *how = source.node.args
-            of = call(graph, aten.slice.Tensor, x, 1, begin, end, before=node)
+    for source in sorted(sources, key=lambda source: (not source.ranges, -nbytes_of(source.node))):
+        if not source.ranges:
+            gradients[source.node] = [convolve(source.node, source.begin, source.begin + source.width)]
+        for begin, end in source.ranges:
+            small, *how = source.node.args
+            of = call(graph, aten.slice.Tensor, small, 1, begin, end, before=node)
             of = call(graph, interpolate_op, of, *how, before=node)
-            convolve(source, begin, end, of, next(iter(source.gradient.users)))  # type: ignore[union-attr]
-    _give_gradients(graph, node, sources, parts, items)
+            large = convolve(of, source.begin + begin, source.begin + end)
+            (reader,) = source.gradient.users  # type: ignore[union-attr]
+            _, size, shape, *how = reader.args
+            shape = [shape[0], end - begin, *shape[2:]]  # type: ignore[index,misc]
+            gradient = call(graph, interpolate_backward_op, large, size, shape, *how, before=node)
+            gradients.setdefault(source.node, []).append(gradient)
+    _give_gradients(graph, node, sources, gradients, items.get(0))
     if 1 in items:
-        in_order = sorted(parts, key=lambda part: part.begin)
-        whole = call(graph, aten.cat.default, [item(part.node, 1) for part in in_order], 1, before=node)
+        in_order = [made for _, made in sorted(calls, key=operator.itemgetter(0))]
+        whole = call(graph, aten.cat.default, [item(made, 1) for made in in_order], 1, before=node)
         items[1].replace_all_uses_with(whole)
     if 2 in items:
-        items[2].replace_all_uses_with(item(parts[0].node, 2))
+        items[2].replace_all_uses_with(item(calls[0][1], 2))
     for old in (*items.values(), node):
         if not old.users:
             graph.erase_node(old)
@@ -195,24 +187,26 @@ def _split(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _give_gradients(
-    graph: fx.Graph, node: fx.Node, sources: list[ConvolutionSource], parts: list[Part], items: dict[int, fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    sources: list[ConvolutionSource],
+    gradients: dict[fx.Node, list[fx.Node]],
+    dx: fx.Node | None,
 ) -> None:
     """The readers of the gradient of a source get it from its parts."""
     whole: list[fx.Node] = []
     for source in sources:
-        own = [part for part in parts if part.source is source]
-        if source.ranges():
-            made = call(graph, aten.cat.default, [part.gradient for part in own], 1, before=node)
-            old = next(iter(source.gradient.users))  # type: ignore[union-attr]
+        old, own = source.gradient, gradients[source.node]
+        if source.ranges:
+            made = call(graph, aten.cat.default, own, 1, before=node)
+            (old,) = source.gradient.users  # type: ignore[union-attr]
         else:
-            made = own[0].gradient
-            old = source.gradient
+            (made,) = own
             whole.append(made)
         if old is not None:
             old.replace_all_uses_with(made)
             graph.erase_node(old)
-            if source.gradient not in (old, items.get(0)):
+            if source.gradient not in (old, dx):
                 graph.erase_node(source.gradient)  # type: ignore[arg-type]
-    dx = items.get(0)
     if dx is not None and dx.users:
         dx.replace_all_uses_with(call(graph, aten.cat.default, whole, 1, before=node))

@@ -23,7 +23,7 @@ from nnunetv2.utilities.label_handling.label_handling import LabelManager
 from torch import Tensor, nn
 
 from ... import _torch
-from ...inference.windows import Cell, Sums, Windows, part
+from ...inference.windows import Slices, Sums, Windows, part
 from ...progress import Progress
 from .resampling import SlabLabels, axes_of
 
@@ -195,18 +195,18 @@ class FusedPredictor(nnUNetPredictor):
 class _Slabs:
     """The mean logits of all folds, slab by slab, without the planes that padding has added."""
 
-    def __init__(self, crop: tuple[slice, ...], folds: int, labels: SlabLabels) -> None:
+    def __init__(self, crop: Slices, folds: int, labels: SlabLabels) -> None:
         self.crop, self.folds, self.labels = crop, folds, labels
         # The sums over folds, by the first plane.
         self.open: dict[int, Tensor] = {}
 
-    def add(self, fold: int, cell: Cell, logits: Tensor) -> None:
+    def add(self, fold: int, where: Slices, logits: Tensor) -> None:
         # Not isfinite of the logits, which would take their bytes another one and a half times.
         if not torch.isfinite(torch.stack(logits.aminmax())).all():
             raise RuntimeError(
                 f"{OP}: the logits hold values that are not finite; reduce value_scaling_factor in compute_gaussian"
             )
-        at = cell.where[0]
+        at = where[0]
         total = self.open[at.start] = self.open[at.start].add_(logits) if fold else logits
         if fold + 1 < self.folds:
             return

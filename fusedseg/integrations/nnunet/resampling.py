@@ -26,24 +26,23 @@ class Tap(NamedTuple):
 
 
 class ResampledAxis(NamedTuple):
-    """One axis: its sizes before and after, and the taps whose sum is a result."""
+    """One axis: its size after the resampling, and the taps whose sum is a result."""
 
-    before: int
     after: int
     taps: tuple[Tap, ...]
 
     @classmethod
     def of(cls, before: int, after: int, *, linear: bool) -> "ResampledAxis":
         if before == after:
-            return cls(before, after, (Tap(None, None),))
+            return cls(after, (Tap(None, None),))
         at = (torch.arange(after, dtype=torch.float64) + 0.5) * (before / after) - 0.5
         at = at.clamp_(0, before - 1)
         if not linear:
-            return cls(before, after, (Tap((at + 0.5).floor_().long(), None),))
+            return cls(after, (Tap((at + 0.5).floor_().long(), None),))
         low = at.floor()
         first = 1 - (at - low)
         next_one = (low + 1).clamp_(max=before - 1)
-        return cls(before, after, (Tap(low.long(), first), Tap(next_one.long(), 1 - first)))
+        return cls(after, (Tap(low.long(), first), Tap(next_one.long(), 1 - first)))
 
     def to(self, device: torch.device) -> "ResampledAxis":
         taps = tuple(Tap(*(t if t is None else t.to(device) for t in tap)) for tap in self.taps)

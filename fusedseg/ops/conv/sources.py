@@ -61,11 +61,6 @@ class Interpolated:
     """
 
     def __init__(self, x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None = None) -> None:
-        self.x = x
-        self.enlarge = Enlarge(self._checked(x, size, mode, align_corners), mode, align_corners)
-
-    @staticmethod
-    def _checked(x: Tensor, size: Sequence[int], mode: str, align_corners: bool | None) -> tuple[int, ...]:
         op = "fusedseg.Interpolated"
         check_tensor(op, x)
         if x.dim() not in MODES:
@@ -82,7 +77,8 @@ class Interpolated:
         size = tuple(size)
         if len(size) != x.dim() - 2 or min(size) < 1:
             raise ValueError(f"{op}: size must be {x.dim() - 2} positive integers for x {tuple(x.shape)}, got {size}")
-        return size
+        self.x = x
+        self.enlarge = Enlarge(size, mode, align_corners)
 
     @property
     def shape(self) -> torch.Size:

@@ -25,7 +25,7 @@ from ..double_backward import differentiated_once, refused
 from ..registry import graph_op, whole
 from . import aten_sums, launches
 from .checks import check
-from .conv_logits import Conv, ConvLogits, Logits, tensor_of
+from .conv_logits import Conv, ConvLogits, tensor_of
 from .spec import OP, ROWS, SCHEMA, Sizes, SumsInputs, SumsSpec, sizes_of, sums_dtype
 from .tiles import Grads
 
@@ -67,13 +67,12 @@ def backward(dsums: Tensor, given: SumsInputs, spec: SumsSpec, needs: Needs) -> 
             return _conv_backward(dsums, given, given.logits, spec, needs)
     x, sizes = dense_logits(given.logits)
     dx = torch.empty_like(x)
-    if dx.numel() == 0:
-        return dx, None, None
-    dsums = dsums.contiguous()
-    if not _backend.use_triton(x, launches.FAMILY):
-        aten_sums.backward(dsums, given._replace(logits=x), spec, Grads(dx))
-        return dx, None, None
-    launches.backward(x, given.target, given.mask, sizes, spec, dsums, dx)
+    if dx.numel():
+        dsums = dsums.contiguous()
+        if _backend.use_triton(x, launches.FAMILY):
+            launches.backward(x, given.target, given.mask, sizes, spec, dsums, dx)
+        else:
+            aten_sums.backward(dsums, given._replace(logits=x), spec, Grads(dx))
     return dx, None, None
 
 
@@ -200,20 +199,13 @@ def sums(given: SumsInputs, spec: SumsSpec) -> Tensor:
     if not spec.dense and target.dtype == torch.bool:
         # Truth values are the labels 0 and 1.
         target = target.view(torch.uint8)
-    parts, form = _parts(logits)
+    conv = logits.conv if isinstance(logits, ConvLogits) else (logits, None, None, *NO_CONV)
+    *parts, size, align_corners, dtype = conv
     if spec.hard:
-        parts = tuple(None if t is None else t.detach() for t in parts)
-    tensors = (*parts, target, mask)
+        parts = [None if t is None else t.detach() for t in parts]
+    tensors, form = (*parts, target, mask), (size, align_corners, dtype)
     if torch.compiler.is_compiling():
         return sums_op(*tensors, *form, *spec)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)):
         return forward(_inputs(form, *tensors), spec)
     return SumsFunction.apply(*tensors, form, spec)
-
-
-def _parts(logits: Logits) -> tuple[tuple[Any, ...], Form]:
-    """The tensors and the form of a call: the logits, None and None, or the features, the weight and the bias."""
-    if isinstance(logits, Tensor):
-        return (logits, None, None), NO_CONV
-    *tensors, size, align_corners, dtype = logits.conv
-    return tuple(tensors), (size, align_corners, dtype)
