@@ -7,6 +7,8 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
+from fusedseg.memory import checkpoint_blocks
+
 from .harness import Missing
 
 Treat = Callable[[nn.Module], nn.Module]
@@ -78,6 +80,12 @@ def compiled(module: nn.Module) -> nn.Module:
 
 def aggressive(module: nn.Module) -> nn.Module:
     return Compiled(module, aggressive_recomputation=True)
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    """The network with blocks that keep only their inputs, and run again in backward."""
+    checkpoint_blocks(module)
+    return module
 
 
 def batch_norm(dims: int, channels: int) -> nn.Module:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,20 +82,25 @@ class Missing(Exception):
     """A contender cannot run here, for example because a package or a compiler is missing."""
 
 
-class Copy:
-    """A probe instead of a contender: it copies a tensor, which shows the bandwidth of the machine."""
+class Probe:
+    """Two calls that are timed instead of a contender; the second call gets the result of the first."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.source, self.target = like.detach().clone(), torch.empty_like(like)
+    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any] = lambda out: ()) -> None:
+        self._forward, self._backward = forward, backward
 
     def prepare(self) -> None:
         pass
 
-    def forward(self, prepared: None) -> Tensor:
-        return self.target.copy_(self.source)
+    def forward(self, prepared: None) -> Any:
+        return self._forward()
 
-    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return ()
+    def backward(self, out: Any) -> Any:
+        return self._backward(out)
+
+
+def copy_of(like: Tensor) -> Probe:
+    """Copies a tensor, which shows the bandwidth of the machine."""
+    return Probe(partial(torch.empty_like(like).copy_, like.detach().clone()))
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
@@ -202,8 +208,9 @@ def count_bytes(job: Job, device: torch.device) -> tuple[int, int, int]:
 
 
 def compete(
-    contenders: Mapping[str, Callable[[], Job]],
-    references: Mapping[str, Callable[[], dict[str, Tensor]]],
+    names: Iterable[str],
+    build: Callable[[str], Job],
+    reference: Callable[[], dict[str, Tensor]],
     tolerance: Mapping[str, float],
     timing: Timing,
     probes: Mapping[str, Any] | None = None,
@@ -211,8 +218,9 @@ def compete(
     """Checks, counts and times all contenders.  In a rehearsal it only takes the first step of each.
 
     Args:
-        contenders: name -> a function that builds the job, and may raise ``Missing``.  "eager" comes first.
-        references: contender -> a function that computes its float64 results; "" stands for all other contenders.
+        names: the contenders.  "eager" comes first.
+        build: makes the job of a contender, and may raise ``Missing``.
+        reference: computes the float64 results.
         tolerance: the relative error allowed for each result; twice eager's error is allowed too.
         timing: how they are timed.
         probes: jobs that are timed too, but neither checked nor counted.
@@ -220,13 +228,11 @@ def compete(
     torch._dynamo.reset()
     jobs: dict[str, Any] = {}
     outcome: dict[str, Result] = {}
-    reference_of = {name: references.get(name, references[""]) for name in contenders}
-    makers = set() if rehearsal else {*reference_of.values()}
-    computed: dict[Callable, dict[str, Tensor]] = {make: make() for make in makers}
-    for name, build in contenders.items():
+    expected = {} if rehearsal else reference()
+    for name in names:
         outcome[name] = result = Result()
         try:
-            job = build()
+            job = build(name)
             out = job.forward(job.prepare())
             grads = job.backward(out)
         except Missing as reason:
@@ -235,14 +241,13 @@ def compete(
         if rehearsal:
             result.missing = "a rehearsal"
             continue
-        expected = computed[reference_of[name]]
         result.errors = {key: relative_error(got, expected[key]) for key, got in job.results(out, grads).items()}
         result.refused = disagreement(result.errors, outcome["eager"].errors, tolerance)
         del out, grads
         if not result.refused:
             result.kept, result.peak, result.reserved = count_bytes(job, timing.device)
             jobs[name] = job
-    del computed, reference_of
+    del expected
     if rehearsal:
         return outcome
     timed = interleave({**jobs, **(probes or {})}, timing)

@@ -1,7 +1,6 @@
 """The jobs of the contenders in a round: a layer, or a network."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,14 @@ def step_results(job: Job) -> dict[str, Tensor]:
 
 
 class LayerJob:
-    """Norm and activation as a layer inside a network: x is no leaf, and dz is given.
+    """A layer inside a network: x is no leaf, and dz is given.
 
-    The layer's parameters are set to ``data``; then ``treat`` returns the module that runs.
+    ``data`` has x, dz and the values of the layer's parameters, in their order; ``treat`` returns the module that runs.
     """
-
-    # The names of the parameters, in their order.
-    names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(self, layer: nn.Module, data: dict[str, Tensor], treat: Treat = as_it_is) -> None:
         self.x, self.dz = data["x"], data["dz"]
+        self.names = [name for name in data if name not in ("x", "dz")]
         self.params = tuple(layer.parameters())
         with torch.no_grad():
             for name, param in zip(self.names, self.params, strict=True):
@@ -51,17 +48,22 @@ class LayerJob:
         return [*self.layer.parameters(), *self.layer.buffers()]
 
 
-class ConvJob(LayerJob):
-    """Convolution, norm and activation.  x counts as owned, because the layer before keeps it as its output."""
-
-    names = ("conv_weight", "weight", "bias")
+class ReadingJob(LayerJob):
+    """A layer that never overwrites x.  x counts as owned, because the layer before keeps it as its output."""
 
     def prepare(self) -> Tensor:
-        # No contender overwrites the input of a convolution.
         return self.x
 
     def owned(self) -> list[Tensor]:
         return [*super().owned(), self.x]
+
+
+def exact_layer(layer: Callable[..., Tensor], data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The results of a ``LayerJob`` in float64; ``layer`` takes x and the parameters."""
+    leaves = {name: value.detach().double().requires_grad_() for name, value in data.items() if name != "dz"}
+    z = layer(*leaves.values())
+    grads = torch.autograd.grad(z, [*leaves.values()], data["dz"].double())
+    return {"z": z.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
 
 class NetJob:
@@ -112,9 +114,4 @@ def compete_networks(
     contenders: Iterable[str], build: Callable[[str], NetJob], autocast: bool, timing: Timing
 ) -> dict[str, Result]:
     """Lets the networks that ``build`` makes of the contenders' names compete; eager's in float64 is the reference."""
-    return compete(
-        {name: partial(build, name) for name in contenders},
-        {"": lambda: build("eager").exact_results()},
-        net_tolerance(autocast),
-        timing,
-    )
+    return compete(contenders, build, lambda: build("eager").exact_results(), net_tolerance(autocast), timing)

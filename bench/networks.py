@@ -31,7 +31,9 @@ class Field(nn.Module):
         return getattr(self.net(x, *self.args), self.field)
 
 
-def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], features: tuple[int, ...]) -> nn.Module:
+def nnunet(
+    kind: str, features: tuple[int, ...], num_classes: int = 3, deep_supervision: bool = False, **blocks: Any
+) -> nn.Module:
     """A 3D network of nnU-Net with so many channels in each stage."""
     from dynamic_network_architectures.architectures import unet
 
@@ -42,35 +44,27 @@ def nnunet(kind: str, blocks: dict[str, tuple[int, ...]], features: tuple[int, .
         conv_op=nn.Conv3d,
         kernel_sizes=3,
         strides=(1, *[2] * (len(features) - 1)),
-        num_classes=3,
         conv_bias=True,
         norm_op=nn.InstanceNorm3d,
         norm_op_kwargs={"eps": 1e-5, "affine": True},
         nonlin=nn.LeakyReLU,
         nonlin_kwargs={"inplace": True},
-        deep_supervision=False,
+        num_classes=num_classes,
+        deep_supervision=deep_supervision,
         **blocks,
     )
 
 
-def plain(width: int = 8) -> nn.Module:
-    return plain_unet((width, 2 * width, 4 * width, 8 * width))
-
-
-def plain_unet(features: tuple[int, ...]) -> nn.Module:
+def plain_unet(features: tuple[int, ...], **options: Any) -> nn.Module:
     """Two convolutions in each stage."""
     blocks = {"n_conv_per_stage": (2,) * len(features), "n_conv_per_stage_decoder": (2,) * (len(features) - 1)}
-    return nnunet("PlainConvUNet", blocks, features)
+    return nnunet("PlainConvUNet", features, **blocks, **options)
 
 
-def residual(width: int = 8) -> nn.Module:
-    return residual_unet((width, 2 * width, 4 * width, 8 * width), (1, 2, 2, 2))
-
-
-def residual_unet(features: tuple[int, ...], blocks: tuple[int, ...]) -> nn.Module:
+def residual_unet(features: tuple[int, ...], blocks: tuple[int, ...], **options: Any) -> nn.Module:
     """``blocks`` residual blocks in each stage of the encoder, and one convolution in each of the decoder."""
     of_stages = {"n_blocks_per_stage": blocks, "n_conv_per_stage_decoder": (1,) * (len(features) - 1)}
-    return nnunet("ResidualEncoderUNet", of_stages, features)
+    return nnunet("ResidualEncoderUNet", features, **of_stages, **options)
 
 
 def swin_unetr(width: int = 12) -> nn.Module:
@@ -152,12 +146,13 @@ FOUR = {
     for case in UNETS["cpu"]
 }
 NNUNET, VOLUME = "dynamic_network_architectures", (2, 1, 32, 32, 32)
+FEATURES, WIDE_FEATURES, BLOCKS = (8, 16, 32, 64), (16, 32, 64, 128), (1, 2, 2, 2)
 NETWORKS = {
     **FOUR,
     "ResNet-18": Network(partial(ResNet18, width=32), (4, 3, 128, 128)),
     "ResNet-50": Network(partial(ResNet50, width=16), (4, 3, 64, 64)),
-    "PlainConvUNet": Network(plain, VOLUME, NNUNET),
-    "ResidualEncoderUNet": Network(residual, VOLUME, NNUNET),
+    "PlainConvUNet": Network(partial(plain_unet, FEATURES), VOLUME, NNUNET),
+    "ResidualEncoderUNet": Network(partial(residual_unet, FEATURES, BLOCKS), VOLUME, NNUNET),
     "SegFormer": Network(segformer, (2, 3, 128, 128), "transformers"),
     "diffusion U-Net": Network(diffusion, (4, 3, 32, 32), "diffusers"),
     "UNETR": Network(partial(unetr, 32), VOLUME, "monai"),
@@ -171,8 +166,8 @@ LARGE_OF_16 = Case(
 # For times alone: a CPU computes 8 channels of a volume as slowly as 16.
 WIDE = {
     "3D large, 16 channels": Network(partial(LARGE_OF_16.network, "eager"), VOLUME),
-    "PlainConvUNet, 16 channels": Network(partial(plain, 16), VOLUME, NNUNET),
-    "ResidualEncoderUNet, 16 channels": Network(partial(residual, 16), VOLUME, NNUNET),
+    "PlainConvUNet, 16 channels": Network(partial(plain_unet, WIDE_FEATURES), VOLUME, NNUNET),
+    "ResidualEncoderUNet, 16 channels": Network(partial(residual_unet, WIDE_FEATURES, BLOCKS), VOLUME, NNUNET),
 }
 # Networks of the page "Supported models" alone.
 MORE = {

@@ -16,6 +16,8 @@ from fusedseg.integrations.nnunet import fused_loss
 from fusedseg.memory.fake import eager_step, fake_inputs, fake_mode, fake_model
 from fusedseg.memory.meter import LiveBytes
 
+from .networks import plain_unet, residual_unet
+
 STOCK, FUSED = "stock", "fusedseg"
 BATCH, PATCH = 2, 128
 WIDTHS = (32, 64, 128, 256, 320, 320)
@@ -34,16 +36,10 @@ class Bytes(NamedTuple):
 
 def network(name: str, classes: int) -> nn.Module:
     """The network that nnU-Net's planner chooses for a GPU of 8 GB, or its size L with residual blocks."""
-    from dynamic_network_architectures.architectures import unet
-
-    strides = ((1, 1, 1),) + ((2, 2, 2),) * 5
-    plain = name == "PlainConvUNet"
-    encoder, decoder = (2, (2,) * 5) if plain else ((1, 3, 4, 6, 6, 6), (1,) * 5)
-    return getattr(unet, name)(
-        1, 6, WIDTHS, nn.Conv3d, 3, strides, encoder, classes, decoder, conv_bias=True, norm_op=nn.InstanceNorm3d,
-        norm_op_kwargs={"eps": 1e-5, "affine": True}, nonlin=nn.LeakyReLU, nonlin_kwargs={"inplace": True},
-        deep_supervision=True,
-    )  # fmt: skip
+    options = {"num_classes": classes, "deep_supervision": True}
+    if name == "PlainConvUNet":
+        return plain_unet(WIDTHS, **options)
+    return residual_unet(WIDTHS, (1, 3, 4, 6, 6, 6), **options)
 
 
 def stock_loss() -> nn.Module:

@@ -14,7 +14,6 @@ time here is that of copies within the host, and says nothing about a GPU's bus.
 """
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,23 +23,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _VersionWrapper, checkpoint, create_selective_checkpoint_contexts
 
-from fusedseg.memory import checkpoint_blocks
+import fusedseg
 from fusedseg.memory.checkpoint import _blocks
 
-from .contenders import Compiled
+from .contenders import Compiled, Treat, as_it_is, checkpointed
 from .harness import Timing, count_bytes, interleave
 from .jobs import step_results
 from .networks import NETWORKS, title_of
 from .results import markdown, spread
-from .test_compiler import Contest, as_it_is, converted, with_backend
+from .test_compiler import Contest, with_backend
 
 NAMES = ("U-Net", "PlainConvUNet")
 MIB = 2**20
-
-
-def checkpointed(net: nn.Module, x: Tensor) -> nn.Module:
-    checkpoint_blocks(net)
-    return net
 
 
 class Selective(nn.Module):
@@ -69,10 +63,6 @@ class Selective(nn.Module):
         return self.net(x)
 
 
-def selective(net: nn.Module, x: Tensor) -> nn.Module:
-    return Selective(net)
-
-
 class Offloaded(nn.Module):
     """Saved tensors lie in NumPy's memory between forward and backward; parameters stay, as a user would let them."""
 
@@ -96,24 +86,20 @@ class Offloaded(nn.Module):
             return self.net(x)
 
 
-def offloaded(net: nn.Module, x: Tensor) -> nn.Module:
-    return Offloaded(net)
-
-
-def with_partitioner(budget: float) -> Callable[[nn.Module, Tensor], nn.Module]:
+def with_partitioner(budget: float) -> Treat:
     from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
-    return lambda net, x: Compiled(net, aot_eager_decomp_partition, activation_memory_budget=budget)
+    return lambda net: Compiled(net, aot_eager_decomp_partition, activation_memory_budget=budget)
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
+WAYS: dict[str, Treat] = {
     "eager PyTorch": as_it_is,
     "checkpoints of each block": checkpointed,
-    "selective checkpoints": selective,
-    "offload to the host": offloaded,
+    "selective checkpoints": Selective,
+    "offload to the host": Offloaded,
     "the compiler's partitioner": with_partitioner(1.0),
     "the compiler's budget 0.5": with_partitioner(0.5),
-    "**ours**, `convert`": converted,
+    "**ours**, `convert`": fusedseg.convert,
     "**ours**, backend, `aten`": with_backend("aten"),
     "**ours**, backend, `aten`, budget 0.3": with_backend("aten", budget=0.3),
     "**ours**, backend, `aten`, 8 bits": with_backend("aten", bits=8),

@@ -26,6 +26,8 @@ from fusedseg.compiler import NotCompiled
 from fusedseg.compiler.capture import stock_norms as norms
 
 from .networks import MORE, NETWORKS, Network
+from .report import Marks, write_into
+from .results import markdown
 
 MODELS = {**NETWORKS, **MORE}
 BUDGET = 0.3
@@ -39,7 +41,7 @@ CHOICE = """## Which codegen is chosen
 
 The bytes that kernels of a step read and write, counted on tensors without values. A graph takes Inductor's code where
 that moves at least 10 % fewer ([how](compiler.md#which-codegen)):"""
-START, END = "<!-- table -->\n", "<!-- end of the table -->\n"
+MARKS = Marks("<!-- table -->", "<!-- end of the table -->")
 
 
 def step(net: nn.Module, x: Tensor) -> Tensor:
@@ -141,26 +143,25 @@ def exports(network: Network) -> bool:
     return True
 
 
-def table() -> str:
-    """The tables of the page, one figure a cell, and the sentences that name the exceptions."""
+def table() -> list[str]:
+    """The lines of the page's tables, one figure a cell, and of the sentences that name the exceptions."""
     rows = json.loads(FILE.read_text())
     exact = [[title(name, found), *shares(found["exact"]), again(found["exact"])] for name, found in rows.items()]
-    parts = [lines_of(["model, input", "kept", "peak", "repeated"], exact)]
+    lines = [*markdown(["model, input", "kept", "peak", "repeated"], exact), ""]
     options = [
         [name, *shares(found["budget"]), again(found["budget"]), *shares(found["8"]), *shares(found["4"])]
         for name, found in rows.items()
     ]
     heads = [f"budget {BUDGET}: kept", "its peak", "repeated", "8 bits: kept", "its peak", "4 bits: kept", "its peak"]
-    parts.append(lines_of(["model", *heads], options))
-    parts.append(CHOICE)
+    lines += [*markdown(["model", *heads], options), "", *CHOICE.splitlines(), ""]
     counted = {name: found["moved"] for name, found in rows.items() if found["moved"] is not None}
     chosen = [[name, *megabytes(figures), figures[0]] for name, figures in counted.items()]
-    parts.append(lines_of(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen))
-    parts.append("\n".join(f"* {line}" for line in remarks(rows)))
+    lines += [*markdown(["model", "MB with `aten`", "MB with Inductor", "share", "chosen"], chosen), ""]
+    lines += [*(f"* {line}" for line in remarks(rows)), ""]
     absent = [name for name in MODELS if name not in rows]
     if absent:
-        parts.append(f"Not measured yet: {', '.join(absent)}.")
-    return "\n\n".join(parts) + "\n"
+        lines += [f"Not measured yet: {', '.join(absent)}.", ""]
+    return lines
 
 
 def title(name: str, found: dict[str, Any]) -> str:
@@ -184,10 +185,6 @@ def again(figures: list[float]) -> str:
     return f"{figures[2]:.1%}".replace("%", "\u00a0%") if figures[2] else "0"
 
 
-def lines_of(heads: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
-
-
 def remarks(rows: dict[str, Any]) -> Iterable[str]:
     """A sentence for each model that is no single graph, or is not exported."""
     for name, found in rows.items():
@@ -195,13 +192,6 @@ def remarks(rows: dict[str, Any]) -> Iterable[str]:
             yield f"{name} is {found['graphs']} graphs; the others are one."
         if not found["exports"]:
             yield f"`torch.export` does not take the stock {name}."
-
-
-def page() -> str:
-    """The page with the table that the figures give."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(START)
-    return before + START + "\n" + table() + "\n" + END + rest.partition(END)[2]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -220,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
             ordered = {model: rows[model] for model in MODELS if model in rows}
             lines = ",\n".join(f"{json.dumps(model)}: {json.dumps(ordered[model])}" for model in ordered)
             FILE.write_text("{\n" + lines + "\n}\n")
-    PAGE.write_text(page())
+    write_into(PAGE, table(), MARKS)
 
 
 if __name__ == "__main__":

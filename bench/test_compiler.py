@@ -28,7 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedseg
@@ -37,7 +37,7 @@ from fusedseg.compiler.estimate import estimate_ways
 from fusedseg.memory.fake import fake_model
 from tests.resnet import ResNet50
 
-from .contenders import Compiled
+from .contenders import Compiled, Treat, as_it_is
 from .harness import Missing, Result, Timing, count_bytes
 from .jobs import NetJob, compete_networks
 from .networks import FOUR, NETWORKS, WIDE, Network, batch_of, title_of
@@ -65,31 +65,23 @@ BUYERS = {
 BUDGET_STEP_WAYS = ["eager", *BUYERS]
 
 
-def as_it_is(net: nn.Module, x: Tensor) -> nn.Module:
-    return net
-
-
-def converted(net: nn.Module, x: Tensor) -> nn.Module:
-    return fusedseg.convert(net)
-
-
-def aot_eager(net: nn.Module, x: Tensor) -> nn.Module:
+def aot_eager(net: nn.Module) -> nn.Module:
     from torch._dynamo.backends.debugging import aot_eager
 
     return Compiled(net, aot_eager)
 
 
-def with_budget(budget: float) -> Callable[[nn.Module, Tensor], nn.Module]:
-    return lambda net, x: Compiled(net, activation_memory_budget=budget)
+def with_budget(budget: float) -> Treat:
+    return lambda net: Compiled(net, activation_memory_budget=budget)
 
 
-def with_backend(codegen: str, **options: Any) -> Callable[[nn.Module, Tensor], nn.Module]:
-    return lambda net, x: Compiled(net, partial(fusedseg.compiler.backend, options={"codegen": codegen, **options}))
+def with_backend(codegen: str, **options: Any) -> Treat:
+    return lambda net: Compiled(net, partial(fusedseg.compiler.backend, options={"codegen": codegen, **options}))
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
+WAYS: dict[str, Treat] = {
     "eager": as_it_is,
-    "convert": converted,
+    "convert": fusedseg.convert,
     "aot_eager": aot_eager,
     **{name: with_budget(budget) for name, budget in BUDGETS.items()},
     **{name: with_backend(codegen) for name, codegen in BACKENDS.items()},
@@ -126,11 +118,11 @@ class Contest:
         """The job of a way after its first step, which compiles."""
         return self.of(WAYS[way], way in COMPILED)
 
-    def of(self, make: Callable[[nn.Module, Tensor], nn.Module], steps: bool) -> NetJob:
+    def of(self, make: Treat, steps: bool) -> NetJob:
         """The job of what ``make`` makes of the network, after a step if ``steps``."""
         net = self.make().to(self.device)
         net.load_state_dict(self.state)
-        job = NetJob(make(net, self.x), self.x, self.target)
+        job = NetJob(make(net), self.x, self.target)
         if steps:
             job.backward(job.forward(job.prepare()))
         return job
@@ -218,7 +210,7 @@ def of_compiler(name: str) -> dict[float, fusedseg.compiler.Report]:
         return dict(zip(SHARES, estimate_ways(net, [torch.empty(network.shape)], SHARES), strict=True))
 
 
-def buyer(name: str, share: float, way: str) -> Callable[[nn.Module, Tensor], nn.Module]:
+def buyer(name: str, share: float, way: str) -> Treat:
     """How a way makes a network that keeps a share of eager mode's bytes."""
     if way == "compiler":
         return with_budget(share)

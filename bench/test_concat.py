@@ -4,7 +4,6 @@ A copy of the concatenation moves as many bytes.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,14 +12,10 @@ from torch import Tensor
 from fusedseg.ops.concat import concat, dense
 
 from .data import FORMATS, Source
-from .harness import Copy, Timing, compete
+from .harness import Timing, compete, copy_of
 from .results import COPY
 
 SECONDS = {"cpu": 0.3, "cuda": 0.6}
-
-
-def stock_concat(parts: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(parts, dim)
 
 
 def stock_dense(x: Tensor) -> Tensor:
@@ -29,7 +24,7 @@ def stock_dense(x: Tensor) -> Tensor:
 
 # The concatenation, and the copy of a slice of channels.
 CONTENDERS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
-    "eager": (stock_concat, stock_dense),
+    "eager": (torch.cat, stock_dense),
     "ours": (concat, dense),
 }
 
@@ -95,11 +90,12 @@ def test_step(case, device, report):
         return {"y": y.double(), "dx": dy[:, -case.channels[-1] :].double()}
 
     results = compete(
-        {name: partial(ConcatJob, name, parts, dy) for name in CONTENDERS},
-        {"": expected},
+        CONTENDERS,
+        lambda name: ConcatJob(name, parts, dy),
+        expected,
         # A concatenation copies.
         {"y": 0.0, "dx": 0.0},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
-        probes={COPY: Copy(y)},
+        probes={COPY: copy_of(y)},
     )
     report.add("concat", "Concatenation, and the copy of a part of its gradient", str(case), results)

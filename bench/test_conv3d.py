@@ -15,7 +15,7 @@ from fusedseg.ops.conv import conv3d
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 
 from .data import DTYPES, Source, describe
-from .harness import Copy, Timing, compete
+from .harness import Timing, compete, copy_of
 from .results import COPY
 
 SECONDS = {"cpu": 0.3, "cuda": 0.4}
@@ -110,14 +110,16 @@ def test_step(case, device, report):
         dx = torch.nn.grad.conv3d_input(x.shape, wide, dy.double(), padding=1)
         return {"y": F.conv3d(x.double(), wide, padding=1), "dx": dx}
 
+    pairs = contenders(x, weight)
     dtype, before = DTYPES[case.dtype], torch.backends.cudnn.benchmark
     try:
         results = compete(
-            {name: partial(Conv3dJob, pair, x, weight, dy) for name, pair in contenders(x, weight).items()},
-            {"": expected},
+            pairs,
+            lambda name: Conv3dJob(pairs[name], x, weight, dy),
+            expected,
             {"y": FORWARD_TOLERANCE[dtype], "dx": GRADIENT_TOLERANCE[dtype]},
             Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
-            probes={COPY: Copy(torch.empty((x.numel() + dy.numel()) // 2, dtype=dtype, device=device))},
+            probes={COPY: copy_of(torch.empty((x.numel() + dy.numel()) // 2, dtype=dtype, device=device))},
         )
     finally:
         torch.backends.cudnn.benchmark = before

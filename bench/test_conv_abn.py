@@ -1,7 +1,6 @@
 """Times a training step of convolution, BatchNorm and activation as one layer."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, convolve, nor
 from .contenders import SLOPE, Treat, as_it_is, compiled, leaky
 from .data import DTYPES, Source, describe
 from .harness import Timing, compete
-from .jobs import ConvJob
+from .jobs import ReadingJob, exact_layer
 
 SECONDS = 1.0
 CONV = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -24,7 +23,6 @@ CONV_ABN = {2: fusedseg.ConvABN2d, 3: fusedseg.ConvABN3d}
 KINK = {"fp32": 4e-3, "bf16": 2e-2, "fp16": 4e-3}
 # TF32 keeps as many bits of the factors as fp16 does, and some hardware cuts off the rest without rounding.
 TF32_FORWARD, TF32_GRADIENT = 1e-3, 2e-3
-PARAMETERS = ("conv_weight", "weight", "bias")
 
 
 class Case(NamedTuple):
@@ -152,11 +150,10 @@ def make_data(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def expected(case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    leaves = {name: data[name].detach().double().requires_grad_() for name in ("x", *PARAMETERS)}
-    y = convolve(leaves["x"], leaves["conv_weight"], None, *case.geometry)
-    z = norm_act(y, leaves["weight"], leaves["bias"], param=SLOPE).out
-    grads = torch.autograd.grad(z, tuple(leaves.values()), data["dz"].double())
-    return {"z": z.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+    def layer(x: Tensor, conv_weight: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return norm_act(convolve(x, conv_weight, None, *case.geometry), weight, bias, param=SLOPE).out
+
+    return exact_layer(layer, data)
 
 
 def tolerance(case: Case, device: torch.device) -> tuple[float, float]:
@@ -182,13 +179,14 @@ def test_step(case, device, report):
     data = make_data(case, device)
     output, gradient = tolerance(case, device)
 
-    def build(name: str) -> ConvJob:
-        return ConvJob(module(name, case, device, data), data, CONTENDERS[name][1])
+    def build(name: str) -> ReadingJob:
+        return ReadingJob(module(name, case, device, data), data, CONTENDERS[name][1])
 
     results = compete(
-        {name: partial(build, name) for name in contenders(case, device.type)},
-        {"": lambda: expected(case, data)},
-        {"z": output, **dict.fromkeys(("dx", *(f"d{name}" for name in PARAMETERS)), gradient)},
+        contenders(case, device.type),
+        build,
+        lambda: expected(case, data),
+        {"z": output, **dict.fromkeys(("dx", "dconv_weight", "dweight", "dbias"), gradient)},
         Timing(device, SECONDS, ahead=device.type == "cuda"),
     )
     title = "Convolution, BatchNorm and activation, forward and backward of the layer alone"

@@ -22,7 +22,7 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, segmentation_
 from .contenders import Treat, as_it_is, compiled
 from .data import DTYPES, Source, describe
 from .harness import Missing, Timing, compete
-from .jobs import LayerJob
+from .jobs import ReadingJob, exact_layer
 
 SECONDS = 1.0
 # The arguments that nnU-Net's trainer passes.
@@ -126,30 +126,12 @@ class OfFeatures(OfLabels):
         return self.loss(self.head(x), self.labels)
 
 
-class LossJob(LayerJob):
-    names = ()
-
-    def prepare(self) -> Tensor:
-        # No contender overwrites the logits.
-        return self.x
-
-    def owned(self) -> list[Tensor]:
-        return [*super().owned(), self.x]
-
-
-class HeadJob(LossJob):
-    names = ("weight", "bias")
-
-
-def exact(case: Case, data: dict[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
-    leaves = {name: t.detach().double().requires_grad_() for name, t in data.items() if name != "dz"}
-    leaf = leaves["x"] if case.loss != "head" else F.conv3d(*leaves.values())
-    overlap, prediction, target, nll, _ = segmentation_sums(leaf, labels)
+def exact(case: Case, labels: Tensor, x: Tensor, *head: Tensor) -> Tensor:
+    overlap, prediction, target, nll, _ = segmentation_sums(F.conv3d(x, *head) if head else x, labels)
     loss = nll.sum() / target.sum()
     if case.loss != "ce":
         loss = loss - ((2 * overlap + 1e-5) / (prediction + target + 1e-5))[:, 1:].mean()
-    grads = torch.autograd.grad(loss, [*leaves.values()])
-    return {"z": loss.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+    return loss
 
 
 def test_step(case, device, report):
@@ -165,18 +147,19 @@ def test_step(case, device, report):
         data |= {"weight": weight, "bias": source.uniform(K, -1, 1).to(x.dtype)}
         tolerance |= {"dweight": gradient, "dbias": gradient}
 
-    def build(name: str) -> LossJob:
+    def build(name: str) -> ReadingJob:
         make, treat = LOSSES[case.loss][name]
         if case.loss == "head":
             head = (fusedseg.ConvHead3d if name == "ours" else partial(nn.Conv3d, kernel_size=1))(x.shape[1], K)
-            return HeadJob(OfFeatures(head.to(x), make(), labels), data, treat)
-        return LossJob(OfLabels(make(), labels), data, treat)
+            return ReadingJob(OfFeatures(head.to(x), make(), labels), data, treat)
+        return ReadingJob(OfLabels(make(), labels), data, treat)
 
     # Compiling takes longer on a CPU than the rest.
     names = [name for name in LOSSES[case.loss] if device.type == "cuda" or name != "compiled"]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": partial(exact, case, data, labels)},
+        names,
+        build,
+        partial(exact_layer, partial(exact, case, labels), data),
         tolerance,
         Timing(device, SECONDS),
     )

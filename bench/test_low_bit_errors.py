@@ -25,6 +25,7 @@ from fusedseg.ops.low_bit import graph
 from fusedseg.ops.low_bit.graph import unpack_op
 from fusedseg.unet import UNet
 from fusedseg.unet.blocks import groups_of
+from tests.hunt.rounding import share_of_bias
 
 from .results import markdown
 
@@ -115,7 +116,7 @@ class Step:
     """Gradients of one batch that the network has not met."""
 
     def __init__(self, net: nn.Module, problem: Problem) -> None:
-        self._net, self._problem = net, problem
+        self._net = net
         self._weight: Any = training.loss_of(True, problem).weight
         self._batch = problem.batch(torch.Generator().manual_seed(1))
 
@@ -142,12 +143,8 @@ class Step:
 
 def judged(gradients: Tensor, expected: Tensor) -> Found:
     """The errors of gradients with independent roundings."""
-    times, mean = len(gradients), gradients.mean(0)
     squared = (gradients - expected).square().sum(1).mean()
-    noise = (gradients - mean).square().sum() / (times - 1)
-    # The mean of independent errors has 1 / times of their variance.
-    bias = (mean - expected).square().sum() - noise / times
-    return Found((squared.sqrt() / expected.norm()).item(), (bias / squared).item())
+    return Found((squared.sqrt() / expected.norm()).item(), share_of_bias(expected, gradients))
 
 
 def measure(case: Case, device: torch.device) -> tuple[dict[str, Found], Signs]:

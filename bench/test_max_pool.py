@@ -3,8 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fusedseg
 from tests.reference import GRADIENT_TOLERANCE
@@ -12,7 +11,7 @@ from tests.reference import GRADIENT_TOLERANCE
 from .contenders import Treat, as_it_is, compiled
 from .data import DTYPES, Source, describe
 from .harness import Timing, compete
-from .jobs import LayerJob
+from .jobs import LayerJob, exact_layer
 
 SECONDS = {"cpu": 0.6, "cuda": 1.0}
 STOCK = {4: nn.MaxPool2d, 5: nn.MaxPool3d}
@@ -60,10 +59,6 @@ MORE = {
 }
 
 
-class PoolJob(LayerJob):
-    names = ()
-
-
 def test_step(case, device, report):
     source = Source(device)
     stock = STOCK[len(case.shape)](*case.window)
@@ -71,20 +66,16 @@ def test_step(case, device, report):
     dz = source.normal(tuple(stock(x).shape), *case[1:3])
     data = {"x": x.requires_grad_(), "dz": dz}
 
-    def build(name: str) -> PoolJob:
+    def build(name: str) -> LayerJob:
         made, treat = CONTENDERS[name]
-        return PoolJob(made[len(case.shape)](*case.window), data, treat)
-
-    def expected() -> dict[str, Tensor]:
-        leaf = x.detach().double().requires_grad_()
-        z = stock(leaf)
-        return {"z": z.detach(), "dx": torch.autograd.grad(z, leaf, dz.double())[0]}
+        return LayerJob(made[len(case.shape)](*case.window), data, treat)
 
     # Compiling takes longer on a CPU than the rest.
     names = [name for name in CONTENDERS if device.type == "cuda" or name != "compiled"]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": expected},
+        names,
+        build,
+        partial(exact_layer, stock, data),
         # A maximum is exact.
         {"z": 0.0, "dx": GRADIENT_TOLERANCE[DTYPES[case.dtype]]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fusedseg
-from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, gradients, norm_act
+from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, norm_act
 
 from .contenders import SLOPE, Foreign, Treat, aggressive, as_it_is, batch_norm, compiled, instance_norm
 from .data import DTYPES, Source, describe
-from .harness import Copy, Missing, Timing, compete
-from .jobs import LayerJob
+from .harness import Missing, Timing, compete, copy_of
+from .jobs import LayerJob, exact_layer
 from .results import COPY
 
 SECONDS = 1.0
@@ -201,12 +201,7 @@ def make_data(case: NormCase, device: torch.device) -> dict[str, Tensor]:
 
 def expected(case: NormCase, data: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float64 results of the norm and a leaky_relu; with a slope of 0 it is relu."""
-    x, weight, bias, dz = (data[name].detach() for name in ("x", "weight", "bias", "dz"))
-    grads = gradients(dz, x, weight, bias, param=case.slope, groups=case.groups)
-    assert grads.dweight is not None
-    assert grads.dbias is not None
-    out = norm_act(x, weight, bias, param=case.slope, groups=case.groups).out
-    return {"z": out, "dx": grads.dx, "dweight": grads.dweight, "dbias": grads.dbias}
+    return exact_layer(lambda *given: norm_act(*given, param=case.slope, groups=case.groups).out, data)
 
 
 def test_step(case, device, report):
@@ -217,11 +212,12 @@ def test_step(case, device, report):
         return LayerJob(layer(case).to(device), data, treat)
 
     results = compete(
-        {name: partial(build, name) for name in contenders(case, device.type)},
-        {"": partial(expected, case, data)},
+        contenders(case, device.type),
+        build,
+        partial(expected, case, data),
         {"z": FORWARD_TOLERANCE[dtype], **dict.fromkeys(("dx", "dweight", "dbias"), GRADIENT_TOLERANCE[dtype])},
         Timing(device, SECONDS, ahead=device.type == "cuda"),
-        probes={COPY: Copy(data["x"])},
+        probes={COPY: copy_of(data["x"])},
     )
     nbytes = torch.Size(case.shape).numel() * dtype.itemsize
     report.add("norm_act", "Norm and activation, forward and backward of the layer alone", str(case), results, nbytes)

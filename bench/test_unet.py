@@ -15,22 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedseg.memory import checkpoint_blocks
 from fusedseg.unet import MultiEncoderUNet, lidar_optical_unet, unet3d_large, unet3d_small
 
-from .contenders import Treat, aggressive, as_it_is, compiled, instance_norm, leaky
+from .contenders import Treat, aggressive, as_it_is, checkpointed, compiled, instance_norm, leaky
 from .data import memory_format_of
 from .harness import Timing
 from .jobs import NetJob, compete_networks
 
 CLASSES = 4
 SECONDS = {"cpu": 2.0, "cuda": 6.0}
-
-
-def checkpointed(net: nn.Module) -> nn.Module:
-    """The stock network with blocks that keep only their inputs, and run again in backward."""
-    checkpoint_blocks(net)
-    return net
 
 
 WAYS: dict[str, Treat] = {
@@ -149,8 +142,7 @@ def test_step(case, device, report):
     def build(name: str) -> NetJob:
         net = case.network(name)
         net.load_state_dict(dict(zip(net.state_dict(), weights, strict=True)))
-        # PyTorch's type stubs declare Module.to without memory_format.
-        net = net.to(device).to(memory_format=case.memory_format())  # type: ignore[call-overload]
+        net = net.to(device, memory_format=case.memory_format())
         return NetJob(WAYS[name](net), x, target, case.dtype == "amp")
 
     timing = Timing(device, SECONDS[device.type])

@@ -13,8 +13,8 @@ from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE
 
 from .contenders import Treat, as_it_is, compiled
 from .data import DTYPES, Source, describe
-from .harness import Copy, Timing, compete
-from .jobs import LayerJob
+from .harness import Timing, compete, copy_of
+from .jobs import LayerJob, exact_layer
 from .results import COPY
 
 SECONDS = {"cpu": 0.6, "cuda": 0.6}
@@ -74,10 +74,6 @@ MORE = {
 }
 
 
-class UpsampleJob(LayerJob):
-    names = ()
-
-
 def test_step(case, device, report):
     source = Source(device)
     x = source.normal(*case[:3])
@@ -85,24 +81,20 @@ def test_step(case, device, report):
     dz = source.normal((*case.shape[:2], *size), *case[1:3])
     data = {"x": x.requires_grad_(), "dz": dz}
 
-    def build(name: str) -> UpsampleJob:
+    def build(name: str) -> LayerJob:
         made, treat = CONTENDERS[name]
-        return UpsampleJob(made(case), data, treat)
-
-    def expected() -> dict[str, Tensor]:
-        leaf = x.detach().double().requires_grad_()
-        z = Stock(case)(leaf)
-        return {"z": z.detach(), "dx": torch.autograd.grad(z, leaf, dz.double())[0]}
+        return LayerJob(made(case), data, treat)
 
     # Compiling takes longer than the rest.
     names = [name for name in CONTENDERS if name != "compiled" or case in MORE["cuda"]]
     dtype = DTYPES[case.dtype]
     results = compete(
-        {name: partial(build, name) for name in names},
-        {"": expected},
+        names,
+        build,
+        partial(exact_layer, Stock(case), data),
         {"z": FORWARD_TOLERANCE[dtype], "dx": GRADIENT_TOLERANCE[dtype]},
         Timing(device, SECONDS[device.type], ahead=device.type == "cuda"),
         # A copy reads and writes.
-        probes={COPY: Copy(torch.empty((x.numel() + dz.numel()) // 2, dtype=dtype, device=device))},
+        probes={COPY: copy_of(torch.empty((x.numel() + dz.numel()) // 2, dtype=dtype, device=device))},
     )
     report.add("upsample", "Linear upsampling, forward and backward of the layer alone", str(case), results)

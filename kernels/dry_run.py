@@ -44,8 +44,8 @@ def parse_target(name: str) -> GPUTarget:
     raise ValueError(f"fusedseg.kernels.dry_run: target must be sm_<number> or gfx9<id>, got {name!r}")
 
 
-class _AbsentDevice:
-    """A replacement for Triton's driver while Triton compiles."""
+class AbsentDevice:
+    """Stands for Triton's driver where there is no GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -85,7 +85,7 @@ def dry_run(target: str) -> Iterator[list[Launch]]:
         return compiled
 
     gpu = parse_target(target)
-    driver.set_active(_AbsentDevice(gpu))
+    driver.set_active(AbsentDevice(gpu))
     JITFunction.run = compile_only
     assumed = launch.DEFAULT_SMS
     launch.DEFAULT_SMS = MULTIPROCESSORS.get(gpu.arch, assumed)

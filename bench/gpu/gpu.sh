@@ -25,8 +25,7 @@ device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 read -ra tests <<<"${TESTS:-tests}"
 # The most important benches come first, because time may run out.
-read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' norm_act max_pool concat conv3d conv_abn unet \
-  convert)}"
+read -ra benches <<<"${BENCHES:-bench/gpu/test_machine.py $(printf 'bench/test_%s.py ' norm_act max_pool concat conv3d conv_abn unet)}"
 stages=("${@:-install doctor suite prove bench report}")
 read -ra stages <<<"${stages[*]}"
 # Limits in seconds; the default stages take eleven minutes together.

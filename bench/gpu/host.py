@@ -160,10 +160,9 @@ def count_step(network: Network) -> dict[str, Calls]:
     """The calls of forward and backward of a compiled network under autocast, in channels_last."""
     torch.manual_seed(0)
     rows = torch.channels_last_3d if len(network.shape) == 5 else torch.channels_last
-    # PyTorch's type stubs declare Module.to without memory_format.
-    net = network.make().to(memory_format=rows)  # type: ignore[call-overload]
+    net = network.make().to(memory_format=rows)
     options = {"memory_format": rows} if len(network.shape) == 5 else {}
-    run = with_backend("aten", **options)(net, torch.empty(0))
+    run = with_backend("aten", **options)(net)
     x = torch.randn(network.shape).to(memory_format=rows)
 
     def forward() -> Tensor:

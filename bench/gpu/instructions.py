@@ -8,12 +8,11 @@ instructions: beyond that (``most``), arithmetic takes longer than memory does.
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from .predict import DEVICES, Instruction, disassembled, resident_of
+from .predict import DEVICES, Instruction, disassembled, loops_of, resident_of
 
 DEVICE = DEVICES["H100"]
 BITS = (8, 4)
@@ -39,12 +38,9 @@ def executed(code: Sequence[Instruction], trips: float, access: str) -> float:
     """
     code = code[: 1 + max(place for place, of in enumerate(code) if of.name == "EXIT")]
     total = float(len(code))
-    for of in code:
-        target = re.search(r"0x([0-9a-f]+)", of.operands) if of.name == "BRA" else None
-        if target and int(target[1], 16) < of.address:
-            body = [one for one in code if int(target[1], 16) <= one.address <= of.address]
-            accesses = sum(one.name.startswith(access) and "128" in one.name for one in body)
-            total += len(body) * (trips / accesses - 1) if accesses else 0
+    for body in loops_of(code):
+        accesses = sum(of.name.startswith(access) and "128" in of.name for of in body)
+        total += len(body) * (trips / accesses - 1) if accesses else 0
     return total
 
 

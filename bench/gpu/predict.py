@@ -22,11 +22,8 @@ all work beside the kernels.  The model ranks kernels of one kind; it does not r
 import argparse
 import json
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .shapes import HARD
@@ -101,21 +98,15 @@ class Prediction(NamedTuple):
     kilobytes: float
     cycles: int
     nbytes: int
-    hits: float
     seconds: float
     fraction: float
 
 
 def disassembled(compiled: Any) -> tuple[int, list[Instruction]]:
     """The registers of a thread, and the instructions."""
-    import triton
+    from tests.tools.codegen import cuobjdump
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [tool, "-sass", "-res-usage", cubin.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = cuobjdump(compiled, "-sass", "-res-usage")
     found = [Instruction(int(at, 16), name, of) for at, name, of in INSTRUCTION.findall(text)]
     return int(re.findall(r"REG:(\d+)", text)[0]), found
 
@@ -203,7 +194,7 @@ def predict(launch: Any, device: Device, before: Any = None) -> Prediction:
     kilobytes = min(resident, programs / device.multiprocessors) * code.under_way * 32 * warps / 1024
     name = launch.name.removeprefix("norm_").removesuffix("_kernel")
     return Prediction(name, code.registers, warps, resident, programs, runs_of(launch), programs / places, kilobytes,
-                      code.cycles, nbytes, hits, seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
+                      code.cycles, nbytes, seconds, nbytes / device.bandwidth / seconds)  # fmt: skip
 
 
 def runs_of(launch: Any) -> tuple:

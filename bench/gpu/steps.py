@@ -29,11 +29,12 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedseg.memory import allocator_peak, checkpoint_blocks
+from fusedseg.memory import allocator_peak
 from fusedseg.unet import UNet
 from tests.resnet import ResNet50
+from tests.tools.precision import cudnn_set
 
-from ..contenders import as_it_is, leaky, relu
+from ..contenders import Treat, as_it_is, checkpointed, leaky, relu
 from ..data import DTYPES, describe, memory_format_of
 from ..harness import Missing, count_bytes, disagreement, lap, relative_error
 from ..jobs import NetJob, net_tolerance, step_results
@@ -129,12 +130,10 @@ class Case(NamedTuple):
         torch.manual_seed(0)
         net = self.make(tiny)
         if fused:
-            assert self.fused is not None
             ours = self.fused(tiny)
             ours.load_state_dict(dict(zip(ours.state_dict(), net.state_dict().values(), strict=True)))
             net = ours
-        # PyTorch's type stubs declare Module.to without memory_format.
-        return net.to(device).to(memory_format=self.memory_format())  # type: ignore[call-overload]
+        return net.to(device, memory_format=self.memory_format())
 
     def data(self, tiny: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         generator, shape = torch.Generator().manual_seed(1), self.shapes[tiny]
@@ -190,36 +189,28 @@ CASES = [
 ]
 
 
-def checkpointed(net: nn.Module, case: Case) -> nn.Module:
-    checkpoint_blocks(net)
-    return net
-
-
-def stock(net: nn.Module, case: Case) -> nn.Module:
-    return as_it_is(net)
-
-
-def budget(share: float) -> Callable[[nn.Module, Case], nn.Module]:
-    return lambda net, case: with_budget(share)(net, torch.empty(0))
+def own(treat: Treat) -> Callable[[nn.Module, Case], nn.Module]:
+    """A way that is the same for all cases."""
+    return lambda net, case: treat(net)
 
 
 def backend(codegen: str, **options: Any) -> Callable[[nn.Module, Case], nn.Module]:
     def make(net: nn.Module, case: Case) -> nn.Module:
         rows = {} if case.option() is None else {"memory_format": case.option()}
-        return with_backend(codegen, **options, **rows)(net, torch.empty(0))
+        return with_backend(codegen, **options, **rows)(net)
 
     return make
 
 
 # As in ``test_compiler.py``, "compiled" is torch.compile, and "ours" the backend with Inductor.
 WAYS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
-    "eager": stock,
-    "compiled": budget(1.0),
+    "eager": own(as_it_is),
+    "compiled": own(with_budget(1.0)),
     "aten": backend("aten"),
     "ours": backend("inductor"),
-    "fused": stock,
-    "budget 0.5": budget(0.5),
-    "checkpoint": checkpointed,
+    "fused": own(as_it_is),
+    "budget 0.5": own(with_budget(0.5)),
+    "checkpoint": own(checkpointed),
     "aten, budget 0.3": backend("aten", budget=0.3),
     "aten, graphs": backend("aten", cudagraphs=True),
     "aten, 8 bits": backend("aten", bits=8),
@@ -334,15 +325,6 @@ class Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = True
-
-
-@contextlib.contextmanager
 def trying_algorithms() -> Iterator[None]:
     """cuDNN tries its algorithms at each new shape, and takes the fastest one."""
     torch.backends.cudnn.benchmark = True
@@ -367,7 +349,7 @@ def again(call: Callable[[], Any]) -> Any:
 def make_reference(run: Run) -> dict[str, float]:
     """Leaves what the other ways are compared with in the folder; returns the operations of a step's products."""
     exact = StepJob(run.case.network(run.tiny, run.device), run.case.data(run.tiny, run.device))
-    with without_tf32(), FlopCounterMode(display=False) as counter:
+    with cudnn_set("allow_tf32", False), FlopCounterMode(display=False) as counter:
         found = step_results(exact)
     job = job_of(run.case, "eager", run.tiny, run.device)
     eager = step_results(job)

@@ -3,7 +3,7 @@
 The figures are bandwidth, the vendor's convolutions, and how much of a tensor a second pass finds in the L2 cache.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from fusedseg.ops.layout import layout_of
 from .. import harness
 from ..contenders import SLOPE
 from ..data import Source, describe
-from ..harness import FLUSH_BYTES, Copy, Timing, interleave
+from ..harness import FLUSH_BYTES, Probe, Timing, copy_of, interleave
 from ..results import markdown, spread
 
 SECONDS = {"cpu": 0.2, "cuda": 0.3}
@@ -29,22 +29,6 @@ CONVOLUTIONS = {
 }
 # Sizes in MiB of the tensors of `test_second_pass_finds_the_first_in_l2`.
 REUSED = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256)
-
-
-class Call:
-    """A probe of two calls; the second call gets the result of the first."""
-
-    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any] = lambda out: ()) -> None:
-        self._forward, self._backward = forward, backward
-
-    def prepare(self) -> None:
-        pass
-
-    def forward(self, prepared: None) -> Any:
-        return self._forward()
-
-    def backward(self, out: Any) -> Any:
-        return self._backward(out)
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +53,9 @@ def record(report, device):
 measured: dict[Any, dict[str, Any]] = {}
 
 
-def timing(device: torch.device, jobs: int = 1) -> Timing:
-    """On a GPU, kernels are timed without their launches."""
-    return Timing(device, SECONDS[device.type] * jobs, ahead=device.type == "cuda")
-
-
 def timed_alone(jobs: Mapping[str, Any], device: torch.device, part: str = "forward") -> dict[str, dict[str, float]]:
-    """Times a part of each job.  Returns medians and spread."""
-    results = interleave(jobs, timing(device, len(jobs)))
+    """Medians and spread of a part of each job; on a GPU, kernels are timed without their launches."""
+    results = interleave(jobs, Timing(device, SECONDS[device.type] * len(jobs), ahead=device.type == "cuda"))
     return {name: spread(getattr(result, part)) for name, result in results.items()}
 
 
@@ -86,7 +65,7 @@ def test_bandwidth(device, record):
     for size in SIZES[device.type]:
         source = torch.empty(size * MIB // 2, dtype=torch.bfloat16, device=device).normal_()
         target = torch.empty_like(source)
-        jobs = {"copy": Copy(source), "read": Call(source.sum), "write": Call(partial(target.fill_, 1.0))}
+        jobs = {"copy": copy_of(source), "read": Probe(source.sum), "write": Probe(partial(target.fill_, 1.0))}
         times = timed_alone(jobs, device)
         for name, time in times.items():
             time["gb_per_s"] = moved[name] * source.nbytes / 1e6 / time["median_ms"]
@@ -112,9 +91,9 @@ def test_vendor_convolutions(device, record):
                 return torch.ops.aten.convolution_backward(dy, x, w, None, **geometry, output_mask=mask)
 
             jobs = {
-                "forward": Call(partial(torch.convolution, x, w, None, **geometry)),
-                "dx": Call(partial(backward, [True, False, False])),
-                "dw": Call(partial(backward, [False, True, False])),
+                "forward": Probe(partial(torch.convolution, x, w, None, **geometry)),
+                "dx": Probe(partial(backward, [True, False, False])),
+                "dw": Probe(partial(backward, [False, True, False])),
             }
             times = timed_alone(jobs, device)
             operations = 2 * x.numel() * w[0].numel()
@@ -140,7 +119,6 @@ def test_second_pass_finds_the_first_in_l2(device, record):
             side = 128
             x = Source(device).normal((size * MIB // (64 * side * side * 2), 64, side, side), "bf16", channels_last)
             z, layout = torch.empty_like(x), layout_of(x)
-            assert layout is not None
 
             def apply(partial_sums: Tensor, x=x, z=z, layout=layout) -> Any:
                 absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var", "kept"))
@@ -152,7 +130,7 @@ def test_second_pass_finds_the_first_in_l2(device, record):
                 flush.zero_()
                 return sums
 
-            jobs = {"warm": Call(partial(norm_stats, x, layout), apply), "cold": Call(cold, apply)}
+            jobs = {"warm": Probe(partial(norm_stats, x, layout), apply), "cold": Probe(cold, apply)}
             times = timed_alone(jobs, device, "backward")
             warm, late = (times[name]["median_ms"] for name in ("warm", "cold"))
             # The saved time as bytes, at the speed of the cold pass, which reads and writes.

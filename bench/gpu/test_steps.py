@@ -78,7 +78,6 @@ class Session:
     def stop(self, process: Process) -> None:
         process.child.kill()
         process.child.wait()
-        assert process.child.stdin is not None
         process.child.stdin.close()
         self.running.remove(process)
 
@@ -128,7 +127,6 @@ class Session:
             process, ahead = ahead, None
             if process is None or time.monotonic() > until:
                 break
-            assert process.child.stdin is not None
             process.child.stdin.write(b"go\n")
             process.child.stdin.flush()
             if k + 1 < len(todo):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.harness import count_bytes, relative_error
-from bench.jobs import ConvJob
+from bench.jobs import ReadingJob
 from bench.test_conv_abn import CONTENDERS, Case, expected, make_data, module
 
 CPU = torch.device("cpu")
@@ -16,8 +16,8 @@ CASES = {
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 2e-3}
 
 
-def job_of(name: str, case: Case, data: dict) -> ConvJob:
-    return ConvJob(module(name, case, CPU, data), data, CONTENDERS[name][1])
+def job_of(name: str, case: Case, data: dict) -> ReadingJob:
+    return ReadingJob(module(name, case, CPU, data), data, CONTENDERS[name][1])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

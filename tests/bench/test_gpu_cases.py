@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench import test_convert, test_unet
+from bench import test_unet
 
 
 @pytest.mark.parametrize("name", ["eager", "ours"])
@@ -15,10 +15,3 @@ def test_unets(case, name):
         with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "amp"):
             out = case.network(name)(x)
     assert out.shape == (case.batch, test_unet.CLASSES, *case.size)
-
-
-@pytest.mark.parametrize("case", test_convert.CASES["cuda"], ids=str)
-def test_stock_networks(case):
-    with FakeTensorMode():
-        out = case.make()(torch.empty(case.shape))
-    assert out.shape == (case.shape[0], test_convert.CLASSES, *(case.shape[2:] if case.dense else ()))

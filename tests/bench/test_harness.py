@@ -35,19 +35,18 @@ def expected(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return job.results(out, job.backward(out))
 
 
-def absent() -> LayerJob:
-    raise Missing("not installed")
+def built(name: str, data: dict[str, torch.Tensor]) -> LayerJob:
+    if name == "absent":
+        raise Missing("not installed")
+    return LayerJob(layer(0.02 if name == "wrong" else 0.01), data)
 
 
 def test_wrong_contenders_are_refused_and_absent_ones_named():
     data = make_data()
     results = compete(
-        {
-            "eager": lambda: LayerJob(layer(0.01), data),
-            "wrong": lambda: LayerJob(layer(0.02), data),
-            "absent": absent,
-        },
-        {"": lambda: expected(data)},
+        ("eager", "wrong", "absent"),
+        lambda name: built(name, data),
+        lambda: expected(data),
         TOLERANCE,
         Timing(torch.device("cpu"), 0.0),
     )
@@ -145,19 +144,14 @@ def test_a_case_with_wrong_results_fails_and_stays_in_the_file(tmp_path):
 
 def test_a_rehearsal_takes_the_first_steps_alone(monkeypatch):
     monkeypatch.setattr(harness, "rehearsal", True)
-    data = make_data()
-    steps = []
-
-    class Counted(LayerJob):
-        def backward(self, out):
-            steps.append(1)
-            return super().backward(out)
+    data, steps, backward = make_data(), [], LayerJob.backward
+    monkeypatch.setattr(LayerJob, "backward", lambda job, out: steps.append(1) or backward(job, out))
 
     def refuse():
         raise AssertionError("nothing is compared")
 
-    contenders = {"eager": lambda: Counted(layer(0.01), data), "absent": absent}
-    results = compete(contenders, {"": refuse}, TOLERANCE, Timing(torch.device("cpu"), 1.0))
+    timing = Timing(torch.device("cpu"), 1.0)
+    results = compete(("eager", "absent"), lambda name: built(name, data), refuse, TOLERANCE, timing)
     assert {name: r.missing for name, r in results.items()} == {"eager": "a rehearsal", "absent": "not installed"}
     assert len(steps) == 1
 

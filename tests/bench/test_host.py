@@ -1,7 +1,6 @@
 """The calls that the host makes in a step stay as few as they are."""
 
 import functools
-import json
 from typing import NamedTuple
 
 import pytest
@@ -38,9 +37,7 @@ MOST = {
 @functools.cache
 def counted() -> dict[str, dict[str, int]]:
     """The counts of a separate process, because this process may use the interpreter."""
-    run = warm.run("bench.gpu.host", env=warm.without(["TRITON_INTERPRET"]))
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout)
+    return warm.json_of("bench.gpu.host")
 
 
 @pytest.mark.parametrize("row", MOST)

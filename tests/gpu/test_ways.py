@@ -28,6 +28,7 @@ from tests.ops.test_at_size import Net, alike, step
 from tests.reference import relative_error
 from tests.resnet import ResNet18
 from tests.tools.marks import slow
+from tests.tools.spy import spied
 from tests.tools.threads import in_threads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_afresh")]
@@ -275,7 +276,7 @@ def rewrites():
                 first = next(iter(inspect.signature(function).parameters), "")
                 counts = function.__annotations__.get("return") is int
                 if function.__module__ == found.name and not name.startswith("_") and first == "graph" and counts:
-                    yield module, name, function
+                    yield module, name
 
 
 # Families that a graph may not have: ``ConvABN2d`` is a module, whose tests are in ``test_kernels.py``; a graph has the
@@ -315,31 +316,19 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, strides_of_a_gp
     from fusedseg.compiler.rewrite import channels_last
     from fusedseg.ops.conv import cudnn_graphs
 
-    counts: dict[str, int] = {}
-
-    def counting(name, function):
-        counts[name] = 0
-
-        def call(*given, **options):
-            result = function(*given, **options)
-            counts[name] += 1 if result is None else result
-            return result
-
-        return call
-
-    for module, name, function in rewrites():
-        monkeypatch.setattr(module, name, counting(f"{module.__name__.split('.')[-1]}.{name}", function))
-    monkeypatch.setattr(shorter, "put_together", counting("zeros in one call", shorter.put_together))
+    results = {
+        f"{module.__name__.split('.')[-1]}.{name}": spied(monkeypatch, module, name) for module, name in rewrites()
+    }
+    results["zeros in one call"] = spied(monkeypatch, shorter, "put_together")
     monkeypatch.setattr(concatenation, "SLAB_BYTES", 1024)
     # Without the package such a convolution computes what it computes without the option.
     monkeypatch.setattr(cudnn_graphs, "is_installed", lambda: True)
-    asked, why_not = set(), _backend.why_not
     if device.type == "cpu":
         pytest.importorskip("triton")
         monkeypatch.setattr(_backend, "_name", "auto")
         monkeypatch.setattr(_backend, "explain", lambda device: ("triton", ""))
         monkeypatch.setattr(channels_last, "is_faster", lambda x: x.dtype in (torch.float16, torch.bfloat16))
-    monkeypatch.setattr(_backend, "why_not", lambda x, family: asked.add(family) or why_not(x, family))
+    asked = spied(monkeypatch, _backend, "why_not", lambda result, x, family: family)
     loss = fusedseg.DiceCELoss(to_onehot_y=True, softmax=True)
     settings.written.clear()
     for name, (net, x, options, half) in cases().items():
@@ -356,7 +345,8 @@ def test_every_rewrite_and_every_family_is_in_some_graph(device, strides_of_a_gp
                 out.square().sum().backward()
             grads.append(test_compiler.flat(p.grad for p in of.parameters()))
         assert relative_error(*grads) <= (0.06 if half or "bits" in options else 1e-4), name
-    assert {name for name, count in counts.items() if not count} == set(ABSENT), counts
+    # ``put_together`` returns nothing.
+    assert {name for name, of in results.items() if not any(one is None or one for one in of)} == set(ABSENT), results
     # What can be left out is named in one table, and nothing of it may be missing here either.
     assert {name for name, count in settings.written.items() if count} == {*settings.OPTIONAL}, settings.written
-    assert asked - {None} | ELSEWHERE == {name for name, family in FAMILIES.items() if not family.instead}
+    assert {*asked} - {None} | ELSEWHERE == {name for name, family in FAMILIES.items() if not family.instead}

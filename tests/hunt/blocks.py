@@ -1,11 +1,7 @@
 """How a program is put together: inputs, blocks (autocast, no_grad, checkpoints), and the loss."""
 
-from collections.abc import Callable
-
 from tests.hunt import habits, layers, steps
-from tests.hunt.grow import HALF, Grower
-
-Maker = Callable[[Grower], None]
+from tests.hunt.grow import HALF, Grower, Maker
 
 DEEPEST = 4
 
@@ -69,19 +65,16 @@ ODD: list[tuple[int, Maker]] = [(4, habits.odd), (2, habits.inference_features)]
 def chosen(g: Grower) -> Maker:
     rates = g.rates
     if len(g.stack) <= DEEPEST and g.chance(rates.blocks):
-        weights, makers = zip(*BLOCKS, strict=True)
-        return g.rng.choices(makers, weights)[0]
+        return g.weighted(BLOCKS)
     if len(g.stack) <= DEEPEST and g.chance(rates.autocast):
         return g.rng.choice((autocast, autocast, autocast, habits.stale_cast))
     if g.chance(rates.mixed * 0.4):
         return steps.cast
     if g.chance(rates.odd):
-        weights, makers = zip(*ODD, strict=True)
-        return g.rng.choices(makers, weights)[0]
+        return g.weighted(ODD)
     if g.chance(rates.inplace * 0.2):
         return steps.in_place
-    weights, makers = zip(*USUAL, strict=True)
-    return g.rng.choices(makers, weights)[0]
+    return g.weighted(USUAL)
 
 
 def some(g: Grower, least: int, most: int) -> None:

@@ -45,7 +45,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Grower:
-    def __init__(self, seed: int, choose: Callable[["Grower"], Callable[["Grower"], None]]) -> None:
+    def __init__(self, seed: int, choose: Callable[["Grower"], "Maker"]) -> None:
         self.rng, self.choose = random.Random(seed), choose
         self.rates = Rates(self.rng)
         self.shape: tuple[int, ...] = self.rng.choice(SHAPES)
@@ -76,8 +76,9 @@ class Grower:
             return None
         return self.rng.choice(names[-4:] if self.rng.random() < 0.7 else names)
 
-    def floats(self) -> str | None:
-        return self.pick(lambda t: t.is_floating_point())
+    def weighted(self, table: list[tuple[int, "Maker"]]) -> "Maker":
+        weights, makers = zip(*table, strict=True)
+        return self.rng.choices(makers, weights)[0]
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
@@ -195,6 +196,45 @@ def _memory(t: Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except Exception:
         return id(t)
+
+
+# Adds a step, or several, to a program.
+Maker = Callable[[Grower], None]
+
+
+def floats(*dims: int) -> Callable[[Tensor], bool]:
+    """What is true of floating tensors; with ``dims`` of those that have so many dimensions."""
+    return lambda t: t.is_floating_point() and (not dims or t.dim() in dims)
+
+
+def picking(wanted: Callable[[Tensor], bool]) -> Callable[[Callable[[Grower, str], None]], Maker]:
+    """A maker gets the name of a tensor that is picked for it; without one it adds nothing."""
+
+    def decorated(make: Callable[[Grower, str], None]) -> Maker:
+        def maker(g: Grower) -> None:
+            name = g.pick(wanted)
+            if name is not None:
+                make(g, name)
+
+        return maker
+
+    return decorated
+
+
+@contextlib.contextmanager
+def growing_network(g: Grower, shape: tuple[int, ...]) -> Iterator[None]:
+    """Steps that are added inside are those of a network in float64, whose input is t0."""
+    g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
+    g.shape, g.dtype = shape, torch.float64
+    g.space["t0"] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    g.frames[0].append("t0")
+    before = torch.get_default_dtype()
+    # In fp32 modules would raise, and a step that raises is dropped.
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def grown(seed: int) -> Steps:

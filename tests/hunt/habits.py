@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.hunt.grow import HALF, Grower
+from tests.hunt.grow import HALF, Grower, floats, picking
 from tests.hunt.steps import scalar, weight_dtype
 
 
@@ -110,27 +110,22 @@ def early_backward(g: Grower) -> None:
     g.step("early backward", g.rng.choice(calls), outs=0)
 
 
-def two_outputs(g: Grower) -> None:
-    name = g.floats()
-    if name is not None:
-        g.step("custom Function", f"TwoOutputs.apply({name})", outs=3)
+@picking(floats())
+def two_outputs(g: Grower, name: str) -> None:
+    g.step("custom Function", f"TwoOutputs.apply({name})", outs=3)
 
 
-def shared_memory(g: Grower) -> None:
+@picking(floats())
+def shared_memory(g: Grower, name: str) -> None:
     """Functions of torch with arguments by name, and results that share one memory under several names."""
-    name = g.floats()
-    if name is None:
-        return
     out = g.step("view", f"{name}.view_as({name})")
     if out is not None:
         g.step("activation", f"F.relu({out}, inplace=True)")
 
 
-def mixed_sum(g: Grower) -> None:
+@picking(floats())
+def mixed_sum(g: Grower, name: str) -> None:
     """A value of half precision that is rebuilt, and a tensor of more precision, or of a larger shape, added to it."""
-    name = g.floats()
-    if name is None:
-        return
     x = g.of(name)
     chain = g.step("scalar", f"F.{g.rng.choice(('relu', 'silu', 'mish'))}({name} * 1)")
     if chain is not None and g.chance(0.6):
@@ -147,11 +142,9 @@ def mixed_sum(g: Grower) -> None:
         g.step("activation", f"{total}.square()")
 
 
-def broadcast_sum(g: Grower) -> None:
+@picking(lambda t: t.is_floating_point() and t.dim() >= 3 and t.shape[1] > 0)
+def broadcast_sum(g: Grower, name: str) -> None:
     """A branch of fewer elements, which is rebuilt, plus a tensor that autograd keeps anyway; one may be half."""
-    name = g.pick(lambda t: t.is_floating_point() and t.dim() >= 3 and t.shape[1] > 0)
-    if name is None:
-        return
     c = g.of(name).shape[1]
     v = g.step("binary", f"{name} * {g.leaf((1,) * g.of(name).dim(), g.of(name).dtype)}")
     if v is None:
@@ -192,17 +185,14 @@ ODD = [
 ]  # fmt: skip
 
 
-def odd(g: Grower) -> None:
-    name = g.floats()
-    if name is not None:
-        g.step("odd", g.rng.choice(ODD).replace("{x}", name))
+@picking(floats())
+def odd(g: Grower, name: str) -> None:
+    g.step("odd", g.rng.choice(ODD).replace("{x}", name))
 
 
-def inference_features(g: Grower) -> None:
+@picking(lambda t: t.is_floating_point() and t.dim() > 1)
+def inference_features(g: Grower, name: str) -> None:
     """Features of a frozen encoder, made in inference mode and used outside of it."""
-    name = g.pick(lambda t: t.is_floating_point() and t.dim() > 1)
-    if name is None:
-        return
     with g.block("inference_mode", "with torch.inference_mode():"):
         out = g.step("inference features", g.rng.choice((f"F.relu({name})", f"{name} * 2", f"{name}.clone()")))
     if out is not None:

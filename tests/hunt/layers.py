@@ -2,18 +2,12 @@
 
 import torch
 
-from tests.hunt.grow import Grower
+from tests.hunt.grow import Grower, floats, picking
 from tests.hunt.steps import weight_dtype
 
 
-def _floats_of(g: Grower, *dims: int) -> str | None:
-    return g.pick(lambda t: t.is_floating_point() and t.dim() in dims and t.dim() > 0)
-
-
-def convolution(g: Grower) -> None:
-    name = _floats_of(g, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(3, 4, 5))
+def convolution(g: Grower, name: str) -> None:
     x, rng = g.of(name), g.rng
     n, c = x.dim() - 2, x.shape[1]
     out = rng.choice((c, c, c, 4, 3))
@@ -53,10 +47,8 @@ def _weight(g: Grower, shape: tuple[int, ...], x) -> str:
     return g.leaf(shape, dtype, scale=round(max(fan, 1) ** -0.5, 2))
 
 
-def norm(g: Grower) -> None:
-    name = _floats_of(g, 2, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(2, 3, 4, 5))
+def norm(g: Grower, name: str) -> None:
     x, rng = g.of(name), g.rng
     c, n = x.shape[1], max(x.dim() - 2, 1)
     if c == 0:
@@ -86,10 +78,8 @@ def norm(g: Grower) -> None:
     g.step("norm", f"{m}({name})")
 
 
-def norm_function(g: Grower) -> None:
-    name = _floats_of(g, 2, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(2, 3, 4, 5))
+def norm_function(g: Grower, name: str) -> None:
     x, rng = g.of(name), g.rng
     c = x.shape[1]
     w, b = (_weight(g, (c,), x) if g.chance(0.7) else "None" for _ in range(2))
@@ -114,11 +104,9 @@ def norm_function(g: Grower) -> None:
     g.step("norm", rng.choice(calls))
 
 
-def norm_twice(g: Grower) -> None:
+@picking(floats(2, 3, 4, 5))
+def norm_twice(g: Grower, name: str) -> None:
     """A norm that is called in one mode, then in another mode, before the backward pass."""
-    name = _floats_of(g, 2, 3, 4, 5)
-    if name is None:
-        return
     x, rng = g.of(name), g.rng
     n = max(x.dim() - 2, 1)
     options = rng.choice(("", ", momentum=None", ", affine=False", ", momentum=0.7"))
@@ -138,10 +126,8 @@ def norm_twice(g: Grower) -> None:
             )
 
 
-def pool(g: Grower) -> None:
-    name = _floats_of(g, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(3, 4, 5))
+def pool(g: Grower, name: str) -> None:
     n, rng = g.of(name).dim() - 2, g.rng
     ceil = g.chance(0.3)
     calls = [
@@ -157,17 +143,15 @@ def pool(g: Grower) -> None:
     g.step("pool", rng.choice(calls))
 
 
-def unpool(g: Grower) -> None:
-    name = _floats_of(g, 4)
-    if name is not None and g.step("pool", f"F.max_pool2d({name}, 2, return_indices=True)", outs=2):
+@picking(floats(4))
+def unpool(g: Grower, name: str) -> None:
+    if g.step("pool", f"F.max_pool2d({name}, 2, return_indices=True)", outs=2):
         values, indices = g.frames[-1][-2:]
         g.step("pool", f"F.max_unpool2d({values}, {indices}, 2)")
 
 
-def interpolate(g: Grower) -> None:
-    name = _floats_of(g, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(3, 4, 5))
+def interpolate(g: Grower, name: str) -> None:
     x, rng = g.of(name), g.rng
     n = x.dim() - 2
     modes = {1: ["linear", "area"], 2: ["bilinear", "bicubic", "area"], 3: ["trilinear", "area"]}[n]
@@ -185,10 +169,8 @@ def interpolate(g: Grower) -> None:
     g.step("interpolate", rng.choice(calls))
 
 
-def pad(g: Grower) -> None:
-    name = _floats_of(g, 2, 3, 4, 5)
-    if name is None:
-        return
+@picking(floats(2, 3, 4, 5))
+def pad(g: Grower, name: str) -> None:
     x, rng = g.of(name), g.rng
     mode = rng.choice(("constant", "constant", "reflect", "replicate", "circular"))
     n = max(x.dim() - 2, 1)
@@ -202,10 +184,8 @@ def pad(g: Grower) -> None:
     g.step("pad", rng.choice(calls))
 
 
-def dropout(g: Grower) -> None:
-    name = g.floats()
-    if name is None:
-        return
+@picking(floats())
+def dropout(g: Grower, name: str) -> None:
     inplace, p = g.chance(g.rates.inplace), g.rng.choice((0.1, 0.3, 0.5, 0.0))
     training = g.rng.choice(("True", "True", "True", "False"))
     calls = [

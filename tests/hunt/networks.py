@@ -5,8 +5,8 @@ import random
 import torch
 
 from tests.hunt import blocks, layers, steps
-from tests.hunt.blocks import Maker, some
-from tests.hunt.grow import Grower
+from tests.hunt.blocks import some
+from tests.hunt.grow import Grower, Maker, floats, growing_network, picking
 from tests.hunt.prelude import LATER
 from tests.hunt.program import Network, Step
 
@@ -23,15 +23,13 @@ CHAINED = (
 )  # fmt: skip
 
 
-def unit(g: Grower) -> None:
+@picking(floats(3, 4, 5))
+def unit(g: Grower, name: str) -> None:
     """Convolution, norm and activation as modules, in one of the usual orders, some of them shared."""
     rng = g.rng
-    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
-    if name is None:
-        return
     n, c = g.of(name).dim() - 2, g.of(name).shape[1]
 
-    def made(kind: str, expression: str) -> str:
+    def made(expression: str) -> str:
         used = [m for m, module in g.log.modules.items() if type(module).__name__ in expression]
         return rng.choice(used) if used and g.chance(0.2) else g.module(expression)
 
@@ -45,8 +43,8 @@ def unit(g: Grower) -> None:
     if len(g.frames) > 1:
         # Inside a checkpoint a fused module moves its running statistics once, and the stock module twice.
         norms = (norms[2], norms[3], f"nn.BatchNorm{n}d({out}, track_running_stats=False)")
-    conv = made("conv", f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
-    norm, act = made("norm", rng.choice(norms)), made("act", rng.choice(ACTIVATIONS))
+    conv = made(f"nn.Conv{n}d({c}, {out}, {kernel}, padding={padding}, bias={bias})")
+    norm, act = made(rng.choice(norms)), made(rng.choice(ACTIVATIONS))
     drop = [g.module(f"nn.Dropout({rng.choice((0.0, 0.3))}, inplace={g.chance(0.3)})")] if g.chance(0.2) else []
     if g.chance(0.1):
         drop = [g.module("nn.Identity()")]
@@ -64,11 +62,9 @@ def unit(g: Grower) -> None:
         name = g.step("unit", f"{part}({name})") or name
 
 
-def chain(g: Grower) -> None:
+@picking(floats(3, 4, 5))
+def chain(g: Grower, name: str) -> None:
     """Convolution, norm and activation in one block or one expression: no other step reads what is between them."""
-    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
-    if name is None:
-        return
     n, c = g.of(name).dim() - 2, g.of(name).shape[1]
     norms = (f"nn.BatchNorm{n}d(4)", f"nn.InstanceNorm{n}d(4, affine=True)", "nn.GroupNorm(2, 4)")
     conv = f"nn.Conv{n}d({c}, 4, 3, padding=1, bias={g.chance(0.5)})"
@@ -94,11 +90,9 @@ def residual(g: Grower) -> None:
         g.step("activation", f"{g.module(g.rng.choice(ACTIVATIONS))}({out})")
 
 
-def preactivated(g: Grower) -> None:
+@picking(floats(3, 4, 5))
+def preactivated(g: Grower, name: str) -> None:
     """A norm and a shortcut that read one concatenation, as in pre-activation blocks."""
-    name = g.pick(lambda t: t.is_floating_point() and 3 <= t.dim() <= 5)
-    if name is None:
-        return
     n, rng = g.of(name).dim() - 2, g.rng
     unit(g)
     other = g.frames[-1][-1]
@@ -116,11 +110,9 @@ def preactivated(g: Grower) -> None:
     g.step("residual", f"{branch} + {shortcut}")
 
 
-def heads(g: Grower) -> None:
+@picking(lambda t: floats(4, 5)(t) and min(t.shape[2:]) > 1)
+def heads(g: Grower, name: str) -> None:
     """Two heads at different sizes, the smaller one enlarged and added."""
-    name = g.pick(lambda t: t.is_floating_point() and 4 <= t.dim() <= 5 and min(t.shape[2:]) > 1)
-    if name is None:
-        return
     n, c = g.of(name).dim() - 2, g.of(name).shape[1]
     low = g.step("pool", f"F.avg_pool{n}d({name}, 2)")
     coarse = low and g.step("unit", f"{g.module(f'nn.Conv{n}d({c}, 3, 1)')}({low})")
@@ -141,8 +133,7 @@ MAKERS: list[tuple[int, Maker]] = [
 
 
 def chosen(g: Grower) -> Maker:
-    weights, makers = zip(*MAKERS, strict=True)
-    return g.rng.choices(makers, weights)[0]
+    return g.weighted(MAKERS)
 
 
 def grown_network(seed: int) -> Network:
@@ -150,19 +141,9 @@ def grown_network(seed: int) -> Network:
     rng = random.Random(f"network {seed}")
     torch.manual_seed(0)
     g = Grower(rng.randrange(10**9), chosen)
-    g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
-    g.shape, g.dtype = rng.choice(SHAPES), torch.float64
-    g.space["t0"] = torch.randn(g.shape, dtype=torch.float64, requires_grad=True)
-    g.frames[0].append("t0")
-    before = torch.get_default_dtype()
-    # In fp32 modules would raise, and a step that raises is dropped.
-    torch.set_default_dtype(torch.float64)
-    try:
-        with g.watch():
-            g.rng.choice((unit, chain))(g)
-            some(g, 2, 9)
-    finally:
-        torch.set_default_dtype(before)
+    with growing_network(g, rng.choice(SHAPES)), g.watch():
+        g.rng.choice((unit, chain))(g)
+        some(g, 2, 9)
     outputs = [n for n in g.frames[0] if n != "t0" and g.of(n).is_floating_point() and g.of(n).requires_grad][-3:]
     flat = ", ".join(f"{name}.flatten()" for name in outputs or ["t0"])
     body = (*g.setup, *g.stack[0], Step("return", f"return torch.cat([{flat}])"))

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fusedseg.compiler.op_table import ROWS, OpRow
 from tests.hunt.compiled import Compiled
-from tests.hunt.grow import Grower
+from tests.hunt.grow import Grower, growing_network
 from tests.hunt.prelude import Log, rounded_error
 from tests.hunt.rounding import scaled
 
@@ -410,15 +410,9 @@ def network(seed: int, shape: tuple[int, ...] | None = None, pieces: Sequence[st
     rng = random.Random(f"pieces {seed}")
     torch.manual_seed(0)
     g = Grower(rng.randrange(10**9), lambda g: _stem)
-    g.rates.mixed = g.rates.autocast = g.rates.odd = g.rates.keep_failing = g.rates.write_kept = 0.0
-    g.shape, g.dtype, g.largest, g.most = shape or rng.choice((IMAGE, TOKENS)), torch.float64, LARGEST, MOST
+    g.largest, g.most = LARGEST, MOST
     g.log = g.space["log"] = Scaled()
-    g.space["t0"] = torch.randn(g.shape, dtype=torch.float64, requires_grad=True)
-    g.frames[0].append("t0")
-    before = torch.get_default_dtype()
-    # In fp32 modules would raise, and a step that raises is dropped.
-    torch.set_default_dtype(torch.float64)
-    try:
+    with growing_network(g, shape or rng.choice((IMAGE, TOKENS))):
         if not pieces:
             _stem(g)
             for place in range(rng.choice((1, 1, 2, 2, 3))):
@@ -426,7 +420,5 @@ def network(seed: int, shape: tuple[int, ...] | None = None, pieces: Sequence[st
             pieces = ["{mix}({x})"] if rng.random() < 0.8 else []
         for piece in pieces:
             added(g, "piece", piece)
-    finally:
-        torch.set_default_dtype(before)
     body = tuple(g.setup), tuple(g.stack[0])
     return Compiled(seed, body, g.shape, options={"bits": (8, 4)}, judge=rounded_error, returned=1)

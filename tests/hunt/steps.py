@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from tests.hunt.grow import HALF, WRITES, Grower
+from tests.hunt.grow import HALF, WRITES, Grower, floats
 
 INPLACE_FUNCTIONS = (
     "relu", "leaky_relu", "elu", "silu", "mish", "hardswish", "relu6", "hardtanh", "selu", "celu", "hardsigmoid",
@@ -160,7 +160,7 @@ def partner(g: Grower, x: torch.Tensor) -> str:
 
 def filled(g: Grower, template: str) -> str | None:
     """The template with its places filled."""
-    name = g.floats()
+    name = g.pick(floats())
     if name is None:
         return None
     x = g.of(name)

@@ -8,11 +8,9 @@ note what they would compile.
 
 import ast
 import contextlib
-import json
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +31,7 @@ from fusedseg.ops.registry import FAMILIES
 from fusedseg.ops.self_test import first_use
 from fusedseg.unet import UNet
 from tests.resnet import ResNet18
+from tests.tools.checks import print_results
 
 # The kernels that were compiled, by name and specialisation.
 Kinds = set[tuple[str, str]]
@@ -318,13 +317,5 @@ def the_random_numbers_of_a_step_stay() -> None:
     assert torch.equal(buffer, torch.zeros(3))
 
 
-def run(name: str) -> str:
-    try:
-        globals()[name]()
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
-    print(json.dumps({name: run(name) for name in sys.argv[1:]}))
+    print_results(globals())

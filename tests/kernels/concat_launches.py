@@ -1,7 +1,4 @@
-"""Launches of the concatenation kernel that are compiled for GPUs: those of real networks, aligned to 16 bytes.
-
-``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the concatenation kernel that are compiled for GPUs: those of real networks, aligned to 16 bytes."""
 
 from functools import partial
 from typing import Any

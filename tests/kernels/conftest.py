@@ -29,7 +29,7 @@ def compiled(tmp_path_factory):
     def launches(module, cases, target):
         import fcntl
 
-        from tests.tools.codegen import compile_launches
+        from tests.tools import warm
 
         name = f"{module}.{cases}.{target}"
         if name not in known:
@@ -37,7 +37,7 @@ def compiled(tmp_path_factory):
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 file = folder / f"{name}.json"
                 if not file.exists():
-                    file.write_text(json.dumps(compile_launches([target], module, cases)[target]))
+                    file.write_text(json.dumps(warm.json_of("tests.tools.codegen", target, module, cases)))
                 known[name] = json.loads(file.read_text())
         return known[name]
 

@@ -1,7 +1,4 @@
-"""Launches of the 3x3x3 convolution that are compiled for Hopper: those of nnU-Net's 3D network and its neighbours.
-
-``tests.tools.codegen`` reads CASES.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the 3x3x3 convolution that are compiled for Hopper: those of nnU-Net's 3D network and its neighbours."""
 
 from functools import partial
 

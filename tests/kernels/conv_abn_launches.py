@@ -1,7 +1,4 @@
-"""Launches of the convolution with BatchNorm that are compiled for GPUs: the convolutions of real U-Nets.
-
-``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the convolution with BatchNorm that are compiled for GPUs: the convolutions of real U-Nets."""
 
 from functools import partial
 

@@ -6,11 +6,8 @@ Kernels are compiled for sm_90; a GPU is not needed.
 """
 
 import contextlib
-import json
 import os
 import random
-import sys
-import traceback
 import warnings
 import weakref
 from typing import NamedTuple
@@ -19,9 +16,8 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from fusedseg.kernels.dry_run import dry_run
+from fusedseg.kernels.dry_run import AbsentDevice, dry_run, parse_target
 from fusedseg.kernels.launcher import Launcher, addresses_and_kind
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -35,6 +31,7 @@ from fusedseg.ops.norm.call import Norm
 from fusedseg.ops.norm.graph import Backward, Forward
 from fusedseg.ops.norm.stock import KINDS
 from tests.tools.called import Called
+from tests.tools.checks import print_results
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8)
 
@@ -58,10 +55,11 @@ class Launched(NamedTuple):
     args: tuple
 
 
-class Recorder:
+class Recorder(AbsentDevice):
     """A driver that lists its launches."""
 
     def __init__(self) -> None:
+        super().__init__(parse_target("sm_90"))
         self.launched: list[Launched] = []
         self.device, self.stream, self.loaded, self.unloaded, self.fails = 0, 7, 0, 0, False
         self.utils = self
@@ -80,9 +78,6 @@ class Recorder:
                 recorder.launched.append(Launched((x, y, z), stream, function, args))
 
         self.launcher_cls = Record
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         return self.device
@@ -397,17 +392,8 @@ def unknown_versions_take_the_public_way() -> None:
         assert all(isinstance(launched.args[0], torch.Tensor) for launched in record.launched)
 
 
-def run(check) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
     # The checks are imported, because this module has another name here.
     from tests.kernels import launcher_agreement, launcher_checks
 
-    checks = vars(launcher_checks) | vars(launcher_agreement)
-    print(json.dumps({name: run(checks[name]) for name in sys.argv[1:]}))
+    print_results(vars(launcher_checks) | vars(launcher_agreement))

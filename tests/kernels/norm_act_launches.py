@@ -1,7 +1,4 @@
-"""Launches of the norm kernels that are compiled for GPUs: shapes of real U-Net stages, aligned to 16 bytes.
-
-``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the norm kernels that are compiled for GPUs: shapes of real U-Net stages, aligned to 16 bytes."""
 
 import itertools
 from functools import partial

@@ -1,7 +1,4 @@
-"""Launches of the kernel that makes statistics of sums, which are compiled for GPUs, aligned to 16 bytes.
-
-``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the kernel that makes statistics of sums, which are compiled for GPUs, aligned to 16 bytes."""
 
 from functools import partial
 from typing import Any

@@ -1,8 +1,4 @@
-"""Launches of the kernels of segmentation losses that are compiled for GPUs, aligned to 16 bytes.
-
-``tests.tools.codegen`` reads CASES, or its parts FEW and FORMS.  The tensors are never touched, so their size costs
-nothing.
-"""
+"""Launches of the kernels of segmentation losses that are compiled for GPUs, aligned to 16 bytes."""
 
 import itertools
 from functools import partial

@@ -1,12 +1,10 @@
 """Checks the compiled kernels without a GPU: spills, widths of accesses and tensor cores."""
 
-from collections import Counter
-
 import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools.codegen import OLDER, OTHERS, SHARED, TARGETS, VENDORS, check_spills
+from tests.tools.codegen import OLDER, OTHERS, SHARED, TARGETS, VENDORS, Access, check_spills, check_widths
 
 # A suite is a module, the name of a dict in it, and targets.  Every run compiles a few launches for one GPU of each
 # vendor, convolutions with their kinds of products for GPUs whose tensor cores have other instructions, and for a GPU
@@ -93,19 +91,14 @@ def check_spills_of(launches, target, record_property):
     check_spills(launches, {case: most for (of, case), most in SPILLS.items() if of == target}, record_property)
 
 
-def check_vectors(launches):
-    narrow, seen = [], Counter()
-    for of in launches:
-        for argument in ACTIVATIONS & of["accesses"].keys():
-            for kind, widths in of["accesses"][argument].items():
-                seen[argument, kind] += sum(widths.values())
-                if set(widths) - {"16"}:
-                    narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
-    assert not narrow
-    # The report must contain these accesses at all.
-    expected = {("x_ptr", "load"), ("out_ptr", "store"), ("saved_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")}
-    expected |= {("residual_ptr", "load"), ("dresidual_ptr", "store")}
-    assert {access for access, count in seen.items() if count} == expected
+def whole_activations(of) -> dict[Access, str]:
+    """The kernels of norms access activations 16 bytes at a time."""
+    return {
+        (argument, kind): "16"
+        for argument in ACTIVATIONS & of["accesses"].keys()
+        for kind, widths in of["accesses"][argument].items()
+        if widths
+    }
 
 
 @suites("odd")
@@ -118,7 +111,10 @@ def test_planes_at_any_address_are_read_by_vectors(launches):
 @suites("norm_act")
 def test_norms(launches, target, record_property):
     check_spills_of(launches, target, record_property)
-    check_vectors(launches)
+    assert check_widths(launches, whole_activations) == {
+        *(("x_ptr", "load"), ("out_ptr", "store"), ("saved_ptr", "load"), ("dz_ptr", "load"), ("dx_ptr", "store")),
+        *(("residual_ptr", "load"), ("dresidual_ptr", "store")),
+    }
     check_shared_memory(launches, target)
     kernels = {of["kernel"].removeprefix("norm_").removesuffix("_kernel") for of in launches}
     assert kernels == {
@@ -127,7 +123,7 @@ def test_norms(launches, target, record_property):
     }
 
 
-def whole_vectors(case, target) -> set[tuple[str, str]]:
+def whole_vectors(case, target) -> set[Access]:
     """The arguments that a convolution accesses 16 bytes at a time, by the case's name: taps-C-K-dtype-layout."""
     taps, C, K, dtype, *options = case.split("-")
     planes, amd = "planes" in options, target.startswith("gfx")
@@ -148,21 +144,11 @@ def whole_vectors(case, target) -> set[tuple[str, str]]:
     return vectors
 
 
-def check_vectors_of_convolutions(launches, target):
-    narrow = []
-    for of in launches:
-        for argument, kind in whole_vectors(of["case"], target):
-            widths = of["accesses"][argument][kind]
-            if set(widths) != {"16"}:
-                narrow.append(f"{of['case']} {argument}: {kind} of {widths} bytes")
-    assert not narrow
-
-
 @suites("conv_abn")
 def test_convolutions(launches, target, record_property):
     """Convolutions run on tensor cores, except fp32 without TF32 on NVIDIA; AMD has matrix instructions for fp32."""
     check_spills_of(launches, target, record_property)
-    check_vectors_of_convolutions(launches, target)
+    check_widths(launches, lambda of: dict.fromkeys(whole_vectors(of["case"], target), "16"))
     check_shared_memory(launches, target)
     for of in launches:
         without = "fp32" in of["case"] and target.startswith("sm_")

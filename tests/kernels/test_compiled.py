@@ -15,14 +15,13 @@ from tests.kernels import test_concat as concats
 from tests.kernels import test_max_pool as pools
 from tests.kernels import test_norm_act as norms
 from tests.kernels.conv_abn_cases import Conv, cut_off
-from tests.kernels.test_sanitize import SHAPE, STATISTICS
+from tests.kernels.test_sanitize import SHAPE, STATISTICS, by_statistics
 from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.marks import by_layout
 from tests.tools.tensors import placed
 
 pytestmark = pytest.mark.compiled
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
-by_statistics = pytest.mark.parametrize("groups", STATISTICS.values(), ids=STATISTICS)
 
 
 def apart(given, offset):

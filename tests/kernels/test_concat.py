@@ -26,7 +26,7 @@ CASES = {
 
 
 def launch(sources, pitches, y):
-    """Writes the concatenation; in the interpreter every access must lie inside its argument."""
+    """Writes the concatenation."""
     from fusedseg.kernels.concat import concat
 
     with checked(y.device) as counted:
@@ -99,7 +99,6 @@ def test_the_order_of_programs_does_not_matter(device):
 @pytest.mark.usefixtures("only_in_the_interpreter")
 def test_beyond_two_to_the_31_elements(device):
     """The last programs copy the right values, and no access leaves a tensor."""
-    # The system never commits memory for most of these rows.
     a, b, y = (empty((40, C, 1024, 1024), torch.bfloat16, True) for C in (64, 32, 96))
     assert y.numel() > 2**31
     for x in (a, b):

@@ -40,10 +40,7 @@ def inputs(C, K, size, device, dtype=torch.float16):
 
 
 def launch(x, weight, bias, backward=False):
-    """The convolution or, with ``backward``, the gradient of an input from ``x``, the gradient of the output.
-
-    In the interpreter every access must lie inside its argument.
-    """
+    """The convolution or, with ``backward``, the gradient of an input from ``x``, the gradient of the output."""
     from fusedseg.kernels.conv3d import conv3d, ordered_weight
 
     channels = weight.shape[1 if backward else 0]
@@ -133,7 +130,6 @@ def test_traffic(device):
 @pytest.mark.usefixtures("only_in_the_interpreter")
 def test_beyond_two_to_the_31_elements(device):
     """The last program of the last sample reads and writes the right values, and no access leaves a tensor."""
-    # The system never commits memory for most of these samples.
     size = (2, 1024, 1024)
     x, y = (empty((40, 32, *size), torch.float16, True) for _ in range(2))
     assert x.numel() > 2**31

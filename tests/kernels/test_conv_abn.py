@@ -22,6 +22,7 @@ from tests.kernels.conv_abn_cases import (
 )
 from tests.reference import relative_error
 from tests.tools.interpreter import reordered
+from tests.tools.marks import by_layout
 from tests.tools.tensors import channels_last, slots_of
 from tests.tools.traffic import checked
 
@@ -56,7 +57,6 @@ FORMATS = {
 # One tap and several taps, aligned and unaligned.
 SOME = ("3x3", "1x1-aligned", "1x1-odd-plane", "3x1x2-asymmetric")
 PATHS = [pytest.param(CONVS[name], id=name) for name in SOME]
-TO = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 
 
 def formats():
@@ -135,7 +135,7 @@ def test_a_channels_last_weight_gives_the_same(name, device):
     assert torch.equal(again, out)
 
 
-@TO
+@by_layout
 @pytest.mark.parametrize("shape", [(1, 5, 1, 7), (1, 5, 6, 1), (3, 1, 4, 5), (4, 5, 1, 1)], ids=str)
 def test_strides_of_sizes_of_one_do_not_matter(shape, rows, device):
     conv = Conv(shape, (6, shape[1], 3, 3), padding=1)
@@ -178,7 +178,7 @@ def test_several_tiles_a_split_and_several_merges(dtype, rows_in, rows_out, devi
 
 @pytest.mark.usefixtures("small_grid")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@TO
+@by_layout
 def test_the_order_of_programs_does_not_matter(rows, training, device):
     """The bits are the same in any order: programs of a launch are independent, and results merge in a fixed order."""
     conv = SPLIT._replace(w=(40, 3, 3, 1), padding=(1, 0))
@@ -208,7 +208,7 @@ AROUND_300 = {torch.float16: (300.25, 0.2), torch.bfloat16: (302.0, 0.0025)}
 
 
 @pytest.mark.usefixtures("small_grid")
-@TO
+@by_layout
 @pytest.mark.parametrize("dtype", AROUND_300, ids=str)
 def test_mean_300_and_variance_a_hundredth(dtype, rows, device):
     """In fp32, E[y^2] - E[y]^2 gives 0 or less here; subtracting a rounded mean can give that too."""

@@ -1,6 +1,5 @@
 """Bytes that the convolution with BatchNorm moves, and tensors beyond 2**31 elements, in the interpreter."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,13 +7,11 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from tests import reference
-from tests.kernels.conv_abn_cases import Conv
+from tests.kernels.conv_abn_cases import LEAKY, Conv
+from tests.kernels.sampled import first_and_last, first_middle_last, sampled
 from tests.reference import FORWARD_TOLERANCE, relative_error
-from tests.tools.interpreter import only_programs
 from tests.tools.tensors import empty
-from tests.tools.traffic import traffic
 
-LEAKY = ("leaky_relu", 0.01)
 CONV = "conv_abn_fwd_kernel"
 pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
 
@@ -28,15 +25,7 @@ class Forward:
         self.out, K = out, w.shape[0]
         self.weight, self.bias = torch.linspace(0.6, 1.4, K), torch.linspace(-0.5, 0.5, K)
         self.running = torch.linspace(-1, 1, K), torch.linspace(0.5, 2, K)
-        self.grids: dict[str, tuple[int, int]] = {}
-
-        def chosen(kernel, grid):
-            programs = choose(grid)
-            self.grids[kernel] = grid[0] * grid[1], len(programs)
-            return programs
-
-        # Programs that do not run leave undefined values in their partial results.
-        with only_programs(chosen), np.errstate(all="ignore"), traffic() as self.moved:
+        with sampled(choose) as (self.moved, self.shares):
             conv_abn_fwd(
                 x, w, out, layout_of(x), layout_of(out), conv.geometry, None, self.weight, self.bias, *self.running,
                 training, 0.1, 1e-5, LEAKY, None, False,
@@ -44,17 +33,7 @@ class Forward:
 
     def passes(self, nbytes, kernel) -> float:
         """Bytes in units of ``out``, extrapolated from the programs that ran to all programs."""
-        programs, run = self.grids[kernel]
-        return nbytes * programs / run / self.out.nbytes
-
-
-def first_middle_last(grid):
-    programs = [(i, j, 0) for i in range(grid[0]) for j in range(grid[1])]
-    return [programs[0], programs[len(programs) // 2], programs[-1]]
-
-
-def first_and_last(grid):
-    return [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)]
+        return float(nbytes * self.shares[kernel] / self.out.nbytes)
 
 
 @pytest.fixture(params=[True, False], ids=["rows", "planes"])

@@ -1,7 +1,6 @@
 """Launches that go directly to compiled kernels, and plans that are made once for each shape."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
-from tests.tools import warm
-from tests.tools.checks import checks_of
+from tests.tools.checks import checks_of, results_of
+from tests.tools.spy import spied
 
 CHECKS = checks_of(*(Path(__file__).with_name(f"launcher_{of}.py") for of in ("checks", "agreement")))
 LEAKY = ("leaky_relu", 0.01)
@@ -19,11 +18,7 @@ LEAKY = ("leaky_relu", 0.01)
 
 @functools.cache
 def results() -> dict[str, str]:
-    """Results of the checks in a separate process, because this process may use the interpreter."""
-    env = warm.without(["TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"])
-    run = warm.run("tests.kernels.launcher_checks", *CHECKS, env=env)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(run.stdout)
+    return results_of("tests.kernels.launcher_checks", CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -49,46 +44,22 @@ def forward_and_backward(x, weight, bias, dz):
     return z, *norm_act_bwd(dz, z, layout, weight, bias, rstd, None, None, True, LEAKY, weight.dtype)
 
 
-def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """A copy at an address that is not a multiple of 16."""
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-# A tensor that fits on chip takes one launch; a larger tensor takes two.
-@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (2, 1, 92, 94)], ids=["onchip", "split"])
-def test_misaligned_tensors_after_aligned_ones(shape, device):
-    """Code compiled for addresses that are multiples of 16 must not serve others."""
-    x, dz = torch.randn(2, *shape, device=device).unbind()
-    weight, bias = torch.rand(shape[1], device=device) + 0.5, torch.rand(shape[1], device=device)
-    expected = forward_and_backward(x, weight, bias, dz)
-    for arguments in ((x, dz), (misaligned(x), dz), (x, misaligned(dz)), (misaligned(x), misaligned(dz)), (x, dz)):
-        got = forward_and_backward(arguments[0], weight, bias, arguments[1])
-        for g, e in zip(got, expected, strict=True):
-            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
-
-
 def test_blocks_are_chosen_once_for_a_shape(monkeypatch, replanned, device):
     """Choosing blocks in every call would take longer than a small kernel."""
     from fusedseg.kernels import norm_act, norm_act_bwd, norm_stats
 
-    chosen = []
-    for module in (norm_act, norm_act_bwd, norm_stats):
-        for name in {"onchip_blocks", "split_blocks"} & vars(module).keys():
-            choose = getattr(module, name)
-
-            def choosing(*args, choose=choose, **options):
-                chosen.append(args)
-                return choose(*args, **options)
-
-            monkeypatch.setattr(module, name, choosing)
+    chosen = [
+        spied(monkeypatch, module, name)
+        for module in (norm_act, norm_act_bwd, norm_stats)
+        for name in {"onchip_blocks", "split_blocks"} & vars(module).keys()
+    ]
     x, dz = torch.randn(2, 2, 1, 192, 256, device=device).unbind()
     weight, bias = torch.ones(1, device=device), torch.zeros(1, device=device)
     forward_and_backward(x, weight, bias, dz)
-    count = len(chosen)
-    assert count == 6
+    assert sum(map(len, chosen)) == 6
     forward_and_backward(x, weight, bias, dz)
-    assert len(chosen) == count
+    assert sum(map(len, chosen)) == 6
     # Plans follow changed constants after they are cleared.
     replanned()
     forward_and_backward(x, weight, bias, dz)
-    assert len(chosen) == 2 * count
+    assert sum(map(len, chosen)) == 12

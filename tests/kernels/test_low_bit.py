@@ -11,11 +11,11 @@ import fusedseg
 from fusedseg.ops.low_bit import reference
 from fusedseg.ops.low_bit.graph import norm_kink
 from fusedseg.ops.low_bit.spec import GROUP, lines_of
+from tests.tools.marks import by_layout
 from tests.tools.tensors import channels_last
 from tests.tools.traffic import traffic
 
 HALF, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
-FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 KEY = -123456789
 
 
@@ -52,12 +52,14 @@ def tensor(shape, dtype, rows, device):
     return channels_last(x) if rows else x
 
 
+@pytest.mark.sanitize
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("dtype", "rows"), [*zip((*HALF, *WIDE), (False, True, True, False), strict=True)], ids=str)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_bits_of_aten(dtype, rows, bits, device):
-    """Groups of 256 positions, and a shorter one; an odd number of channels and of positions."""
-    launch(tensor((2, 5, 13, 23), dtype, rows, device), bits)
+    """Groups of 256 positions, and a shorter one; an odd number of channels and of positions; whole groups."""
+    for shape in ((2, 5, 13, 23), (2, 8, 16, 16)):
+        launch(tensor(shape, dtype, rows, device), bits)
 
 
 @pytest.mark.gpu
@@ -79,7 +81,7 @@ def test_the_bits_of_aten_with_a_kink(dtype, rows, of, device):
     launch(tensor((2, 5, 3, 5), dtype, rows, device), 8, kink)
 
 
-@FORMATS
+@by_layout
 def test_the_bits_of_aten_with_positions_of_64_bits(rows, device, monkeypatch):
     """As in tensors of 2**30 values and more."""
     from fusedseg.kernels import launcher, low_bit
@@ -122,7 +124,7 @@ def test_values_that_are_not_finite(device):
         assert out[0, 1, ::2].isfinite().all()
 
 
-@FORMATS
+@by_layout
 @pytest.mark.parametrize("bits", [8, 4])
 def test_each_tensor_is_moved_once(rows, bits, device, request):
     """8 bits of fp16: 1 + 0.51 passes to pack; 4 bits: 1 + 0.26 passes.

@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 from tests.ops import test_max_pool as op
 from tests.ops.test_max_pool import STOCK, special
 from tests.tools.interpreter import only_programs, reordered
-from tests.tools.marks import sanitized
+from tests.tools.marks import by_layout, sanitized
 from tests.tools.tensors import channels_last, empty
 from tests.tools.traffic import checked
 
-FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # The interpreter takes long for windows of 256 positions.
 CASES = {name: case for name, case in op.CASES.items() if name != "256-positions"}
 
@@ -25,7 +24,7 @@ def pair(value, x):
 
 
 def launch(x, shape, dz, rows, pool):
-    """Returns z, codes and dx of a dense x; in the interpreter every access must lie inside its argument."""
+    """Returns z, codes and dx of a dense x."""
     from fusedseg.kernels.max_pool import max_pool_bwd, max_pool_fwd
 
     kernel, *geometry = (pair(value, x) for value in pool)
@@ -56,7 +55,7 @@ def check(x, case, rows, device):
 
 
 @pytest.mark.usefixtures("poison")
-@FORMATS
+@by_layout
 @pytest.mark.parametrize(
     "case", sanitized(CASES, "odd", "overlapping", "dilation", "stride-over-window", "3d-overlapping")
 )
@@ -67,7 +66,7 @@ def test_values_and_gradients(case, rows, device):
 
 
 @pytest.mark.usefixtures("poison")
-@FORMATS
+@by_layout
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype, rows, device):
     for name in ("halving", "overlapping"):
@@ -75,7 +74,7 @@ def test_dtypes(dtype, rows, device):
 
 
 @pytest.mark.usefixtures("only_in_the_interpreter")
-@FORMATS
+@by_layout
 @pytest.mark.parametrize("shape", [(2, 16, 16, 16), (1, 16, 8, 8, 8)], ids=["2d", "3d"])
 def test_windows_apart_move_every_byte_once(shape, rows, device):
     moved, x, z, codes = check(torch.randn(shape), (shape, 2, 2, 0, 1, False), rows, device)
@@ -87,7 +86,7 @@ def test_windows_apart_move_every_byte_once(shape, rows, device):
 
 
 @pytest.mark.usefixtures("only_in_the_interpreter")
-@FORMATS
+@by_layout
 def test_overlapping_windows_write_every_byte_once(rows, device):
     shape = (2, 16, 16, 16)
     moved, x, z, codes = check(torch.randn(shape), (shape, 3, 2, 1, 1, False), rows, device)
@@ -98,7 +97,7 @@ def test_overlapping_windows_write_every_byte_once(rows, device):
     assert moved.loaded("max_pool_bwd_kernel") <= 4 * (z.nbytes + codes.nbytes)
 
 
-@FORMATS
+@by_layout
 def test_the_order_of_programs_does_not_matter(rows, device):
     x = torch.randn(2, 20, 24, 25, device=device)
     dz = torch.randn(2, 20, 12, 13, device=device)
@@ -111,10 +110,9 @@ def test_the_order_of_programs_does_not_matter(rows, device):
 
 
 @pytest.mark.usefixtures("only_in_the_interpreter")
-@FORMATS
+@by_layout
 def test_beyond_two_to_the_31_elements(rows, device):
     """The last program of both launches computes the right values, and no access leaves the tensor."""
-    # The system never commits memory for most of these channels or samples.
     x = empty((40, 64, 1024, 1024), torch.bfloat16, rows)
     dz = empty((40, 64, 512, 512), torch.bfloat16, rows)
     assert x.numel() > 2**31

@@ -121,8 +121,7 @@ def start(shape, device, dtype=torch.float32):
 
 def launch(x, dz, residual, weight, bias, groups, act=LEAKY, keep="output", kept=None, training=True,
            running=(None, None), also=None, pitch=None, over=False):  # fmt: skip
-    """Runs forward and backward, and leaves ``x`` as it is; in the interpreter every access must lie inside its
-    argument.
+    """Runs forward and backward, and leaves ``x`` as it is.
 
     ``also`` is a second gradient; ``over``: the gradient of the residual is written over it.
     """

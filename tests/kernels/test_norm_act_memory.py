@@ -3,7 +3,6 @@
 import contextlib
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,10 +10,10 @@ pytest.importorskip("triton")
 
 from fusedseg.ops.layout import layout_of
 from tests import reference
+from tests.kernels.sampled import every, first_and_last, first_middle_last, sampled
 from tests.reference import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, relative_error
-from tests.tools.interpreter import only_programs
+from tests.tools.marks import by_layout
 from tests.tools.tensors import empty
-from tests.tools.traffic import traffic
 
 LEAKY = ("leaky_relu", 0.01)
 pytestmark = pytest.mark.usefixtures("only_in_the_interpreter")
@@ -55,23 +54,11 @@ class Step:
 
     @contextlib.contextmanager
     def counted(self, choose):
-        grids: dict[str, float] = {}
-
-        def chosen(kernel, grid):
-            programs = choose(grid)
-            grids[kernel] = grid[0] * grid[1] / len(programs)
-            return programs
-
-        # Programs that do not run leave undefined values in their partial results.
-        with only_programs(chosen), np.errstate(all="ignore"), traffic() as moved:
+        with sampled(choose) as (moved, shares):
             yield
-        nbytes = sum((moved.loaded(kernel) + moved.stored(kernel)) * grids[kernel] for kernel in set(moved.launches))
-        self.passes.append(nbytes / self.nbytes)
+        nbytes = sum((moved.loaded(kernel) + moved.stored(kernel)) * shares[kernel] for kernel in set(moved.launches))
+        self.passes.append(float(nbytes / self.nbytes))
         self.launches.append(moved.launches)
-
-
-def every(grid):
-    return [(i, j, 0) for i in range(grid[0]) for j in range(grid[1])]
 
 
 @pytest.fixture
@@ -82,17 +69,12 @@ def multiprocessors(monkeypatch, replanned):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 128)
 
 
-def first_middle_last(grid):
-    programs = every(grid)
-    return [programs[0], programs[len(programs) // 2], programs[-1]]
-
-
 def assert_passes(found, expected, most=0.04):
     """``most`` covers parameters, partial results, sums over samples, and mean and rstd of each plane."""
     assert all(at_least <= value <= at_least + most for value, at_least in zip(found, expected, strict=True)), found
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+@by_layout
 @pytest.mark.usefixtures("multiprocessors", "counted_once")
 def test_a_large_tensor_is_read_twice_and_written_once(rows, record_property):
     """A stage of a U-Net of 64 MiB in fp16, or 96 MiB in rows.  Backward reads z and dz twice and writes dx."""
@@ -154,7 +136,7 @@ def test_statistics_of_samples_of_a_large_tensor(shape, groups, rows, record_pro
     assert_passes(step(keep="input", residual=True), [4, 7, 3])
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+@by_layout
 @pytest.mark.usefixtures("multiprocessors", "counted_once")
 def test_two_gradients_of_a_large_tensor(rows, record_property):
     """A sum in memory would be three passes more than one gradient.  Both launches read both gradients: two more.
@@ -189,7 +171,7 @@ def test_beyond_two_to_the_31_elements(shape, rows):
     for t in (x, dz):
         t[:, ends] = torch.randn(shape[0], 2, *shape[2:]).bfloat16()
     before = x[:, ends].clone()
-    step = Step(x, dz, lambda grid: [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)])
+    step = Step(x, dz, first_and_last)
 
     weight, bias = step.weight[ends], step.bias[ends]
     expected = reference.norm_act(before, weight, bias)
@@ -217,7 +199,7 @@ def test_channels_of_two_to_the_31_elements(shape, rows):
     x[end], dz[end] = torch.randn_like(x[end]), torch.randn_like(x[end])
     before = x[end].clone()
     # Forward walks backwards through memory, so its first program ends at the end of the tensor.
-    step = Step(x, dz, lambda grid: [(0, 0, 0), (grid[0] - 1, grid[1] - 1, 0)], training=False)
+    step = Step(x, dz, first_and_last, training=False)
 
     options = {"running_mean": step.running[0], "running_var": step.running[1], "training": False}
     expected = reference.norm_act(before, step.weight, step.bias, **options)

@@ -21,6 +21,7 @@ CASES = [
 CASES += [("whole slabs", False, "batch", "input", False), ("several programs", True, "batch", "input", False)]
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize(("size", "rows", "stat", "keep", "training"), CASES)
 def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep, training, device):
     """In fp32 the sum in the kernel has the bits of one in memory, also where its gradient is written over it."""
@@ -38,6 +39,8 @@ def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("dtype", "channels", "stat", "with_residual"),
     [
@@ -46,10 +49,10 @@ def test_two_gradients_give_what_their_sum_gives(request, size, rows, stat, keep
     ],
 )  # fmt: skip
 def test_a_slice_of_channels(small_tiles, dtype, channels, stat, with_residual, device):
-    """The second gradient is a slice of that of a concatenation, whose rows have gaps."""
+    """The second gradient is a slice of that of a concatenation, whose rows have gaps; it ends with its tensor."""
     x, dz, residual, *affine = inputs((2, channels, 13, 7), True, dtype, device)
     wide = channels_last(torch.randn(2, 4 * channels, 13, 7)).to(device, dtype)
-    also, residual, before = wide[:, channels : 2 * channels], residual if with_residual else None, wide.clone()
+    also, residual, before = wide[:, 3 * channels :], residual if with_residual else None, wide.clone()
     options = {"groups": channels if stat == "instance" else None, "keep": "input"}
     found = launch(x, dz, residual, *affine, **options, also=also, pitch=4 * channels)
     expected = launch(x, (dz.float() + also.float()).to(dtype), residual, *affine, **options)

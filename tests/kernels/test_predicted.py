@@ -5,7 +5,6 @@ nearly empty, bytes of loads under way, and passes that cut a tensor at the same
 """
 
 import itertools
-import json
 import re
 
 import pytest
@@ -78,9 +77,8 @@ def broken_rules(shape: str, ways: list[list[dict]]) -> set[tuple[str, str, str]
     ],
 )
 def test_kernels_fill_a_gpu(shapes):
-    run = warm.run("bench.gpu.predict", "--gpu", "H200", "--json", "--shapes", *shapes)
-    assert run.returncode == 0, run.stderr
-    found = set().union(*(broken_rules(shape, ways) for shape, ways in json.loads(run.stdout).items()))
+    predicted = warm.json_of("bench.gpu.predict", "--gpu", "H200", "--json", "--shapes", *shapes)
+    found = set().union(*(broken_rules(shape, ways) for shape, ways in predicted.items()))
     expected = {of for of in NOT_YET if of[0] in shapes}
     assert not found - expected, f"does not hold: {sorted(found - expected)}"
     assert not expected - found, f"holds now, remove it from NOT_YET: {sorted(expected - found)}"

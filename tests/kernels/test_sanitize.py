@@ -18,17 +18,14 @@ from fusedseg.ops.registry import FAMILIES
 from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 from tests import reference
 from tests.kernels import conv_abn_cases as convs
-from tests.kernels import test_low_bit as low_bit
 from tests.kernels import test_norm_act as norms
 from tests.kernels import test_segmentation_sums as losses
 from tests.kernels.conv_abn_cases import Conv
 from tests.reference import FORWARD_TOLERANCE, relative_error
+from tests.tools.marks import by_layout
 from tests.tools.tensors import channels_last, empty, slots_of
 
 pytestmark = pytest.mark.sanitize
-# Without a GPU, tests of the same kernels in other files prove more.
-slow = pytest.mark.slow
-by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 # Number of groups of 6 channels.
 STATISTICS = {"batch": None, "instance": 6, "group": 2}
 # The last tile of samples, positions or channels is incomplete: tiles are 128 values, or in rows 8 of 16 channels.
@@ -42,8 +39,9 @@ def uncompiled(request):
         pytest.skip("tests/ptx cannot execute it")
 
 
-# The self-tests count batches, compute norms again, merge many parts, and compute kinks.
-@slow
+# The self-tests count batches, compute norms again, merge many parts, and compute kinks.  Without a GPU, tests of the
+# same kernels in other files prove more.
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.instead])
 def test_self_test(name, device):
@@ -207,23 +205,6 @@ def test_upsample(name, rows, device):
     )
 
 
-@slow
-@pytest.mark.gpu
-@pytest.mark.usefixtures("small_tiles")
-@by_layout
-@by_statistics
-def test_two_gradients(groups, rows, device):
-    """The second gradient is a slice of channels in rows, which may be the last one of its tensor."""
-    x, dz, residual, *affine = norms.inputs(SHAPE, rows, torch.float32, device)
-    also, pitch = torch.randn_like(x), SHAPE[1]
-    if rows:
-        also, pitch = channels_last(torch.randn(SHAPE[0], 12, *SHAPE[2:])).to(device)[:, 6:], 12
-    found = norms.launch(x, dz, residual, *affine, groups, keep="input", also=also, pitch=pitch)
-    expected = norms.launch(x, dz + also, residual, *affine, groups, keep="input")
-    for name, value in expected.items():
-        assert relative_error(found[name], value.double()) <= FORWARD_TOLERANCE[x.dtype], name
-
-
 @pytest.mark.gpu
 @by_layout
 @pytest.mark.parametrize("name", losses.CASES)
@@ -249,16 +230,6 @@ def test_counts(rows, device):
             spec = SumsSpec(probability, "none", dense=True)
             sums = segmentation_sums_fwd(x, target, None, sizes_of(x), spec)
             assert torch.equal(sums[:3].long(), torch.stack([(p * target).sum(2), p.sum(2), target.sum(2)]))
-
-
-@slow
-@by_layout
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_packing(bits, rows, device):
-    """Whole groups, and incomplete ones; channels of odd numbers; without a kink."""
-    for dtype in (torch.float16, torch.float32):
-        for shape in ((2, 8, 16, 16), (2, 5, 13, 23)):
-            low_bit.launch(low_bit.tensor(shape, dtype, rows, device), bits)
 
 
 def test_kinks(device):

@@ -9,10 +9,10 @@ from fusedseg.ops.segmentation.spec import SumsSpec, sizes_of
 from tests import reference
 from tests.reference import relative_error
 from tests.tools.interpreter import only_programs, reordered
+from tests.tools.marks import by_layout
 from tests.tools.tensors import channels_last, empty
 from tests.tools.traffic import checked, traffic
 
-FORMATS = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
 DICE_CE = SumsSpec("softmax", "softmax")
 # The spec, and the kind of target.  Together they use each branch of the kernels.
 CASES = {
@@ -61,7 +61,7 @@ def split(request, narrow):
 
 
 def launch(x, target, mask, spec, dsums, dx=None):
-    """The sums, dx and the counted bytes; in the interpreter every access must lie inside its argument."""
+    """The sums, dx and the counted bytes."""
     from fusedseg.kernels.segmentation_sums import segmentation_sums_bwd, segmentation_sums_fwd
 
     dx = torch.empty_like(x) if dx is None else dx
@@ -83,44 +83,39 @@ def inputs(shape, kind, rows, device, dtype=torch.float64):
     return x, target, mask, torch.randn(5, *shape[:2], dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
-def check(shape, spec, kind, rows, device):
-    x, target, mask, dsums = inputs(shape, kind, rows, device)
-    leaf = x.detach().clone().requires_grad_()
+def check(shape, spec, kind, rows, device, dtype=torch.float64, tolerance=1e-13):
+    x, target, mask, dsums = inputs(shape, kind, rows, device, dtype)
+    leaf = x.detach().double().requires_grad_()
     options = {"ignore_index": spec.ignore, "squared": spec.squared, "minimum": spec.minimum, "gamma": spec.gamma}
     expected = reference.segmentation_sums(leaf, target, mask, spec.probability, spec.likelihood, **options)
     sums, dx, _ = launch(x, target, mask, spec, dsums)
-    assert relative_error(sums, expected) <= 1e-13
-    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums)[0]) <= 1e-13
+    assert relative_error(sums, expected) <= tolerance
+    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums.double())[0]) <= tolerance
 
 
 @pytest.mark.usefixtures("poison", "small")
-@FORMATS
+@by_layout
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, rows, device):
     check((2, 5, 13), *CASES[name], rows, device)
 
 
 @pytest.mark.usefixtures("poison", "split")
-@FORMATS
+@by_layout
 @pytest.mark.parametrize("name", ["smoothed-ignore", "regions", "minimum", "focal"])
 def test_classes_in_several_tiles(name, rows, device):
     check((2, 5, 9), *CASES[name], rows, device)
 
 
 @pytest.mark.usefixtures("poison", "narrow")
-@FORMATS
+@by_layout
 def test_classes_in_several_tiles_of_fp32(rows, device):
-    x, target, mask, dsums = inputs((2, 5, 9), "labels", rows, device, torch.float32)
-    leaf = x.double().requires_grad_()
-    expected = reference.segmentation_sums(leaf, target, mask, "softmax", "softmax")
-    sums, dx, _ = launch(x, target, mask, DICE_CE, dsums)
     # A few roundings of fp32.
-    assert relative_error(sums, expected) <= 1e-6
-    assert relative_error(dx, torch.autograd.grad(expected, leaf, dsums.double())[0]) <= 1e-6
+    check((2, 5, 9), *CASES["dice-ce"], rows, device, torch.float32, 1e-6)
 
 
 @pytest.mark.usefixtures("poison", "split")
-@FORMATS
+@by_layout
 def test_counts_of_classes_in_several_tiles(rows, device):
     from fusedseg.kernels.segmentation_sums import segmentation_sums_fwd
 
@@ -133,13 +128,13 @@ def test_counts_of_classes_in_several_tiles(rows, device):
 
 
 @pytest.mark.usefixtures("poison")
-@FORMATS
+@by_layout
 def test_one_class_and_one_position(rows, device):
     check((1, 1, 40), *CASES["regions"], rows, device)
     check((3, 2, 1), *CASES["dice-ce"], rows, device)
 
 
-@FORMATS
+@by_layout
 def test_logits_are_read_once_and_the_gradient_is_written_once(rows, device, request):
     """The labels are read in their own dtype.  What is left over are sums of programs, and gradients of sums."""
     if device.type != "cpu" or request.config.getoption("--ptx"):
@@ -166,7 +161,7 @@ def test_many_classes_are_read_twice_and_three_times(device):
 
 
 @pytest.mark.usefixtures("split")
-@FORMATS
+@by_layout
 def test_over_the_logits_in_any_order_of_programs(rows, device):
     x, target, mask, dsums = inputs((2, 5, 9), "labels", rows, device)
     sums, dx, _ = launch(x, target, mask, DICE_CE, dsums)
@@ -177,7 +172,7 @@ def test_over_the_logits_in_any_order_of_programs(rows, device):
 
 
 @pytest.mark.usefixtures("replanned", "only_in_the_interpreter")
-@FORMATS
+@by_layout
 def test_beyond_two_to_the_31_elements(rows, device, monkeypatch):
     """The last program of backward computes the right values, and no access leaves the tensor."""
     from fusedseg.kernels import segmentation_sums

@@ -4,7 +4,6 @@ No value spills, and loads and stores of large tensors are wide.  ``test_codegen
 """
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.tools import warm
-from tests.tools.codegen import VENDORS, check_spills
+from tests.tools.codegen import VENDORS, check_spills, check_widths
 
 # The families whose launches say what is expected of their kernels.
 FAMILIES = [
@@ -30,15 +29,7 @@ def test_no_spills_and_wide_accesses(family, cases, target, compiled, record_pro
     launches, of_family = compiled(module, cases, target), importlib.import_module(module).KERNELS
     assert check_spills(launches, {}, record_property) >= of_family.names
     assert target != "sm_90" or max(of["registers"] for of in launches) <= of_family.most_registers
-    narrow, seen = [], 0
-    for of in launches:
-        for (argument, kind), width in of_family.accesses(of).items():
-            widths = of["accesses"][argument][kind]
-            seen += bool(widths)
-            if set(widths) - {width}:
-                narrow.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
-    assert not narrow
-    assert seen
+    assert check_widths(launches, of_family.accesses)
 
 
 @pytest.mark.slow
@@ -54,10 +45,9 @@ def test_memory_limits_the_kernels_of_packing():
 
     On an H100 they took 8.5 ms of a step, and a copy of the same bytes would have taken 2.
     """
-    run = warm.run("bench.gpu.instructions", "--json", "--dtypes", "fp16")
-    assert run.returncode == 0, run.stderr
+    issued = warm.json_of("bench.gpu.instructions", "--json", "--dtypes", "fp16")
     # Planes are slower than a copy, because each value has a hash of its own: Triton 3.9 issues 34, Triton 3.8 35.4.
-    slow = [of for of in json.loads(run.stdout) if of["instructions"] > of["most"] * (1 if of["rows"] else 1.45)]
+    slow = [of for of in issued if of["instructions"] > of["most"] * (1 if of["rows"] else 1.45)]
     assert slow == []
 
 

@@ -1,7 +1,4 @@
-"""Launches of the upsampling kernels that are compiled for GPUs: decoders of real networks, aligned to 16 bytes.
-
-``tests.tools.codegen`` reads CASES, or its part FEW.  The tensors are never touched, so their size costs nothing.
-"""
+"""Launches of the upsampling kernels that are compiled for GPUs: decoders of real networks, aligned to 16 bytes."""
 
 import itertools
 from functools import partial

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
+from fusedseg.kernels.dry_run import AbsentDevice, parse_target
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
@@ -44,12 +44,12 @@ def segment_of(name: str, tensor: torch.Tensor, number: int) -> Segment:
     return Segment(name, first, end - first, number, tensor.element_size())
 
 
-class Driver:
+class Driver(AbsentDevice):
     """Has the interface that Triton expects of a driver, and of the driver's ``utils`` and ``launcher_cls``."""
 
     def __init__(self, arch: str) -> None:
+        super().__init__(parse_target(arch))
         self.arch = arch
-        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
         # Triton stores compiled kernels by device.
         self.device = next(_devices)
         self.utils, self.options = self, Options()
@@ -62,17 +62,8 @@ class Driver:
         self._compiling: list[CompiledKernel] = []
         self._functions: list[tuple[str, int]] = []
 
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
     def get_current_device(self) -> int:
         return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 108}
@@ -178,15 +169,14 @@ def driven(driver: Driver) -> Iterator[Driver]:
         with mock.patch.object(driver, "tensors", list(tensors)):
             return call(self, tensors, *floats)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (CompiledKernel, "_init_handles", init_handles),
-            (CUDABackend, "make_cubin", lambda self, src, metadata, options, capability: b"none"),
-            (CUDABackend, "hash", lambda self: f"PTX without machine code for {self.target}"),
-            (launcher.Launcher, "__call__", noted),
-            (_backend, "_interpreted", lambda: True),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with (
+        mock.patch.object(CompiledKernel, "_init_handles", init_handles),
+        mock.patch.object(CUDABackend, "make_cubin", return_value=b"none"),
+        mock.patch.object(CUDABackend, "hash", lambda self: f"PTX without machine code for {self.target}"),
+        mock.patch.object(launcher.Launcher, "__call__", noted),
+        mock.patch.object(_backend, "_interpreted", return_value=True),
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(setattr, triton_driver, "_active", active)
         stack.callback(launcher.forget_plans)
         triton_driver.set_active(driver)

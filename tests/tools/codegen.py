@@ -1,16 +1,16 @@
 """Compiles kernels for GPUs on a machine without a GPU, and reads registers, spills and widths of accesses.
 
-    report = compile_launches(["sm_90"], "tests.kernels.norm_act_launches")
-    report["sm_90"][0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
+    report = warm.json_of("tests.tools.codegen", "sm_90", "tests.kernels.norm_act_launches", "CASES")
+    report[0]  ->  {"case": "planes-fp16", "kernel": "norm_stats_kernel", "registers": 40, "spilled": 0,
                     "accesses": {"x_ptr": {"load": {"16": 2}, "store": {}}, ...}, "matrix": [], ...}
 
 Kernels are compiled in a separate process, because the calling process may have imported them for the interpreter.
-The named module holds a dict, CASES by default, of functions that call launchers with CPU tensors.
+The named dict of the named module has functions that call launchers with CPU tensors, such as CASES, all of them, or
+FEW of ``tests/kernels/*_launches.py``.  The tensors are never touched, so their size costs nothing.
 """
 
 import importlib
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -19,8 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tests.tools import warm
 
 Access = tuple[str, str]
 
@@ -60,12 +58,15 @@ SHARED = {
 BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64}
 
 
-def compile_launches(targets: Sequence[str], module: str, cases: str = "CASES", jobs: int = 1) -> dict[str, list[dict]]:
-    """Compiles every launch of every case of ``module`` for each target ("sm_90", "gfx942"), ``jobs`` at a time."""
-    run = warm.run("tests.tools.codegen", ",".join(targets), module, cases, str(jobs))
-    if run.returncode:
-        raise RuntimeError(f"compiling {module} for {targets} failed:\n{run.stdout}{run.stderr}")
-    return json.loads(run.stdout)
+def cuobjdump(compiled, *options: str) -> str:
+    """What Triton's own cuobjdump prints about compiled code for NVIDIA's GPUs."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run([tool, *options, cubin.name], capture_output=True, text=True, check=True).stdout
 
 
 def resources(compiled) -> dict[str, int]:
@@ -75,14 +76,9 @@ def resources(compiled) -> dict[str, int]:
         counts = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", compiled.asm["amdgcn"])}
         spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"]) + counts["private_segment_fixed_size"]
         return {"registers": counts["vgpr_count"], "spilled": spilled, "shared": shared}
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        text = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
-    counts = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    counts = {
+        key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump(compiled, "-res-usage"))
+    }
     return {"registers": counts["REG"], "spilled": counts["STACK"] + counts["LOCAL"], "shared": shared}
 
 
@@ -166,9 +162,6 @@ def describe(case: str, launch) -> dict:
     return {
         "case": case,
         "kernel": launch.name,
-        "grid": launch.grid,
-        "warps": launch.compiled.metadata.num_warps,
-        "code": launch.compiled.hash,
         **resources(launch.compiled),
         "accesses": accesses(launch.compiled),
         "matrix": matrix_instructions(launch.compiled),
@@ -189,7 +182,20 @@ def check_spills(launches: Sequence[dict], known: Mapping[str, int], record_prop
     return {of["kernel"] for of in launches}
 
 
-def compile_for(target: str, module: str, cases: str) -> list[dict]:
+def check_widths(launches: Sequence[dict], expected: Callable[[dict], dict[Access, str]]) -> set[Access]:
+    """Fails if an access does not move as many bytes at once as is expected of its launch; returns all accesses."""
+    wrong, seen = [], set()
+    for of in launches:
+        for (argument, kind), width in expected(of).items():
+            seen.add((argument, kind))
+            widths = of["accesses"][argument][kind]
+            if set(widths) != {width}:
+                wrong.append(f"{of['case']} {of['kernel']} {argument}: {kind} of {widths} bytes")
+    assert not wrong
+    return seen
+
+
+def main(target: str, module: str, cases: str) -> None:
     from fusedseg.kernels.dry_run import dry_run
 
     report = []
@@ -197,16 +203,7 @@ def compile_for(target: str, module: str, cases: str) -> list[dict]:
         with dry_run(target) as launches:
             launch_case()
         report += [describe(case, launch) for launch in launches]
-    return report
-
-
-def main(targets: str, module: str, cases: str, jobs: str) -> None:
-    # The server imports the module before it forks; otherwise each process would import PyTorch again.
-    importlib.import_module(module)
-    names = targets.split(",")
-    with multiprocessing.get_context("fork").Pool(int(jobs)) as pool:
-        reports = pool.starmap(compile_for, [(target, module, cases) for target in names], chunksize=1)
-    print(json.dumps(dict(zip(names, reports, strict=True))))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ discards, and passes each operator through a dozen calls.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,14 +16,6 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-
-
-def with_values(values: Iterable[tuple[object, str, object]]) -> contextlib.ExitStack:
-    """Inside, each (owner, name of an attribute, value) holds."""
-    stack = contextlib.ExitStack()
-    for owner, name, value in values:
-        stack.enter_context(mock.patch.object(owner, name, value))
-    return stack
 
 
 def fast() -> contextlib.ExitStack:
@@ -280,12 +272,12 @@ def cached_types() -> Iterator[None]:
     def to_ir(self, builder):
         return self if builder is interpreter.interpreter_builder else block_to_ir(self, builder)
 
-    changes = [
-        (tl.block_type, "__init__", init_block), (tl.block_type, "__eq__", same_block),
-        (tl.block_type, "to_ir", to_ir), (tl.block_type, "with_element_ty", with_element_ty),
-        (tl.tensor, "__init__", init_tensor), (interpreter, "_get_np_dtype", np_dtype_of),
-    ]  # fmt: skip
-    with with_values(changes):
+    changes = {"__init__": init_block, "__eq__": same_block, "to_ir": to_ir, "with_element_ty": with_element_ty}
+    with (
+        mock.patch.multiple(tl.block_type, **changes),
+        mock.patch.object(tl.tensor, "__init__", init_tensor),
+        mock.patch.object(interpreter, "_get_np_dtype", np_dtype_of),
+    ):
         yield
 
 
@@ -322,11 +314,9 @@ def quick_operators() -> Iterator[None]:
             return True
         return self.name == other.name if type(other) is tl.dtype else equal(self, other)
 
-    changes = [
-        (TritonSemantic, "cast", cast_if_needed), (TritonSemantic, "broadcast_impl_value", broadcast_if_needed),
-        (TritonSemantic, "computation_type_impl", computation_type_of), (tl.dtype, "__eq__", same_dtype),
-    ]  # fmt: skip
-    with with_values(changes):
+    changes = {"cast": cast_if_needed, "broadcast_impl_value": broadcast_if_needed}
+    changes |= {"computation_type_impl": computation_type_of}
+    with mock.patch.multiple(TritonSemantic, **changes), mock.patch.object(tl.dtype, "__eq__", same_dtype):
         yield
 
 

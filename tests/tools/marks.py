@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+by_layout = pytest.mark.parametrize("rows", [False, True], ids=["planes", "rows"])
+
 
 def slow(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     """The cases as parameters; the chosen ones are slow, because they repeat what another one of their kind shows."""

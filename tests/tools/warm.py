@@ -21,6 +21,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 # No module of pytest's plugins: pytest rewrites their assertions when it imports them.
@@ -45,38 +46,19 @@ def _server(preloaded: tuple[str, ...]) -> subprocess.Popen:
     return server
 
 
-def run(
-    module: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """Runs ``python -m module arguments`` in the folder ``cwd``, by default without TRITON_INTERPRET."""
-    return _served(PRELOADED, {"module": module}, arguments, cwd, env)
-
-
-def run_code(
-    code: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """Runs ``python -c code arguments``; the rest is as for ``run``."""
-    return _served(PRELOADED, {"code": code}, arguments, cwd, env)
-
-
-def run_bare(
-    code: str, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """Runs ``python -c code arguments`` in a process that has imported PyTorch alone; the rest is as for ``run``."""
-    return _served(BARE, {"code": code}, arguments, cwd, env)
-
-
 def _served(
     preloaded: tuple[str, ...],
-    program: Mapping[str, str],
-    arguments: tuple[str, ...],
-    cwd: Path,
-    env: Mapping[str, str] | None,
+    kind: str,
+    program: str,
+    *arguments: str,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
+    """Runs a program in the folder ``cwd``, by default without TRITON_INTERPRET."""
     server = _server(preloaded)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        job = {**program, "arguments": arguments, "cwd": str(cwd), "out": str(out), "err": str(err)}
+        job = {kind: program, "arguments": arguments, "cwd": str(cwd), "out": str(out), "err": str(err)}
         job["env"] = without(["TRITON_INTERPRET"]) if env is None else dict(env)
         try:
             print(json.dumps(job), file=server.stdin, flush=True)
@@ -88,8 +70,20 @@ def _served(
             raise
         if not answer:
             raise RuntimeError("the server of tests/tools/warm.py ended; its error stands above")
-        name = program.get("module", "-c")
-        return subprocess.CompletedProcess([name, *arguments], int(answer), out.read_text(), err.read_text())
+        return subprocess.CompletedProcess([program, *arguments], int(answer), out.read_text(), err.read_text())
+
+
+# ``python -m module arguments``, and ``python -c code arguments``, also in a process that has imported PyTorch alone.
+run = functools.partial(_served, PRELOADED, "module")
+run_code = functools.partial(_served, PRELOADED, "code")
+run_bare = functools.partial(_served, BARE, "code")
+
+
+def json_of(module: str, *arguments: str) -> Any:
+    """What ``python -m module arguments`` prints as JSON."""
+    done = run(module, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 def _become(job: dict) -> int:
