@@ -57,7 +57,9 @@ def wide():
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(Perceptrons, (4096, 16)), (Pools, (4, 4, 32, 32)), (wide, (4, 512))], ids=str
+    ("make", "shape"),
+    [(Perceptrons, (4096, 16)), (Pools, (4, 4, 32, 32)), (wide, (4, 512))],
+    ids=["perceptrons", "pools", "wide"],
 )
 def test_peak_is_the_allocators(make, shape):
     """It counted a sum that is written over its second term as new memory, and no gradient of the output.
