@@ -1,7 +1,7 @@
 """The decision about a joint graph: what forward keeps, what backward recomputes, and what is packed.
 
 ``plan/choose.py`` chooses.  With bits what is kept is packed (``low_bit/packing.py``), unless the step would keep more,
-or peak higher, than without bits.
+or peak higher, than without bits.  With a budget a lower peak is enough.
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
 """The one table of what the compiler knows about PyTorch's functions and ops: a row for each, or a family of them.
 
-To teach the compiler an op, add a row, or set a column of the row that has it.  The rows of the ops of this package are
-registered with them (``ops/registry.py``).  ``tests/compiler/test_op_table.py`` walks the table, and compares each row
-with what the function does.
+To teach the compiler an op, add a row, or set a column of the row that has it.  A new row also lets backward recompute
+the op, unless it says ``cheap=False``.  The rows of the ops of this package are registered with them
+(``ops/registry.py``).  ``tests/compiler/test_op_table.py`` walks the table, and compares each row with what the
+function does.
 
 A row without ``calls`` speaks of its ops alone: a compiler writes them, or they differ from others of their function.
 For an op that several rows have, such a row is taken first.
@@ -84,7 +85,8 @@ class OpRow:
 
     cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.  Views, and
         ops that PyTorch marks as pointwise, may whatever their row says.
-    compute_intensive: whether it is a convolution or a matrix product, whose result mixes values of many places.
+    compute_intensive: whether it is a convolution or a matrix product, whose result mixes values of many places.  The
+        price of a second run has PyTorch's list of such ops (``is_compute_intensive`` of ``graph.py``).
     batched: whether both factors are activations.
     images: the places of the arguments that are images, of which kernels may make copies in another layout.
 

@@ -27,7 +27,7 @@ _parts = _torch.compiler_parts()
 class Partition(_parts.CustomPartitionerFn):  # type: ignore[name-defined]
     """Divides a joint graph into forward and backward.  It can be pickled, so that Inductor's caches work.
 
-    ``known`` has what was found of other copies of the graph.
+    ``known`` has what was found of other copies of the graph, in an estimate, which no cache sees.
     """
 
     def __init__(self, settings: Settings, known: Known | None = None) -> None:

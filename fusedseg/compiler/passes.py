@@ -201,7 +201,7 @@ def run(stage: Stage, on: str, of: fx.GraphModule | fx.Graph, settings: Settings
         stage: the stage.
         on: which graph it is: one of CAPTURED, JOINT, FORWARD, BACKWARD and INFERENCE.
         of: the graph, or its module.
-        settings: the options; None for the stages of ``emit``, which do not depend on them.
+        settings: the options; None where no pass of the stage depends on them.
         more: what the passes of this stage are given besides ("takes").
     """
     asked = settings or Settings()

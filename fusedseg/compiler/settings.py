@@ -115,7 +115,7 @@ class Settings:
 
     @property
     def by_inductor(self) -> bool:
-        """Whether Inductor generates the code, whose kernels compute several ops of a graph each."""
+        """Whether Inductor generates the code, whose kernels compute several ops each; False while it is open."""
         return self.codegen == "inductor"
 
     @property

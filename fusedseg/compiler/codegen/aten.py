@@ -164,6 +164,7 @@ def emit(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[lis
     plain = source_of(module, direct={})
     gradients = [node for node in module.graph.nodes if is_gradient(node) and is_tensor(node)]
     launching = next(filter(_backend.takes_triton, devices_of(module.graph)), None)
+    # Where nothing is trained, these stages have the passes of a forward.
     on = passes.BACKWARD if gradients else passes.FORWARD
     passes.run(passes.Stage.JOINED, on, module)
     passes.run(passes.Stage.CALLS, on, module, liveness=liveness_of(module.graph))

@@ -11,8 +11,7 @@ from ..graph import is_gradient, outputs_of
 from ..settings import Settings
 
 _parts = _torch.compiler_parts()
-# Inductor's caches forget what another version of this package has made.  The files of the backend decide it, and the
-# table of cheap ops, and the ops that graphs call.
+# Inductor's caches forget what this package has made once one of its files has changed.
 FILES = tuple(map(str, sorted(Path(__file__).parents[2].rglob("*.py"))))
 # The note of Inductor on the output of a graph: the places of the results whose strides the user sees.
 PLACES = "user_visible_output_idxs"

@@ -4,8 +4,8 @@
 ``DEFAULT_PRICE``, and no compute-intensive op runs again, but for those of which a second run is nearly free
 (``nearly_free.py``).
 
-For a budget the prices fall.  Each of these choices has a price of its own, counted on the schedule that will run: kept
-bytes, repeated arithmetic, and the peak (``peak.py``).
+For a budget the prices fall.  Each of these choices has a price of its own, counted on the schedule of ``peak.py``:
+kept bytes, repeated arithmetic, and the peak.
 The choices do not depend on the budget.  Each keeps less than the one before it, and one whose peak is above the lowest
 before it is left out.  So a smaller budget has no higher peak, but for ``PEAK_SLACK``.  With ``extra_flops`` alone the
 last choice counts: none may peak above the first.
@@ -245,7 +245,8 @@ class Search:
         return TrialResult.TAKEN
 
 
-# Of a graph, by what a search depends on: the nodes of its copy, and the search.
+# Of a graph, by what a search depends on: the nodes of its copy, and the search.  All are copies of one joint graph, so
+# that the text of a graph, which has no sizes, tells them apart.
 Known = dict[tuple[object, ...], tuple[list[fx.Node], Iterator[Choice]]]
 
 

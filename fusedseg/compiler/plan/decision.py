@@ -40,8 +40,9 @@ class Decision:
         recomputed: the nodes that backward recomputes, in the order of the graph, each with the nodes that this reads.
         backward: the nodes of backward.
         replacements: nodes that backward reads in place of others, with the same value.
-        peak_target: how the order of backward weighs the peak against compute-intensive ops that run a third time; None
-            without a budget and bits.
+        peak_target: until which peak the order of backward computes values once more.  The search for a budget sets it
+            (``choose.py``), and so do the graph without bits and the packed one if there are bits (``decide.py``,
+            ``low_bit/packing.py``).  With None, values run once more only where that costs little.
         policies: what the partitioner is told of each node, once ``apply`` has written the decision.
     """
 

@@ -1,8 +1,9 @@
 """The bytes of a step, counted on a joint graph and a decision: what is kept, and the peak.
 
 The order is that of the graphs that will run: forward as it stands, then backward, where the compiler's partitioner
-puts what is recomputed right before its first reader.  A value lives until its last reader.  Ops write over their
-input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have those of the example.
+puts what is recomputed right before its first reader.  With Inductor some sums run later (``reorder``).  A value lives
+until its last reader.  Ops write over their input where ``codegen/in_place.py`` lets them.  Sizes that are symbols have
+those of the example.
 """
 
 import operator
