@@ -236,7 +236,7 @@ _remembered_of_a_gpu: dict[Any, Any] = {}
 
 
 def format_of_cudnn(x: torch.Tensor, weight: torch.Tensor, *backend: object) -> torch.memory_format:
-    """The memory format in which cuDNN computes a convolution: channels_last if the image or the weight has it."""
+    """The memory format of cuDNN's convolutions: channels_last if image or weight has it, and not in float64."""
     formats = {suggest_memory_format(x), suggest_memory_format(weight)} - {torch.contiguous_format}
     return formats.pop() if formats and torch.float64 not in (x.dtype, weight.dtype) else torch.contiguous_format
 

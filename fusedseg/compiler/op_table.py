@@ -86,7 +86,7 @@ class OpRow:
     cheap: whether the ops may run again in backward: they give the same result, and have little arithmetic.  Views, and
         ops that PyTorch marks as pointwise, may whatever their row says.
     compute_intensive: whether it is a convolution or a matrix product, whose result mixes values of many places.  The
-        price of a second run has PyTorch's list of such ops (``is_compute_intensive`` of ``graph.py``).
+        arithmetic of a second run is asked of PyTorch (``is_compute_intensive`` of ``graph.py``).
     batched: whether both factors are activations.
     images: the places of the arguments that are images, of which kernels may make copies in another layout.
 

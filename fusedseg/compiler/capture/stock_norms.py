@@ -325,7 +325,7 @@ def _residual_of(y: fx.Node, node: fx.Node) -> fx.Node | None:
 
 
 def _is_undisturbed(start: fx.Node, end: fx.Node, norm: NormCall) -> bool:
-    """Whether a norm gives the same where ``end`` asked as at ``start``.
+    """Whether a norm gives the same where ``end`` stands as at ``start``.
 
     Nothing between may write to a tensor that the norm reads; a function of PyTorch that writes over a tensor returns
     it, or nothing.
@@ -357,5 +357,5 @@ def _may_write_unseen(node: fx.Node) -> bool:
 
 
 def _memory(*values: object) -> set[int]:
-    """The addresses of the memories of these tensors; None asked for no tensor."""
+    """The addresses of the memories of these tensors; None stands for no tensor."""
     return {memory_of(value) for value in values if isinstance(value, Tensor)}

@@ -33,8 +33,8 @@ FLOPS_A_BYTE = 130
 class PeakTarget(NamedTuple):
     """Values are computed once more in backward until the peak is at most so many bytes, within so much arithmetic.
 
-    After that they are where a byte less at the peak costs at most ``price`` of arithmetic.  With Inductor these are
-    results of compute-intensive ops alone; its kernels compute other values again by themselves.
+    After that a value is computed once more where a byte less at the peak costs at most ``price`` of arithmetic.  With
+    Inductor these are results of compute-intensive ops alone; its kernels compute other values again by themselves.
     """
 
     peak: float
